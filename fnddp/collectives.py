@@ -1,0 +1,152 @@
+"""The only file that touches torch.distributed's collectives.
+
+`all_reduce` uses the functional collectives, which trace under make_fx and Dynamo. Without a process group the world
+has one rank and a collective is a copy, so a pipeline runs, and loses what it loses, in a plain Python process.
+"""
+
+import os
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from fnddp import layout
+from fnddp.tree import Leaves, is_inexact
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
+"""A process group, its name, a one-dimensional mesh, one dimension of a mesh, or None for the default group."""
+
+_WIRE_OP = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
+OPS = tuple(_WIRE_OP)
+
+
+def group_name(group: Group) -> str | None:
+    """The name of `group`, which stands for it in a pipeline: names compare, print, parse and pickle.
+
+    Raises:
+        TypeError: `group` is none of the kinds of `Group`.
+    """
+    if group is None or isinstance(group, str):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, DeviceMesh):
+        return group.get_group().group_name
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+        mesh, dim = group
+        return mesh.get_group(dim).group_name
+    raise TypeError(f"group must be a ProcessGroup, its name, a DeviceMesh or (mesh, dim), got {group!r}")
+
+
+def world_size(group: str | None) -> int:
+    """The number of ranks in `group`; 1 without torch.distributed.
+
+    Raises:
+        RuntimeError: A launcher started several ranks but the process group is not initialized, or a group is named.
+    """
+    if dist.is_initialized():
+        return c10d._get_group_size_by_name(_live_name(group))  # pyright: ignore[reportPrivateUsage]
+    if group is not None:
+        raise RuntimeError(f"process group {group!r} is named, but torch.distributed is not initialized")
+    launched = os.environ.get("WORLD_SIZE", "1") if dist.is_torchelastic_launched() else "1"
+    if launched != "1":
+        raise RuntimeError(
+            f"the launcher started {launched} ranks, but torch.distributed is not initialized, so nothing would be "
+            "synchronized; call torch.distributed.init_process_group() first"
+        )
+    return 1
+
+
+def rank(group: str | None) -> int:
+    """This process's rank in `group`; 0 without torch.distributed."""
+    return dist.get_rank(_live_group(group)) if dist.is_initialized() else 0
+
+
+def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
+    """Reduces every leaf over the ranks of `group`: all are issued, in the order of their paths, then all are awaited.
+
+    A mean is divided before it is summed, so what fits the dtype never overflows in the sum (torch's hooks do the
+    same). Integers travel as int64; their mean is rounded to the nearest, halves up, and the mean of a bool is the
+    majority, ties True. Leaves without elements do not travel.
+
+    Raises:
+        RuntimeError: Inside torch.func.grad or jvp, or on a failed collective.
+        ValueError: "max" or "min" of complex numbers.
+    """
+    _refuse_differentiation()
+    n = world_size(group)
+    # By path, not by insertion: dicts that were filled in another order on another rank still match.
+    issued = {path: _issue(_encode(path, leaves[path], op, n), op, group) for path in sorted(leaves)}
+    return {path: _decode(_wait(issued[path]), leaf, op, n) for path, leaf in leaves.items()}
+
+
+def all_gather_object(value: Any, group: str | None) -> list[Any]:
+    """`value` of every rank, in rank order: for set-up, never inside a step."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(gathered, value, group=_live_group(group))
+    return gathered
+
+
+def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
+    """`value` of every rank, of the same length on all."""
+    if not dist.is_initialized():
+        return [value]
+    live = _live_group(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(live) else "cpu"
+    mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(mine) for _ in range(world_size(group))]
+    dist.all_gather(gathered, mine, group=live)
+    return [bytes(part.tolist()) for part in gathered]
+
+
+def _encode(path: str, leaf: Tensor, op: str, n: int) -> Tensor:
+    if leaf.is_complex() and op in ("max", "min"):
+        raise ValueError(f"all_reduce: leaf {path!r} is {leaf.dtype}, which has no {op}; reduce it with mean or sum")
+    wire = layout.to_wire(leaf)
+    if not is_inexact(leaf):
+        return wire.to(torch.int64)
+    return wire / n if op == "mean" else wire
+
+
+def _decode(wire: Tensor, leaf: Tensor, op: str, n: int) -> Tensor:
+    if not is_inexact(leaf):
+        if op == "mean":
+            wire = torch.div(wire, n, rounding_mode="floor") + (2 * (wire % n) >= n)
+        wire = wire.to(leaf.dtype)
+    return layout.from_wire(wire, leaf)
+
+
+def _issue(wire: Tensor, op: str, group: str | None) -> Tensor:
+    if wire.numel() == 0 or not dist.is_initialized():
+        return wire.clone()
+    return torch.ops._c10d_functional.all_reduce(wire, _WIRE_OP[op], _live_name(group))
+
+
+def _wait(issued: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(issued)
+
+
+def _live_name(group: str | None) -> str:
+    return _live_group(None).group_name if group is None else group
+
+
+def _live_group(group: str | None) -> dist.ProcessGroup:
+    return c10d._get_default_group() if group is None else c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+
+
+def _refuse_differentiation() -> None:
+    # torch.func.jvp through a functional collective gives a zero tangent, silently; Dynamo cannot trace the question.
+    if torch.compiler.is_compiling():
+        return
+    interpreter = peek_interpreter_stack()
+    if interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp):
+        raise RuntimeError(
+            "a gradient synchronization cannot run inside torch.func.grad or jvp: its derivative is not defined; "
+            "synchronize the gradients that they return"
+        )

@@ -1,0 +1,1 @@
+"""Memory: what a lossy pipeline did not send today is sent tomorrow."""

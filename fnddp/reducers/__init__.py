@@ -1,0 +1,1 @@
+"""Leaves of a pipeline: where bytes leave the rank."""

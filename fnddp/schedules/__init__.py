@@ -1,0 +1,1 @@
+"""Schedules and structure: which pipeline runs when, and on which leaves."""

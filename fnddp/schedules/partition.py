@@ -1,0 +1,94 @@
+"""Different leaves, different pipelines."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeAlias
+
+from fnddp import tree
+from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.tree import Leaves, Tree
+
+Rules: TypeAlias = Mapping[str, Sync] | tuple[tuple[str, Sync], ...]
+
+
+class PartitionState(NamedTuple):
+    """`rules`: the state of each pattern's pipeline, by pattern."""
+
+    rules: dict[str, State]
+
+
+@transform
+class partition(Sync):
+    """Gives every leaf the pipeline of the first pattern that matches its path.
+
+    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. Every leaf must match a pattern and
+    every pattern must get a leaf, so that a typo is an error and not a silently uncompressed model.
+
+    Args:
+        rules: Pipelines by pattern; the first match wins.
+
+    Raises:
+        TypeError: `rules` is not a dict of strings and pipelines.
+        ValueError: `rules` is empty; in `init` and `exchange`: a leaf matches nothing, or a pattern got no leaf.
+
+    >>> import torch
+    >>> from fnddp import allreduce, fp16
+    >>> sync = partition({"*.bias": allreduce, "*": fp16(allreduce)})
+    >>> sync
+    partition({'*.bias': allreduce, '*': fp16(allreduce)})
+    >>> sync.init({"fc.weight": torch.ones(2, 2)})
+    Traceback (most recent call last):
+        ...
+    ValueError: partition: pattern '*.bias' gets none of the leaves ['fc.weight']; remove it or mend it
+    """
+
+    rules: Rules
+
+    def __post_init__(self) -> None:
+        rules = tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules
+        object.__setattr__(self, "rules", rules)
+        if not rules:
+            raise ValueError("partition: no rules; write partition({'*': allreduce})")
+        for pattern, sync in rules:
+            if not isinstance(pattern, str) or not isinstance(sync, Sync):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"partition: a rule is a pattern and a pipeline, got {pattern!r}: {sync!r}")
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        parts = self._split(leaves)
+        return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in self._pairs})
+
+    def exchange(self, grads: Tree, state: PartitionState) -> Exchange:
+        leaves, spec = tree.flatten(grads)
+        parts = self._split(leaves)
+        done = {pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in self._pairs}
+        owner = {path: pattern for pattern, part in parts.items() for path in part}
+        return Exchange(
+            mean=tree.unflatten(spec, {path: done[owner[path]].mean[path] for path in leaves}),
+            sent=tree.unflatten(spec, {path: done[owner[path]].sent[path] for path in leaves}),
+            state=PartitionState({pattern: exchange.state for pattern, exchange in done.items()}),
+        )
+
+    @property
+    def _pairs(self) -> tuple[tuple[str, Sync], ...]:
+        assert isinstance(self.rules, tuple)  # __post_init__ has turned a dict into pairs
+        return self.rules
+
+    def _split(self, leaves: Leaves) -> dict[str, Leaves]:
+        parts: dict[str, Leaves] = {pattern: {} for pattern, _ in self._pairs}
+        for path, leaf in leaves.items():
+            for pattern in parts:
+                if fnmatchcase(path, pattern):
+                    parts[pattern][path] = leaf
+                    break
+            else:
+                raise ValueError(
+                    f"partition: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
+                )
+        for pattern, part in parts.items():
+            if not part:
+                raise ValueError(f"partition: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it")
+        return parts
+
+    def __repr__(self) -> str:
+        return f"partition({{{', '.join(f'{pattern!r}: {sync!r}' for pattern, sync in self._pairs)}}})"

@@ -1,0 +1,62 @@
+"""A first phase with another pipeline."""
+
+from typing import NamedTuple
+
+from fnddp.reducers.all_reduce import allreduce
+from fnddp.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.tree import Tree
+
+
+class WarmupState(NamedTuple):
+    """`step`: exchanges done so far, at most the number of warm-up steps."""
+
+    step: Replicated[int]
+    before: State
+    inner: State
+
+
+@transform
+class warmup(Sync):
+    """Runs `before` for the first `steps` exchanges, then `inner`.
+
+    The first steps of a training run tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
+    `warmup(error_feedback(...), 100)`, unless `before` is lossy too.
+
+    The counter is a Python int that stops at `steps`, so a compiled step is compiled for each phase, not each step.
+
+    Args:
+        inner: The pipeline after the warm-up.
+        steps: Number of exchanges with `before`.
+        before: The pipeline during the warm-up.
+
+    Raises:
+        ValueError: `steps` is negative.
+
+    >>> import torch
+    >>> from fnddp import fp16
+    >>> sync = warmup(fp16(allreduce), steps=1)
+    >>> grads = {"w": torch.tensor([1 + 2**-20])}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> bool(first["w"] == grads["w"]), second["w"].item(), state.step
+    (True, 1.0, 1)
+    """
+
+    inner: Sync
+    steps: int
+    before: Sync = allreduce
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 0:
+            raise ValueError(f"warmup: steps must be at least 0, got {self.steps!r}")
+
+    def init(self, grads: Tree) -> State:
+        return WarmupState(0, self.before.init(grads), self.inner.init(grads))
+
+    def exchange(self, grads: Tree, state: WarmupState) -> Exchange:
+        if state.step < self.steps:
+            first = self.before.exchange(grads, state.before)
+            return first._replace(state=WarmupState(state.step + 1, first.state, state.inner))
+        then = self.inner.exchange(grads, state.inner)
+        return then._replace(state=state._replace(inner=then.state))

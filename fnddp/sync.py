@@ -1,0 +1,188 @@
+"""The core type: a pipeline is a value of type `Sync`, and running it is one pure call.
+
+A transform is a frozen dataclass made by `@transform`. Its fields are its hyperparameters and the pipelines it wraps,
+so an expression compares, hashes, prints as the call that built it, and parses back (`fnddp.parse`).
+"""
+
+import abc
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
+
+import torch
+
+from fnddp.tree import Tree
+
+if TYPE_CHECKING:
+    from fnddp.collectives import Group
+
+T = TypeVar("T")
+
+REPLICATED = "replicated"
+LOCAL = "local"
+
+Replicated: TypeAlias = Annotated[T, REPLICATED]
+"""Marks a field of a state as equal on all ranks: counters, PowerSGD's queries."""
+
+Local: TypeAlias = Annotated[T, LOCAL]
+"""Marks a field of a state as this rank's own: residuals."""
+
+State: TypeAlias = Any
+"""A pytree of tensors and Python ints. Transforms use named tuples whose fields are `Replicated`, `Local` or a `State`."""
+
+
+class Exchange(NamedTuple):
+    """What one exchange gives back.
+
+    Attributes:
+        mean: The synchronized gradients; same tree, shapes, dtypes and devices as the input, equal on every rank.
+        sent: What this rank contributed, as the others saw it. Its mean over ranks is `mean`, up to the rounding of
+            the wire's own sum, so what a lossy pipeline lost on this rank is `grads - sent`.
+        state: The state for the next step.
+    """
+
+    mean: Tree
+    sent: Tree
+    state: State
+
+
+class Sync(abc.ABC):
+    """A gradient synchronization: a value that can be printed, compared, nested and run.
+
+    Running it is pure: inputs are never written to, and rolling back a step is keeping the old state.
+
+    >>> import torch
+    >>> from fnddp import allreduce, error_feedback, fp16, powersgd
+    >>> sync = error_feedback(powersgd(fp16(allreduce), rank=4))
+    >>> sync
+    error_feedback(powersgd(fp16(allreduce), rank=4))
+    >>> grads = {"weight": torch.ones(64, 32), "bias": torch.ones(64)}
+    >>> state = sync.init(grads)
+    >>> mean, state = sync(grads, state)
+    >>> mean["weight"].shape
+    torch.Size([64, 32])
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if field.type is Sync and not isinstance(value, Sync):
+                made = f"; call it: {value.__name__}(...)" if isinstance(value, type) else ""
+                raise TypeError(
+                    f"{type(self).__name__}: {field.name} must be a pipeline such as allreduce, got {value!r}{made}"
+                )
+
+    @abc.abstractmethod
+    def init(self, grads: Tree) -> State:
+        """The state before the first step, from the shapes, dtypes and devices of `grads` (values are not read).
+
+        Args:
+            grads: A tree like the gradients; parameters or meta tensors will do.
+        """
+
+    @abc.abstractmethod
+    def exchange(self, grads: Tree, state: State) -> Exchange:
+        """Synchronizes `grads`: what wrapping transforms build on. Same collectives in the same order on all ranks."""
+
+    def __call__(self, grads: Tree, state: State) -> tuple[Tree, State]:
+        """Synchronizes `grads`.
+
+        The wrong call inside `torch.func.grad`: synchronize its result instead (this raises there).
+
+        Args:
+            grads: This rank's gradients, any pytree of dense tensors.
+            state: From `init` or the previous call.
+
+        Returns:
+            The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state.
+
+        Raises:
+            TypeError: A leaf is not a tensor.
+            ValueError: The state belongs to another tree.
+        """
+        with torch.no_grad():
+            exchange = self.exchange(grads, state)
+        return exchange.mean, exchange.state
+
+    def over(self, group: "Group", *, unnamed_only: bool = False) -> "Sync":
+        """The same pipeline on another process group.
+
+        Args:
+            group: A process group, its name, a one-dimensional device mesh, `(mesh, dim)`, or None for the default.
+            unnamed_only: Leave reducers that name a group as they are (what adapters do).
+
+        >>> from fnddp import allreduce, fp16
+        >>> fp16(allreduce).over("7")
+        fp16(all_reduce(group='7'))
+        """
+        return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
+
+    @property
+    def ops(self) -> frozenset[str]:
+        """How the payload is reduced over ranks ("mean", "sum", ...), over all reducers inside."""
+        return frozenset[str]().union(*(child.ops for child in self.children()))
+
+    def children(self) -> Iterator["Sync"]:
+        """The pipelines this one wraps directly."""
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            yield from _syncs_in(getattr(self, field.name))
+
+    def _map_children(self, fn: "Callable[[Sync], Sync]") -> "Sync":
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # pyright: ignore[reportArgumentType]
+        changed = {name: _map_syncs(fn, value) for name, value in values.items() if any(_syncs_in(value))}
+        return replace(self, **changed)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+    def __repr__(self) -> str:
+        arguments: list[str] = []
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if field.init and field.default is MISSING:
+                arguments.append(_show(value))
+            elif field.init and value != field.default:
+                arguments.append(f"{field.name}={_show(value)}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+class Registry(dict[str, Any]):
+    """What `parse` knows: names of transforms (callables that return a `Sync`) and of ready-made values."""
+
+    def add(self, name: str, entry: Any) -> None:
+        known = self.get(name)
+        if known is not None and (known.__module__, name) != (entry.__module__, name):
+            raise ValueError(f"{name!r} is registered already, by {known.__module__}; choose another name")
+        self[name] = entry
+
+
+registry = Registry()
+
+
+@dataclass_transform(frozen_default=True)
+def transform(cls: type[T]) -> type[T]:
+    """Class decorator: makes a `Sync` subclass a frozen dataclass and registers its name with `fnddp.parse`.
+
+    Raises:
+        ValueError: Another module has registered a transform of this name.
+    """
+    made = dataclass(frozen=True, repr=False)(cls)
+    registry.add(cls.__name__, made)
+    return made
+
+
+def _syncs_in(value: Any) -> Iterator[Sync]:
+    if isinstance(value, Sync):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _syncs_in(part)
+
+
+def _map_syncs(fn: Callable[[Sync], Sync], value: Any) -> Any:
+    if isinstance(value, Sync):
+        return fn(value)
+    if isinstance(value, tuple):
+        return tuple(_map_syncs(fn, part) for part in value)
+    return value
+
+
+def _show(value: Any) -> str:
+    return repr(str(value).removeprefix("torch.")) if isinstance(value, torch.dtype) else repr(value)

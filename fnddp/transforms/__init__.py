@@ -1,0 +1,1 @@
+"""Additive transforms: their payloads add across ranks, so they wrap any pipeline."""

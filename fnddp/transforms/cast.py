@@ -1,0 +1,135 @@
+"""Low-precision wires: cast, exchange, cast back."""
+
+from dataclasses import field
+
+import torch
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.tree import Tree, is_inexact
+
+
+@transform
+class cast(Sync):
+    """Sends floating-point leaves in another dtype.
+
+    Nesting order is meaning: `fp16(powersgd(allreduce))` casts gradients and compresses what is left of them;
+    `powersgd(fp16(allreduce))` compresses in full precision and casts only the factors. The wrong choice where the
+    gradients' range does not fit the dtype: a value beyond it becomes infinite on the wire, and the mean of its
+    element with it, on every rank. `check=True` raises instead. bf16 has the range of float32.
+
+    Complex leaves are cast as pairs of real numbers. Integer and bool leaves pass through.
+
+    Args:
+        inner: What carries the payload.
+        dtype: A real floating-point dtype, or its name ("bfloat16").
+        check: After each exchange, raise if a leaf of the mean is not finite. Every rank sees the same mean, so all
+            ranks raise, without another collective. It reads values, so it cannot be traced: for debugging.
+
+    Raises:
+        ValueError: `dtype` is not a real floating-point dtype.
+        FloatingPointError: With `check`, at the exchange; names the leaves.
+
+    >>> from fnddp import allreduce
+    >>> cast(allreduce, torch.bfloat16)
+    cast(allreduce, 'bfloat16')
+    >>> big = {"w": torch.tensor([1e5, 1.0])}
+    >>> cast(allreduce, "float16")(big, ())[0]
+    {'w': tensor([inf, 1.])}
+    >>> fp16(allreduce, check=True)(big, ())
+    Traceback (most recent call last):
+        ...
+    FloatingPointError: fp16(allreduce, check=True): not finite after a float16 wire: leaf 'w' (on this rank 1 of 2
+    values beyond the largest float16, 65504.0); use bf16, or scale the loss
+    """
+
+    inner: Sync
+    dtype: torch.dtype | str
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"cast: dtype must be a real floating-point dtype such as 'bfloat16', got {self.dtype!r}")
+        object.__setattr__(self, "dtype", dtype)
+
+    def init(self, grads: Tree) -> State:
+        return self.inner.init(tree.map_leaves(self._spec, grads))
+
+    def exchange(self, grads: Tree, state: State) -> Exchange:
+        leaves, spec = tree.flatten(grads)
+        inner = self.inner.exchange({path: self._encode(leaf) for path, leaf in leaves.items()}, state)
+        mean = {path: _decode(inner.mean[path], leaf) for path, leaf in leaves.items()}
+        sent = {path: _decode(inner.sent[path], leaf) for path, leaf in leaves.items()}
+        if self.check:
+            self._raise_if_not_finite(mean, leaves)
+        return Exchange(tree.unflatten(spec, mean), tree.unflatten(spec, sent), inner.state)
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        assert isinstance(self.dtype, torch.dtype)  # __post_init__ has resolved names
+        return self.dtype
+
+    def _spec(self, leaf: Tensor) -> Tensor:
+        if not is_inexact(leaf):
+            return leaf
+        shape = (*leaf.shape, 2) if leaf.is_complex() else leaf.shape
+        return leaf.detach().new_empty(shape, dtype=self._wire_dtype)
+
+    def _encode(self, leaf: Tensor) -> Tensor:
+        if not is_inexact(leaf):
+            return leaf
+        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        return real.to(self._wire_dtype)
+
+    def _raise_if_not_finite(self, mean: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
+        largest = torch.finfo(self._wire_dtype).max
+        problems: list[str] = []
+        for path, leaf in leaves.items():
+            if is_inexact(leaf) and not bool(mean[path].isfinite().all()):
+                beyond = int((leaf.abs() > largest).sum())
+                problems.append(
+                    f"leaf {path!r} (on this rank {beyond} of {leaf.numel()} values beyond the largest "
+                    f"{str(self._wire_dtype).removeprefix('torch.')}, {largest})"
+                )
+        if problems:
+            raise FloatingPointError(
+                f"{self!r}: not finite after a {str(self._wire_dtype).removeprefix('torch.')} wire: "
+                f"{'; '.join(problems)}; use bf16, or scale the loss"
+            )
+
+
+@transform
+class fp16(cast):
+    """`cast(inner, torch.float16)`: half the bytes, 11 bits of precision, range 6e-8 to 65504.
+
+    The wrong choice when gradients leave that range; see `check` of `cast`.
+
+    >>> from fnddp import allreduce
+    >>> fp16(allreduce)({"w": torch.tensor([1.0, 1 / 3])}, ())[0]
+    {'w': tensor([1.0000, 0.3333])}
+    """
+
+    dtype: torch.dtype | str = field(default=torch.float16, init=False)
+
+
+@transform
+class bf16(cast):
+    """`cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32. On CPU too.
+
+    The wrong choice for large world sizes without error feedback: the wire's sum is rounded to 8 bits too.
+
+    >>> from fnddp import allreduce
+    >>> bf16(allreduce)({"w": torch.tensor([1.0, 1e30])}, ())[0]
+    {'w': tensor([1.0000e+00, 1.0003e+30])}
+    """
+
+    dtype: torch.dtype | str = field(default=torch.bfloat16, init=False)
+
+
+def _decode(wire: Tensor, leaf: Tensor) -> Tensor:
+    if leaf.is_complex():
+        return torch.view_as_complex(wire.to(leaf.real.dtype).contiguous())
+    return wire.to(leaf.dtype)

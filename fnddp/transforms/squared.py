@@ -1,0 +1,56 @@
+"""Every leaf as one square matrix."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.layout import in_format_of
+from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.tree import Tree
+
+
+@transform
+class squared(Sync):
+    """Lays every leaf out as one square matrix, padded with zeros at its end.
+
+    What `batched_powersgd` puts between flat buckets and PowerSGD. The wrong choice for leaves that are matrices
+    already: rows and columns lose their meaning, and with it their low rank.
+
+    Args:
+        inner: What carries the `[side, side]` matrices, side = ceil(sqrt(elements)).
+
+    >>> from fnddp import allreduce
+    >>> squared(allreduce)({"flat": torch.arange(3.)}, ())[0]
+    {'flat': tensor([0., 1., 2.])}
+    """
+
+    inner: Sync
+
+    def init(self, grads: Tree) -> State:
+        return self.inner.init(tree.map_leaves(lambda leaf: leaf.detach().new_empty((_side(leaf), _side(leaf))), grads))
+
+    def exchange(self, grads: Tree, state: State) -> Exchange:
+        leaves, spec = tree.flatten(grads)
+        inner = self.inner.exchange({path: _to_square(leaf) for path, leaf in leaves.items()}, state)
+        return Exchange(
+            mean=tree.unflatten(spec, {path: _from_square(inner.mean[path], leaf) for path, leaf in leaves.items()}),
+            sent=tree.unflatten(spec, {path: _from_square(inner.sent[path], leaf) for path, leaf in leaves.items()}),
+            state=inner.state,
+        )
+
+
+def _side(leaf: Tensor) -> int:
+    root = math.isqrt(leaf.numel())
+    return root if root * root == leaf.numel() else root + 1
+
+
+def _to_square(leaf: Tensor) -> Tensor:
+    side = _side(leaf)
+    flat = leaf.reshape(-1)
+    return torch.cat([flat, flat.new_zeros(side * side - leaf.numel())]).view(side, side)
+
+
+def _from_square(square: Tensor, like: Tensor) -> Tensor:
+    return in_format_of(like, square.reshape(-1)[: like.numel()].view(like.shape))

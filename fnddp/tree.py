@@ -1,0 +1,108 @@
+"""Pytree policy: how a tree of gradients becomes named leaves and back.
+
+The only file that imports optree. A tree is any optree pytree: dicts, lists, tuples, named tuples, `None` (a node
+without leaves), and classes registered with optree globally or in the namespace `"fnddp"`. Inside a transform a tree
+is a `Leaves`: a plain dict from leaf path to tensor, in the order in which the user's tree holds them. Dicts keep
+their insertion order (a module's registration order), which optree would otherwise sort.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+NAMESPACE = "fnddp"
+
+# optree sorts dict keys by default; bucketize needs registration order. The session lasts while it is referenced.
+_INSERTION_ORDER = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
+_INSERTION_ORDER.__enter__()
+
+Tree: TypeAlias = Any
+"""Any optree pytree whose leaves are tensors."""
+
+Leaves: TypeAlias = dict[str, Tensor]
+"""Tensors by leaf path."""
+
+Spec: TypeAlias = optree.PyTreeSpec
+
+
+def flatten(tree: Tree) -> tuple[Leaves, Spec]:
+    """Names the leaves of `tree`.
+
+    The path of a leaf is what leads to it, joined by dots: `{"encoder": [w]}` has the leaf `encoder.0`, and
+    `dict(module.named_parameters())` has the parameter names. The path of a bare tensor is the empty string.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ValueError: Two leaves have the same path, or a leaf is not dense.
+
+    >>> leaves, spec = flatten({"layer": {"weight": torch.ones(2)}, "scale": (torch.ones(()), None)})
+    >>> list(leaves)
+    ['layer.weight', 'scale.0']
+    >>> unflatten(spec, {path: leaf + 1 for path, leaf in leaves.items()})
+    {'layer': {'weight': tensor([2., 2.])}, 'scale': (tensor(2.), None)}
+    """
+    values, spec = _flatten_any(tree)
+    leaves: Leaves = {}
+    for path, leaf in values:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; wrap it with torch.as_tensor")
+        if leaf.layout != torch.strided:
+            raise ValueError(f"leaf {path!r} has layout {leaf.layout}; synchronize leaf.to_dense() instead")
+        if path in leaves:
+            raise ValueError(f"two leaves have the path {path!r}; rename one of the keys that lead to them")
+        leaves[path] = leaf
+    return leaves, spec
+
+
+def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
+    """The tree of shape `spec` whose leaves are the values of `leaves`, in their order."""
+    return optree.tree_unflatten(spec, list(leaves.values()))
+
+
+def items(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Path and value of every leaf, whatever its type: for states, which hold tensors and Python ints."""
+    values, _ = _flatten_any(tree)
+    yield from values
+
+
+def replace_leaves(tree: Tree, values: list[Any]) -> Tree:
+    """`tree` with its leaves replaced by `values`, in order."""
+    return optree.tree_unflatten(optree.tree_structure(tree, namespace=NAMESPACE), values)
+
+
+def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """`fn` of every leaf, in the same tree."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, {path: fn(leaf) for path, leaf in leaves.items()})
+
+
+def is_inexact(leaf: Tensor) -> bool:
+    """Whether a leaf holds floating-point or complex numbers: what can be cast, compressed and remembered."""
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def look_up(table: Mapping[str, Any], path: str, owner: str) -> Any:
+    """`table[path]`, or a ValueError that says what to do."""
+    if path not in table:
+        raise ValueError(
+            f"{owner}: the state has no entry for leaf {path!r} (it has {list(table)}); "
+            "it was made for another tree: call init on this one"
+        )
+    return table[path]
+
+
+def _flatten_any(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
+    values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    paths = [".".join([_name(entry) for entry in accessor]) for accessor in spec.accessors()]
+    return list(zip(paths, values, strict=True)), spec
+
+
+def _name(entry: optree.PyTreeEntry) -> str:
+    if isinstance(entry, optree.NamedTupleEntry):
+        return entry.field
+    if isinstance(entry, optree.DataclassEntry):
+        return entry.name
+    return str(entry.entry)
