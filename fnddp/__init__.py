@@ -1,12 +1,50 @@
 """Gradient synchronization as composable pure transforms on gradient pytrees."""
 
+from fnddp.adapters.ddp import Handle, register
+from fnddp.adapters.functional import value_and_grad
+from fnddp.adapters.hook import from_hook
+from fnddp.agreement import RankMismatchError, verify
 from fnddp.memory.error_feedback import error_feedback
+from fnddp.parse import parse
 from fnddp.reducers.all_reduce import all_reduce, allreduce
 from fnddp.schedules.partition import partition
 from fnddp.schedules.warmup import warmup
-from fnddp.sync import Exchange, Sync, transform
+from fnddp.state import load_state_dict, state_dict
+from fnddp.sync import Exchange, Local, Replicated, State, Sync, transform
 from fnddp.transforms.batched_powersgd import batched_powersgd
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import bf16, cast, fp16
 from fnddp.transforms.powersgd import powersgd
 from fnddp.transforms.squared import squared
+from fnddp.wire import WireCounter
+
+__all__ = [
+    "Exchange",
+    "Handle",
+    "Local",
+    "RankMismatchError",
+    "Replicated",
+    "State",
+    "Sync",
+    "WireCounter",
+    "all_reduce",
+    "allreduce",
+    "batched_powersgd",
+    "bf16",
+    "bucketize",
+    "cast",
+    "error_feedback",
+    "fp16",
+    "from_hook",
+    "load_state_dict",
+    "parse",
+    "partition",
+    "powersgd",
+    "register",
+    "squared",
+    "state_dict",
+    "transform",
+    "value_and_grad",
+    "verify",
+    "warmup",
+]

@@ -7,7 +7,7 @@ their insertion order (a module's registration order), which optree would otherw
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_type_hints
 
 import optree
 import torch
@@ -62,15 +62,30 @@ def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
     return optree.tree_unflatten(spec, list(leaves.values()))
 
 
-def items(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Path and value of every leaf, whatever its type: for states, which hold tensors and Python ints."""
-    values, _ = _flatten_any(tree)
-    yield from values
+def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """Path, annotations and value of every leaf, whatever its type: for states, which hold tensors and Python ints.
+
+    The annotations are those (`Annotated[..., these]`) of the named-tuple and dataclass fields that lead to the leaf,
+    outermost first.
+    """
+    values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    for accessor, value in zip(spec.accessors(), values, strict=True):
+        annotations: list[Any] = []
+        for entry in accessor:
+            if isinstance(entry, optree.NamedTupleEntry | optree.DataclassEntry):
+                hint = get_type_hints(entry.type, include_extras=True)[_name(entry)]
+                annotations.extend(getattr(hint, "__metadata__", ()))
+        yield _path(accessor), tuple(annotations), value
+
+
+def structure(tree: Tree) -> Spec:
+    """The structure of `tree`, to compare with another's."""
+    return optree.tree_structure(tree, namespace=NAMESPACE)
 
 
 def replace_leaves(tree: Tree, values: list[Any]) -> Tree:
     """`tree` with its leaves replaced by `values`, in order."""
-    return optree.tree_unflatten(optree.tree_structure(tree, namespace=NAMESPACE), values)
+    return optree.tree_unflatten(structure(tree), values)
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
@@ -96,8 +111,11 @@ def look_up(table: Mapping[str, Any], path: str, owner: str) -> Any:
 
 def _flatten_any(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
     values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    paths = [".".join([_name(entry) for entry in accessor]) for accessor in spec.accessors()]
-    return list(zip(paths, values, strict=True)), spec
+    return [(_path(accessor), value) for accessor, value in zip(spec.accessors(), values, strict=True)], spec
+
+
+def _path(accessor: optree.PyTreeAccessor) -> str:
+    return ".".join([_name(entry) for entry in accessor])
 
 
 def _name(entry: optree.PyTreeEntry) -> str:

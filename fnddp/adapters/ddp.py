@@ -1,0 +1,161 @@
+"""A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its one hook slot."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fnddp import tree
+from fnddp.agreement import agree, description
+from fnddp.collectives import group_name
+from fnddp.sync import State, Sync
+from fnddp.tree import Leaves
+
+
+class Handle:
+    """What `register` returns: the pipeline that runs in a DDP model and its state.
+
+    Attributes:
+        sync: The pipeline, over the model's process group where it names none.
+    """
+
+    def __init__(self, model: DistributedDataParallel, sync: Sync) -> None:
+        self.sync = sync
+        ignored = set(model.parameters_to_ignore)
+        named = model.module.named_parameters()
+        self._parameters = {name: p for name, p in named if p.requires_grad and name not in ignored}
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._state = sync.init(self._parameters)
+        self._pending: list[_Bucket] = []
+
+    @property
+    def state(self) -> State:
+        """The pipeline's state after the last step: a pytree keyed by the parameter names of `model.module`."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        have, want = [tree.structure(s) for s in (state, self._state)]
+        if have != want:
+            raise ValueError(
+                f"the state of {self.sync!r} for this model has the tree {want}, got {have}; "
+                "load a saved one with fnddp.load_state_dict(handle.state, saved)"
+            )
+        self._state = state
+
+    def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            self._pending = []  # of a backward that broke off
+        arrived = _Bucket(bucket)
+        self._pending.append(arrived)
+        if bucket.is_last():
+            pending, self._pending = self._pending, []
+            self._synchronize(pending)
+        return arrived.future
+
+    def _synchronize(self, buckets: "list[_Bucket]") -> None:
+        try:
+            by_name = {self._names[p]: grad for bucket in buckets for p, grad in bucket.gradients()}
+            # In the order of registration, whatever DDP's buckets: the tree is the same in every step.
+            grads: Leaves = {name: by_name[name] for name in self._parameters}
+            mean, state = self.sync(grads, self._state)
+        except Exception as error:
+            # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
+            for bucket in buckets:
+                bucket.complete()
+            _raise_after_backward(error)
+        else:
+            for bucket in buckets:
+                bucket.complete({p: mean[self._names[p]] for p, _ in bucket.gradients()})
+            self._state = state
+
+
+class _Bucket:
+    """A bucket that DDP has handed over, and the future that DDP waits for."""
+
+    def __init__(self, bucket: dist.GradBucket) -> None:
+        self.buffer = bucket.buffer()
+        self.parameters = bucket.parameters()
+        # A bucket with a sparse gradient holds that one alone, and has no views.
+        self.views = [self.buffer.to_dense()] if self.buffer.is_sparse else bucket.gradients()
+        on_cuda = self.buffer.is_cuda
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.buffer.device] if on_cuda else None)
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.parameters, self.views, strict=True))
+
+    def complete(self, mean: dict[Tensor, Tensor] | None = None) -> None:
+        result = self.buffer
+        if mean is not None and self.buffer.is_sparse:
+            result = mean[self.parameters[0]].to_sparse(self.buffer.sparse_dim())
+        elif mean is not None:
+            for parameter, view in self.gradients():
+                view.copy_(mean[parameter])
+        self.future.set_result(result)
+
+
+def register(model: DistributedDataParallel, sync: Sync) -> Handle:
+    """Makes an existing DDP model synchronize its gradients with `sync`.
+
+    The pipeline runs once a backward, over all gradients as one dict by parameter name, when DDP's last bucket is ready
+    (collectives do not overlap with backward). It works with `no_sync`, `find_unused_parameters`, `static_graph`,
+    `gradient_as_bucket_view`, several forwards per backward, and on gloo and NCCL. Unused parameters count as zero
+    gradients. DDP has one hook slot, for good: the wrong choice if another hook is in it.
+
+    All ranks must call it. An error in the pipeline is raised by `backward()`, on the ranks on which it occurred; the
+    state is then what it was, and the next step works.
+
+    Args:
+        model: The wrapped module.
+        sync: The pipeline. Reducers that name no group use the model's.
+
+    Returns:
+        A handle whose `state` can be saved (`fnddp.state_dict(handle.state)`) and set.
+
+    Raises:
+        RankMismatchError: On all ranks, if they disagree about the pipeline, the parameters or the state.
+        RuntimeError: The model has a hook already.
+        TypeError: `model` is not a `DistributedDataParallel`.
+
+    >>> import torch.distributed as dist
+    >>> from fnddp import allreduce, error_feedback, powersgd
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    >>> handle = register(model, error_feedback(powersgd(allreduce)))
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> handle.state.residual["weight"].shape
+    torch.Size([8, 8])
+    >>> dist.destroy_process_group()
+    """
+    if not isinstance(model, DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"register: expected a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}")
+    group = group_name(model.process_group)
+    handles: list[Handle] = []
+
+    def set_up() -> dict[str, str]:
+        handle = Handle(model, sync.over(group, unnamed_only=True))
+        handles.append(handle)
+        return description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]
+
+    agree(set_up, group)
+    (handle,) = handles
+    model.register_comm_hook(handle, fnddp_hook)
+    return handle
+
+
+def fnddp_hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The function in DDP's hook slot; DDP wants a plain function with these parameters."""
+    return handle._feed(bucket)  # pyright: ignore[reportPrivateUsage]
+
+
+def _raise_after_backward(error: Exception) -> None:
+    def raise_error() -> None:
+        raise error
+
+    if torch._C._current_graph_task_id() == -1:  # not in backward: DDP's join runs hooks by itself
+        raise_error()
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportPrivateUsage]
+    # DDP queues its own final callback after this hook returns, so ours is queued by a callback: it comes last.
+    queue(lambda: queue(raise_error))

@@ -1,0 +1,121 @@
+"""The other way: any torch DDP communication hook as a leaf of a pipeline."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.collectives import Group
+from fnddp.layout import in_format_of
+from fnddp.sync import Exchange, State, Sync
+from fnddp.tree import Leaves, Tree, is_inexact
+
+
+# Not registered: a hook is an object, not text, so parse cannot make one.
+@dataclass(frozen=True, repr=False)
+class from_hook(Sync):
+    """A torch DDP communication hook as a reducer.
+
+    Floating-point gradients of one dtype and device make one bucket (a duck-typed `dist.GradBucket`), in registration
+    order, as in DDP's first step; the buckets' numbers never change, so stateful hooks may start at once. Other
+    leaves are not touched by hooks: they raise.
+
+    A hook is not pure: what it keeps, it keeps in `state` (the object given here), which is neither checkpointed nor
+    rolled back, and in which a failed step leaves traces. Nor does it say what it sent: `sent` is the mean, so
+    `error_feedback(from_hook(...))` remembers `input - mean`, as torch's PowerSGD hook does by itself. torch's PowerSGD
+    hooks wait inside callbacks and may abort on gloo; `powersgd` does not. Wrong where there is a transform for it.
+
+    Args:
+        hook: `hook(state, bucket) -> Future[Tensor]`.
+        state: Its first argument: a process group for torch's default hooks, or a `PowerSGDState`. The hook uses the
+            process group it finds there: `over` has no effect.
+
+    Raises:
+        TypeError: `hook` is not callable.
+        ValueError: At the exchange: a leaf is not floating-point; the hook's result has another size.
+        RuntimeError: At the exchange: torch.distributed is not initialized.
+
+    >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    >>> from_hook(fp16_compress_hook)
+    from_hook(torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook, None)
+    """
+
+    hook: Callable[[Any, Any], torch.futures.Future[Tensor]]
+    state: Any = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.hook):
+            raise TypeError(f"from_hook: expected hook(state, bucket), got {self.hook!r}")
+
+    @property
+    def ops(self) -> frozenset[str]:
+        return frozenset({"mean"})
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
+        return self
+
+    def init(self, grads: Tree) -> State:
+        return ()
+
+    def exchange(self, grads: Tree, state: State) -> Exchange:
+        if not dist.is_initialized():
+            raise RuntimeError(f"{self!r} needs a process group: call torch.distributed.init_process_group() first")
+        leaves, spec = tree.flatten(grads)
+        buckets: dict[tuple[torch.dtype, torch.device], Leaves] = {}
+        for path, leaf in leaves.items():
+            if not is_inexact(leaf):
+                raise ValueError(f"from_hook: leaf {path!r} is {leaf.dtype}; hooks average floating-point gradients only")
+            buckets.setdefault((leaf.dtype, leaf.device), {})[path] = leaf
+        mean: Leaves = {}
+        for index, bucket in enumerate(buckets.values()):
+            mean.update(self._run(bucket, index, is_last=index == len(buckets) - 1))
+        mean = {path: mean[path] for path in leaves}
+        return Exchange(tree.unflatten(spec, mean), sent=tree.unflatten(spec, mean), state=state)
+
+    def _run(self, leaves: Leaves, index: int, is_last: bool) -> Leaves:
+        shapes = [leaf.shape for leaf in leaves.values()]
+        flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])  # hooks write to it; the gradients stay
+        result = self.hook(self.state, Bucket(flat, shapes, index, is_last)).wait()
+        tensor = result[0] if isinstance(result, list) else result
+        if tensor.numel() != flat.numel():
+            raise ValueError(f"{self!r} returned {tensor.numel()} elements for a bucket of {flat.numel()}")
+        views = _views(tensor.reshape(-1), shapes)
+        return {path: in_format_of(leaf, view.to(leaf.dtype)) for (path, leaf), view in zip(leaves.items(), views, strict=True)}
+
+    def __repr__(self) -> str:
+        name = f"{self.hook.__module__}.{self.hook.__qualname__}" if isinstance(self.hook, type(_views)) else repr(self.hook)
+        return f"from_hook({name}, {self.state!r})"
+
+
+class Bucket:
+    """What a hook sees: the methods of `dist.GradBucket`, which Python cannot construct."""
+
+    def __init__(self, buffer: Tensor, shapes: list[torch.Size], index: int, is_last: bool) -> None:
+        self._buffer, self._shapes, self._index, self._is_last = buffer, shapes, index, is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        return _views(self._buffer, self._shapes)
+
+    def parameters(self) -> list[Tensor]:
+        raise TypeError("from_hook: this hook asks for parameters, which a pipeline of gradients does not have")
+
+
+def _views(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]

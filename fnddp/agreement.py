@@ -1,0 +1,113 @@
+"""Do the ranks agree? A digest each, compared by all; on a difference every rank raises the same named error."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from fnddp import collectives, tree
+from fnddp.collectives import Group
+from fnddp.state import describe, parts
+from fnddp.sync import REPLICATED, State, Sync
+from fnddp.tree import Tree
+
+
+class RankMismatchError(ValueError):
+    """Ranks disagree about what they are going to synchronize. Raised on all of them, with the first difference."""
+
+
+def verify(sync: Sync, grads: Tree, state: State | None = None, *, group: Group = None) -> None:
+    """Checks that all ranks run the same pipeline on the same tree from the same state. Call it once, after `init`.
+
+    Compared are the pipeline, the leaves' paths, order, shapes, dtypes and kinds of device, the state's structure and
+    the values of its replicated parts. Every rank must call it: it costs one all-gather of 32 bytes, and one of the
+    descriptions if they differ. Adapters such as `register` call it themselves.
+
+    Args:
+        sync: The pipeline. Names of process groups are not compared: in a device mesh they rightly differ.
+        grads: Gradients, or parameters.
+        state: From `sync.init`; None compares no state.
+        group: The ranks that must agree; None for the default group.
+
+    Raises:
+        RankMismatchError: On all ranks, naming the first difference and who has what.
+
+    >>> from fnddp import allreduce
+    >>> verify(allreduce, {"w": torch.ones(2)})
+    """
+    agree(lambda: description(sync, grads, state), group)
+
+
+def agree(describe_rank: Callable[[], dict[str, str]], group: Group) -> None:
+    """Calls `describe_rank` and raises on all ranks unless it gives the same on all; if it raises, all ranks raise.
+
+    Args:
+        describe_rank: What must be equal, by what it is about, in the order in which differences are to be found.
+        group: The ranks that must agree.
+
+    Raises:
+        RankMismatchError: On all ranks (a rank whose `describe_rank` failed raises that error).
+    """
+    name = collectives.group_name(group)
+    failure: Exception | None = None
+    try:
+        mine = describe_rank()
+    except Exception as error:
+        failure = error
+        mine = {"set-up": f"failed with {type(error).__name__}: {error}"}
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
+    agreed = len(set(collectives.all_gather_bytes(digest, name))) == 1
+    if agreed and failure is None:
+        return
+    everyone: list[dict[str, str]] = collectives.all_gather_object(mine, name)
+    if failure is not None:
+        raise failure
+    raise RankMismatchError(first_difference(everyone))
+
+
+def description(sync: Sync, grads: Tree, state: State | None) -> dict[str, str]:
+    """What ranks must agree on, line by line."""
+    return {
+        "pipeline": repr(sync.over(None)),
+        **{about: spec for about, spec in _leaf_lines(grads)},
+        **{about: spec for about, spec in _state_lines(state)},
+    }
+
+
+def first_difference(everyone: list[dict[str, str]]) -> str:
+    """Says what the first line is in which ranks differ, and which ranks have what.
+
+    >>> print(first_difference([{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float32[3]"}, {"leaf 'w'": "float32[2]"}]))
+    ranks disagree about leaf 'w': ranks 0, 2: float32[2]; rank 1: float32[3]
+    """
+    for lines in zip_longest(*(ranks_lines.items() for ranks_lines in everyone)):
+        if len(set(lines)) == 1:
+            continue
+        about = next(line[0] for line in lines if line is not None)
+        holders: dict[str, list[int]] = {}
+        for rank, line in enumerate(lines):
+            said = "nothing" if line is None else line[1] if line[0] == about else f"{line[0]} in its place, {line[1]}"
+            holders.setdefault(said, []).append(rank)
+        texts = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in holders.items()]
+        return f"ranks disagree about {about}: {'; '.join(texts)}"
+    raise AssertionError("digests differ but descriptions do not")
+
+
+def _leaf_lines(grads: Tree) -> Iterator[tuple[str, str]]:
+    leaves, _ = tree.flatten(grads)
+    for path, leaf in leaves.items():
+        yield f"leaf {path!r}", f"{describe(leaf)} on {leaf.device.type}"
+
+
+def _state_lines(state: State | None) -> Iterator[tuple[str, str]]:
+    for part in parts(state):
+        yield f"state {part.path!r}", describe(part.value) + (_value(part.value) if part.kind == REPLICATED else "")
+
+
+def _value(value: Tensor | int) -> str:
+    if not isinstance(value, Tensor):
+        return f" = {value}"
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f" with digest {hashlib.sha256(data).hexdigest()[:16]}"

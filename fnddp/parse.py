@@ -1,0 +1,130 @@
+"""Text to pipeline, for config files and the command line: literals and registered names, nothing else."""
+
+import ast
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from fnddp.sync import Sync, registry
+
+MAX_LENGTH = 10_000
+MAX_DEPTH = 100
+
+
+def parse(text: str) -> Sync:
+    """The pipeline that `text` writes: the inverse of `repr`.
+
+    Safe on hostile text: it is read as a Python expression but never evaluated. Only calls of registered names (all
+    transforms of this package and those made with `@fnddp.transform`), registered values (`allreduce`), numbers,
+    strings, booleans, None, and dicts, tuples and lists of these are understood.
+
+    Args:
+        text: For example "error_feedback(powersgd(fp16(allreduce), rank=4))".
+
+    Raises:
+        TypeError, ValueError: What the constructors raise, with a note that shows the position.
+        ValueError: Anything else, with the position.
+
+    >>> parse("powersgd(fp16(allreduce), rank=4)")
+    powersgd(fp16(allreduce), rank=4)
+    >>> parse("__import__('os')")
+    Traceback (most recent call last):
+        ...
+    ValueError: parse: unknown name '__import__'
+      __import__('os')
+      ^
+    """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"parse: the text has {len(text)} characters, more than {MAX_LENGTH}")
+    text = text.strip()
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        _fail(text, error.lineno or 1, (error.offset or 1) - 1, error.msg, error)
+    except (RecursionError, MemoryError, ValueError) as error:
+        _fail(text, 1, 0, f"cannot be read ({error})", error)
+    value = _Reader(text).read(node, depth=0)
+    if not isinstance(value, Sync):
+        _fail(text, 1, 0, f"this is a {type(value).__name__}, not a pipeline; write for example fp16(allreduce)")
+    return value
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def read(self, node: ast.expr, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            self.fail(node, f"nested more than {MAX_DEPTH} deep")
+        match node:
+            case ast.Constant(value=bool() | int() | float() | str() | None):
+                return node.value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+            case ast.Name(id=name):
+                return self.named_value(node, name)
+            case ast.Call(func=ast.Name(id=name)):
+                return self.call(node, name, depth)
+            case ast.Dict(keys=keys, values=values):
+                return {
+                    self.read(self.key(node, key), depth + 1): self.read(value, depth + 1)
+                    for key, value in zip(keys, values, strict=True)
+                }
+            case ast.Tuple(elts=parts):
+                return tuple(self.read(part, depth + 1) for part in parts)
+            case ast.List(elts=parts):
+                return [self.read(part, depth + 1) for part in parts]
+            case _:
+                self.fail(node, f"{type(node).__name__} is not allowed: only registered names, calls and literals")
+
+    def named_value(self, node: ast.expr, name: str) -> Sync:
+        entry = self.look_up(node, name)
+        if not isinstance(entry, Sync):
+            self.fail(node, f"{name!r} is a transform, not a value; call it: {name}(...)")
+        return entry
+
+    def call(self, node: ast.Call, name: str, depth: int) -> Sync:
+        entry = self.look_up(node, name)
+        if isinstance(entry, Sync):
+            self.fail(node, f"{name!r} is a ready-made value; write it without parentheses")
+        if any(keyword.arg is None for keyword in node.keywords):
+            self.fail(node, "** is not allowed")
+        arguments = [self.read(argument, depth + 1) for argument in node.args]
+        keywords = {str(keyword.arg): self.read(keyword.value, depth + 1) for keyword in node.keywords}
+        try:
+            return entry(*arguments, **keywords)
+        except (TypeError, ValueError) as error:
+            error.add_note(_pointer(self.text, node.lineno, self.column(node)))
+            raise
+
+    def look_up(self, node: ast.expr, name: str) -> Any:
+        if name not in registry:
+            self.fail(node, f"unknown name {name!r}" + "".join(_suggestions(name)))
+        return registry[name]
+
+    def key(self, node: ast.Dict, key: ast.expr | None) -> ast.Constant:
+        if not isinstance(key, ast.Constant):
+            self.fail(key or node, "a dict key must be a literal")
+        return key
+
+    def column(self, node: ast.expr) -> int:
+        line = self.text.splitlines()[node.lineno - 1]
+        return len(line.encode()[: node.col_offset].decode())  # ast counts bytes
+
+    def fail(self, node: ast.expr, problem: str) -> NoReturn:
+        _fail(self.text, node.lineno, self.column(node), problem)
+
+
+def _suggestions(name: str) -> Iterator[str]:
+    if not name.startswith("_"):
+        yield f"; known names are {', '.join(sorted(registry))}"
+
+
+def _fail(text: str, line: int, column: int, problem: str, cause: BaseException | None = None) -> NoReturn:
+    raise ValueError(f"parse: {problem}\n{_pointer(text, line, column)}") from cause
+
+
+def _pointer(text: str, line: int, column: int) -> str:
+    lines = text.splitlines() or [""]
+    return f"  {lines[min(line, len(lines)) - 1]}\n  {' ' * column}^"

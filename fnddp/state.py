@@ -1,0 +1,107 @@
+"""States as flat, marked dicts: to save them, to resume from them, to tell what ranks must agree on."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.sync import LOCAL, State
+
+
+class Part(NamedTuple):
+    """One leaf of a state.
+
+    Attributes:
+        kind: "replicated" (equal on all ranks) or "local" (this rank's own).
+        path: Where it stands in the state, for example `residual.fc.weight`.
+        value: A tensor or a Python int.
+    """
+
+    kind: str
+    path: str
+    value: Any
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.path}"
+
+
+def parts(state: State) -> Iterator[Part]:
+    """The leaves of `state`, each with its path and its kind.
+
+    The kind is how the field that holds the leaf is annotated (`Replicated[...]` or `Local[...]`); what no annotation
+    speaks of is taken for local.
+
+    >>> from fnddp import allreduce, error_feedback, fp16
+    >>> state = error_feedback(fp16(allreduce)).init({"fc.weight": torch.ones(2)})
+    >>> [part.key for part in parts(state)]
+    ['local/residual.fc.weight']
+    """
+    for path, annotations, value in tree.annotated_items(state):
+        yield Part(annotations[0] if annotations else LOCAL, path, value)
+
+
+def state_dict(state: State) -> dict[str, Any]:
+    """A flat dict of a pipeline's state, for `torch.save` and `torch.load(weights_only=True)`.
+
+    Keys are `replicated/<path>` for what all ranks share (save it once if you like) and `local/<path>` for what is this
+    rank's own (each rank must save its own). Tensors are detached but not copied.
+
+    >>> from fnddp import allreduce, warmup
+    >>> state_dict(warmup(allreduce, steps=3).init({}))
+    {'replicated/step': 0}
+    """
+    return {part.key: part.value.detach() if isinstance(part.value, Tensor) else part.value for part in parts(state)}
+
+
+def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
+    """The state that `saved` holds, in the tree of `state_template` and on its devices. Resuming is exact to the bit.
+
+    Args:
+        state_template: A state of the same pipeline and parameters, such as `sync.init(params)`. It is not changed.
+        saved: From `state_dict`.
+
+    Returns:
+        A new state; its tensors are copies.
+
+    Raises:
+        ValueError: Keys, shapes or dtypes differ; names the paths.
+
+    >>> from fnddp import allreduce, warmup
+    >>> load_state_dict(warmup(allreduce, steps=3).init({}), {"replicated/step": 2})
+    WarmupState(step=2, before=(), inner=())
+    """
+    wanted = list(parts(state_template))
+    keys = [part.key for part in wanted]
+    missing, unexpected = [key for key in keys if key not in saved], sorted(set(saved) - set(keys))
+    if missing or unexpected:
+        raise ValueError(
+            f"load_state_dict: missing {missing}, unexpected {unexpected}: the state was saved from another pipeline or "
+            "other parameters; build the template with the init of the pipeline that saved it"
+        )
+    return tree.replace_leaves(state_template, [_loaded(part, saved[part.key]) for part in wanted])
+
+
+def _loaded(part: Part, value: Any) -> Any:
+    if describe(value) != describe(part.value):
+        raise ValueError(
+            f"load_state_dict: {part.key!r} was saved as {describe(value)}, but this pipeline expects "
+            f"{describe(part.value)}; the parameters or the pipeline's options have changed"
+        )
+    if isinstance(part.value, Tensor):
+        # Copied into the template's layout: a saved view must not keep its whole storage alive.
+        return torch.empty_like(part.value).copy_(value)
+    return value
+
+
+def describe(value: Any) -> str:
+    """Type and, for tensors, dtype and shape.
+
+    >>> describe(torch.ones(2, 3)), describe(7)
+    ('float32[2, 3]', 'int')
+    """
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
