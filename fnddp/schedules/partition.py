@@ -86,7 +86,7 @@ class partition(Sync):
                     f"partition: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
                 )
         for pattern, part in parts.items():
-            if not part:
+            if leaves and not part:  # a tree without leaves has none to miss
                 raise ValueError(f"partition: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it")
         return parts
 

@@ -1,0 +1,42 @@
+"""Session-wide resources: one pool of gloo processes, started when the first test asks for it."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.ranks import GlooPool
+
+_EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)
+settings.register_profile("thorough", max_examples=1000, **_EITHER)  # --hypothesis-profile=thorough
+settings.load_profile("fnddp")
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[list[GlooPool]]:
+    pools: list[GlooPool] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def gloo(_pools: list[GlooPool]) -> Callable[..., list]:
+    """`gloo(n, fn, *arguments)`: the results of `fn(rank, *arguments)` on n gloo processes."""
+    if not _pools or not _pools[-1].alive:
+        _pools.append(GlooPool())
+    return _pools[-1].run
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # ranks share two cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = "needs a CUDA device; this machine has none"
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,116 @@
+"""Pipelines and gradient trees for the laws: one per registered name, and nestings drawn by hypothesis."""
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fnddp
+from fnddp import Sync, allreduce
+
+# One expression for each registered name; a new transform gets a line here and inherits every law.
+EXAMPLES = {
+    "allreduce": "allreduce",
+    "all_reduce": "all_reduce(op='sum')",
+    "cast": "cast(allreduce, 'float64')",
+    "fp16": "fp16(allreduce)",
+    "bf16": "bf16(allreduce)",
+    "bucketize": "bucketize(allreduce, cap_mb=0.001, first_cap_mb=0.0001)",
+    "squared": "squared(powersgd(allreduce, rank=2))",
+    "powersgd": "powersgd(fp16(allreduce), rank=2)",
+    "batched_powersgd": "batched_powersgd(allreduce, rank=2)",
+    "error_feedback": "error_feedback(powersgd(fp16(allreduce), rank=2, batch_same_shape=True))",
+    "warmup": "warmup(powersgd(allreduce, warm_start=False), steps=1, before=fp16(allreduce))",
+    "partition": "partition({'*weight': error_feedback(powersgd(allreduce)), '*': bf16(allreduce)})",
+}
+
+LOSSLESS = [
+    "allreduce",
+    "cast(allreduce, 'float64')",
+    "bucketize(allreduce, cap_mb=0.001, first_cap_mb=0.0001)",
+    "squared(allreduce)",
+    "warmup(bucketize(allreduce), steps=1)",
+    "error_feedback(bucketize(squared(allreduce)))",
+    "partition({'*weight': error_feedback(allreduce), '*': allreduce})",
+]
+
+
+@st.composite
+def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
+    """A random pipeline at most `depth` transforms deep."""
+    if depth == 0:
+        return allreduce
+    inner = draw(nestings(depth=depth - 1))
+    kinds = ["keep", "cast", "bucketize", "squared", "powersgd", "error_feedback", "warmup", "partition"]
+    match draw(st.sampled_from(kinds)):
+        case "cast":
+            return draw(st.sampled_from([fnddp.fp16, fnddp.bf16, lambda s: fnddp.cast(s, "float32")]))(inner)
+        case "bucketize":
+            return fnddp.bucketize(inner, cap_mb=draw(st.sampled_from([0.0005, 25])), first_cap_mb=0.0002)
+        case "squared":
+            return fnddp.squared(inner)
+        case "powersgd":
+            return fnddp.powersgd(
+                inner,
+                rank=draw(st.integers(1, 5)),
+                warm_start=draw(st.booleans()),
+                min_compression_rate=draw(st.sampled_from([0, 1, 2])),
+                orthogonalization=draw(st.sampled_from(["qr", "gram_schmidt"])),
+                batch_same_shape=draw(st.booleans()),
+                seed=draw(st.integers(0, 3)),
+            )
+        case "error_feedback":
+            return fnddp.error_feedback(inner, decay=draw(st.sampled_from([1.0, 0.5])))
+        case "warmup":
+            return fnddp.warmup(inner, steps=draw(st.integers(0, 2)), before=draw(nestings(depth=depth - 1)))
+        case "partition":
+            return fnddp.partition({"*": inner})
+    return inner
+
+
+class Block(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+@optree.dataclasses.dataclass(namespace="fnddp")
+class Head:
+    weight: Any
+    scale: Any
+
+
+def grads(name: str, rank: int, step: int = 0) -> Any:
+    """This rank's gradients in the tree `name`: another draw for each rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+
+    if name == "model":
+        return {
+            "conv.weight": normal(8, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+            "fc.weight": normal(12, 20),
+            "fc.bias": normal(12),
+            "out.weight": normal(12, 20),
+        }
+    if name == "mixed":
+        return {
+            "blocks": [Block(normal(16, 24, dtype=torch.float16), normal(16, dtype=torch.bfloat16)), None],
+            "head": Head(normal(20, 9).t(), (normal(), normal(0, 3))),
+            "double.weight": normal(9, 8, dtype=torch.float64),
+            "complex.weight": normal(6, 10, dtype=torch.complex64),
+            "brain.weight": normal(10, 12, dtype=torch.bfloat16),
+            "strided": normal(6, 8)[:, ::2],
+            "count": torch.tensor([rank, 7, -3]),
+            "flag": torch.tensor([True, rank == 0]),
+        }
+    if name == "bare":
+        return normal(11, 7)
+    if name == "empty":
+        return {"nothing": None, "none": []}
+    raise KeyError(name)
+
+
+TREES = ("model", "mixed", "bare", "empty")

@@ -1,0 +1,176 @@
+"""Ranks for tests: threads in this process for breadth, a pool of gloo processes for the real thing.
+
+Both run `fn(rank, *arguments)` on n ranks with a process group of n, return the results by rank, raise the first
+failure with every rank's traceback, and never hang.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+THREADS_SECONDS = 60
+POOL_SECONDS = 120
+POOL_RANKS = 4
+
+
+class RankFailed(AssertionError):
+    """A rank raised; `errors` has the exception of each rank that did."""
+
+    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+def run_threads(n: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Runs `fn(rank, *arguments)` on `n` threads, each a rank of torch's threaded process group."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    store = dist.HashStore()
+    results: list[Any] = [None] * n
+    errors: dict[int, BaseException] = {}
+    traces: dict[int, str] = {}
+
+    def body(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=n, store=store)
+            results[rank] = fn(rank, *arguments)
+        except BaseException as error:
+            errors[rank] = error
+            traces[rank] = traceback.format_exc()
+            ProcessLocalGroup.exception_handle(error)  # wakes the other ranks
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n)]
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + THREADS_SECONDS
+        for rank, thread in enumerate(threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                errors.setdefault(rank, TimeoutError(f"rank {rank} ran for {THREADS_SECONDS} s"))
+    finally:
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise RankFailed("".join(f"\nrank {rank}: {traces.get(rank, errors[rank])}" for rank in sorted(errors)), errors)
+    return results
+
+
+class GlooPool:
+    """Processes that outlive tests: importing torch takes seconds, a process group milliseconds."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.jobs = [context.Queue() for _ in range(POOL_RANKS)]
+        self.results = context.Queue()
+        self.traces = tempfile.TemporaryDirectory(prefix="fnddp-ranks-")
+        self.processes = [
+            context.Process(
+                target=_serve, args=(rank, self.store.port, self.jobs[rank], self.results, self.traces.name), daemon=True
+            )
+            for rank in range(POOL_RANKS)
+        ]
+        for process in self.processes:
+            process.start()
+        self.count = 0
+
+    def run(self, n: int, fn: Callable[..., Any], *arguments: Any, timeout: float = POOL_SECONDS) -> list[Any]:
+        """Runs `fn(rank, *arguments)` on the first `n` processes; `fn` must be a module-level function."""
+        self.count += 1
+        for rank in range(n):
+            self.jobs[rank].put((self.count, n, pickle.dumps((fn, arguments))))
+        results: list[Any] = [None] * n
+        errors: dict[int, BaseException] = {}
+        traces: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        for _ in range(n):
+            try:
+                rank, result, error, trace = self.results.get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                where = self._where_ranks_are(n)
+                self.close()
+                raise TimeoutError(f"ranks did not finish in {timeout} s\n{where}\n{traces}") from None
+            results[rank] = pickle.loads(result)
+            if trace:
+                errors[rank] = pickle.loads(error)
+                traces[rank] = trace
+        if errors:
+            raise RankFailed("".join(f"\nrank {rank}: {traces[rank]}" for rank in sorted(errors)), errors)
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.traces.cleanup()
+
+    def _where_ranks_are(self, n: int) -> str:
+        for process in self.processes[:n]:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)  # for faulthandler to write
+        return "\n".join(f"rank {rank}:\n{_trace_file(self.traces.name, rank).read_text()}" for rank in range(n))
+
+
+def _trace_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}.txt"
+
+
+def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with _trace_file(traces, rank).open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        while True:
+            job, n, payload = jobs.get()
+            result, error, trace = None, None, ""
+            try:
+                prefixed = dist.PrefixStore(f"job{job}", store)
+                seconds = timedelta(seconds=POOL_SECONDS / 2)
+                dist.init_process_group("gloo", rank=rank, world_size=n, store=prefixed, timeout=seconds)
+                fn, arguments = pickle.loads(payload)
+                result = fn(rank, *arguments)
+            except BaseException as raised:
+                error, trace = _picklable(raised), traceback.format_exc()
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            results.put((rank, pickle.dumps(result), pickle.dumps(error), trace))
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,47 @@
+"""The test bed itself: a failing rank and a hanging rank are reported, with every rank's traceback."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import GlooPool, RankFailed, run_threads
+
+
+def total(rank: int) -> float:
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def fail_on_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one's own words")
+
+
+def hang_on_one(rank: int) -> None:
+    if rank == 1:
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_ranks_take_part(gloo, n):
+    expected = [n * (n + 1) / 2] * n
+    assert run_threads(n, total) == expected
+    assert gloo(n, total) == expected
+
+
+def test_a_failure_names_the_rank(gloo):
+    for run in (run_threads, gloo):
+        with pytest.raises(RankFailed, match="rank 1: (.|\n)*rank one's own words") as caught:
+            run(2, fail_on_one)
+        assert isinstance(caught.value.errors[1], ValueError)
+
+
+def test_a_hang_is_ended_and_shows_where():
+    pool = GlooPool()
+    pool.run(2, total)  # started up
+    with pytest.raises(TimeoutError, match="hang_on_one"):
+        pool.run(2, hang_on_one, timeout=2)
+    assert not pool.alive
