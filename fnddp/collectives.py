@@ -27,18 +27,20 @@ OPS = tuple(_WIRE_OP)
 def group_name(group: Group) -> str | None:
     """The name of `group`, which stands for it in a pipeline: names compare, print, parse and pickle.
 
+    The default group's is None.
+
     Raises:
         TypeError: `group` is none of the kinds of `Group`.
     """
     if group is None or isinstance(group, str):
         return group
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name
-    if isinstance(group, DeviceMesh):
-        return group.get_group().group_name
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
         mesh, dim = group
-        return mesh.get_group(dim).group_name
+        return group_name(mesh.get_group(dim))
+    if isinstance(group, DeviceMesh):
+        return group_name(group.get_group())
+    if isinstance(group, dist.ProcessGroup):
+        return None if group is dist.group.WORLD else group.group_name
     raise TypeError(f"group must be a ProcessGroup, its name, a DeviceMesh or (mesh, dim), got {group!r}")
 
 

@@ -56,8 +56,8 @@ def check_laws(rank: int, laws: list, texts: list[str], trees: list[str]) -> Non
     for text in texts:
         sync = fnddp.parse(text)
         for law in laws:
-            for tree in set(trees_for(sync)) & set(trees):
-                if applies(law, sync):
+            for tree in trees_for(sync):
+                if tree in trees and applies(law, sync):
                     law(rank, sync, tree)
 
 

@@ -18,7 +18,8 @@ class Handle:
     """What `register` returns: the pipeline that runs in a DDP model and its state.
 
     Attributes:
-        sync: The pipeline, over the model's process group where it names none.
+        sync: The pipeline that runs: it names the model's process group where it named none, unless that is the
+            default group.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: Sync) -> None:
@@ -104,8 +105,8 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     `gradient_as_bucket_view`, several forwards per backward, and on gloo and NCCL. Unused parameters count as zero
     gradients. DDP has one hook slot, for good: the wrong choice if another hook is in it.
 
-    All ranks must call it. An error in the pipeline is raised by `backward()`, on the ranks on which it occurred; the
-    state is then what it was, and the next step works.
+    All ranks must call it. An error in the pipeline is raised by `backward()`, on the ranks on which it occurred. The
+    state is then what it was, the gradients are this rank's own: clear them, and the next step works.
 
     Args:
         model: The wrapped module.

@@ -1,0 +1,179 @@
+"""Against others' work: numpy from the paper, torch's own hooks, the paper's byte counts."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+import fnddp
+from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
+from tests.laws import bits
+from tests.pipelines import grads
+from tests.ranks import run_threads
+
+# float32 arithmetic on matrices of some hundred elements, a few steps deep
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+class NumpyPowerSGD:
+    """Algorithms 1 and 2 of the paper for one matrix and all ranks at once, in double precision."""
+
+    def __init__(self, query: np.ndarray, ranks: int) -> None:
+        self.q = query
+        self.memory = [0.0] * ranks
+
+    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
+        delta = [g + e for g, e in zip(gradients, self.memory, strict=True)]
+        p_hat, _ = np.linalg.qr(np.mean([d @ self.q for d in delta], axis=0))
+        local_q = [d.T @ p_hat for d in delta]
+        self.q = np.mean(local_q, axis=0)
+        # the local form of the memory: what this rank's own factor says, not the aggregate
+        self.memory = [d - p_hat @ q.T for d, q in zip(delta, local_q, strict=True)]
+        return p_hat @ self.q.T
+
+
+@pytest.mark.parametrize("option", ["", ", orthogonalization='gram_schmidt'", ", batch_same_shape=True"])
+@pytest.mark.parametrize("rank_of_matrix", [1, 2, 3])
+def test_powersgd_with_error_feedback_is_the_papers(option, rank_of_matrix):
+    sync = fnddp.parse(f"error_feedback(powersgd(allreduce, rank={rank_of_matrix}, min_compression_rate=0{option}))")
+    paths = ["fc.weight", "out.weight", "conv.weight"]
+
+    def matrix(rank: int, step: int, path: str) -> np.ndarray:
+        leaf = grads("model", rank, step)[path]
+        return leaf.reshape(leaf.shape[0], -1).double().numpy()
+
+    def body(rank: int) -> None:
+        state = sync.init(grads("model", rank))
+        n = dist.get_world_size()
+        papers = {path: NumpyPowerSGD(state.inner.q[path].double().numpy(), n) for path in paths}
+        for step in range(5):
+            mean, state = sync(grads("model", rank, step), state)
+            for path in paths:
+                want = papers[path].step([matrix(r, step, path) for r in range(n)])
+                got = mean[path].reshape(want.shape)
+                torch.testing.assert_close(got.double(), torch.from_numpy(want), **CLOSE)
+                residual = state.residual[path].reshape(want.shape)
+                torch.testing.assert_close(residual.double(), torch.from_numpy(papers[path].memory[rank]), **CLOSE)
+
+    for n in (1, 3):
+        run_threads(n, body)
+
+
+def flat(rank: int, step: int) -> dict[str, torch.Tensor]:
+    return {"flat": torch.randn(1003, generator=torch.Generator().manual_seed(10 * rank + step))}
+
+
+def check_default_hooks(rank: int) -> None:
+    # one leaf, so that hook and pipeline hand the same buffer to the same collective: equal to the bit
+    pairs = [(allreduce_hook, allreduce), (fp16_compress_hook, fp16(allreduce)), (bf16_compress_hook, fnddp.bf16(allreduce))]
+    for hook, sync in pairs:
+        theirs, ours = from_hook(hook), sync
+        for step in range(3):
+            assert bits(theirs(flat(rank, step), ())[0]) == bits(ours(flat(rank, step), ())[0])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_default_hooks_bit_for_bit(gloo, n):
+    gloo(n, check_default_hooks)
+
+
+def check_hooks_on_trees(rank: int) -> None:
+    # bucketized alike: one buffer of all float32 leaves, in reverse registration order or not, sums the same pairs
+    theirs = from_hook(allreduce_hook)(grads("model", rank), ())[0]
+    ours = fnddp.bucketize(allreduce)(grads("model", rank), ())[0]
+    if dist.get_world_size() == 2:  # with two ranks a sum has one order
+        assert bits(theirs) == bits(ours)
+    torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_hooks_on_trees(gloo, n):
+    gloo(n, check_hooks_on_trees)
+
+
+def check_powersgd_hook(rank: int) -> None:
+    steps, start = 8, 2
+    shapes = {"a": (12, 20), "b": (7,), "c": (8, 4, 3, 3), "d": (5, 2)}  # b is a vector; d would not shrink
+
+    def gradients(step: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        return {path: torch.randn(shape, generator=generator) for path, shape in shapes.items()}
+
+    hook = from_hook(powerSGD_hook, PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start))
+    ours = warmup(error_feedback(powersgd(allreduce, rank=2)), steps=start)
+    state = ours.init(gradients(0))
+    with torch.random.fork_rng():  # the queries that torch's hook will draw
+        torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
+        for q in state.inner.inner.q.values():
+            q.copy_(torch.randn(1, *q.shape)[0])
+    for step in range(steps):
+        theirs, _ = hook(gradients(step), ())
+        mean, state = ours(gradients(step), state)
+        torch.testing.assert_close(mean, theirs, rtol=2e-3, atol=2e-4)  # float32, and their memory is another
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_torchs_powersgd_hook(gloo, n):
+    gloo(n, check_powersgd_hook)
+
+
+RESNET18 = {
+    **{f"layer4.{c}.weight": (512, 512, 3, 3) for c in ("0.conv2", "1.conv1", "1.conv2")},
+    "layer4.0.conv1.weight": (512, 256, 3, 3),
+    **{f"layer3.{c}.weight": (256, 256, 3, 3) for c in ("0.conv2", "1.conv1", "1.conv2")},
+    "layer3.0.conv1.weight": (256, 128, 3, 3),
+    **{f"layer2.{c}.weight": (128, 128, 3, 3) for c in ("0.conv2", "1.conv1", "1.conv2")},
+    "layer2.0.conv1.weight": (128, 64, 3, 3),
+    **{f"layer1.{i}.conv{j}.weight": (64, 64, 3, 3) for i in (0, 1) for j in (1, 2)},
+    "layer4.0.shortcut.0.weight": (512, 256, 1, 1),
+    "layer3.0.shortcut.0.weight": (256, 128, 1, 1),
+    "layer2.0.shortcut.0.weight": (128, 64, 1, 1),
+    "linear.weight": (10, 512),
+    "conv1.weight": (64, 3, 3, 3),
+    "vectors": (9610,),
+}
+# The paper's table of ResNet18's parameters: KiB of a matrix and its compression at rank 1.
+PAPER = {
+    "layer4.0.conv2.weight": (9216, 461),
+    "layer4.0.conv1.weight": (4608, 419),
+    "layer3.0.conv2.weight": (2304, 230),
+    "layer3.0.conv1.weight": (1152, 209),
+    "layer2.0.conv2.weight": (576, 115),
+    "layer4.0.shortcut.0.weight": (512, 171),
+    "layer2.0.conv1.weight": (288, 105),
+    "layer1.0.conv1.weight": (144, 58),
+    "layer3.0.shortcut.0.weight": (128, 85),
+    "layer2.0.shortcut.0.weight": (32, 43),
+    "linear.weight": (20, 9.8),
+    "conv1.weight": (6.75, 19),
+    "vectors": (37.5, 1),
+}
+
+
+def wire_bytes(rank: int, sync: fnddp.Sync, shapes: dict) -> int:
+    gradients = {path: torch.zeros(shape) for path, shape in shapes.items()}
+    state = sync.init(gradients)
+    with WireCounter() as counter:
+        sync(gradients, state)
+    return counter.wire_bytes
+
+
+def test_resnet18_golden_bytes(gloo):
+    def count(sync: fnddp.Sync, shapes: dict) -> int:
+        return gloo(1, wire_bytes, sync, shapes)[0]
+
+    dense = count(allreduce, RESNET18)
+    assert dense == 4 * 11_173_962
+    assert round(24 * dense / 2**20) == 1023
+    compressed = powersgd(allreduce, rank=1, min_compression_rate=0)
+    for path, (kib, factor) in PAPER.items():
+        alone = {path: RESNET18[path]}
+        assert count(allreduce, alone) / 1024 == pytest.approx(kib, rel=0.01)
+        assert kib * 1024 / count(compressed, alone) == pytest.approx(factor, rel=0.01)
+    for rank, total, mib_per_epoch in ((1, 243, 4.2), (2, 136, 7.5), (4, 72, 14.2)):
+        sent = count(powersgd(allreduce, rank=rank, min_compression_rate=0), RESNET18)
+        assert round(dense / sent) == total
+        assert 24 * sent / 2**20 == pytest.approx(mib_per_epoch, abs=0.05)
+        assert count(error_feedback(powersgd(fp16(allreduce), rank=rank, min_compression_rate=0)), RESNET18) == sent // 2

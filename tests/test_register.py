@@ -1,0 +1,349 @@
+"""`register` on torch's DDP: the same numbers as the functional loop, whatever DDP's options and buckets."""
+
+import copy
+import io
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fnddp
+from fnddp import allreduce, error_feedback, fp16, powersgd
+from tests.laws import bits
+from tests.ranks import RankFailed
+
+COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def functional_steps(rank: int, sync: fnddp.Sync, steps: int, batches: int = 1) -> tuple[dict, Any]:
+    """Parameters and state after SGD with the functional loop: what the adapter must reproduce."""
+    model = make_model()
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    grad = torch.func.grad(lambda params, x: loss_of(torch.func.functional_call(model, params, (x,))))
+    state = sync.init(params)
+    for step in range(steps):
+        parts = [grad(params, batch(rank, batches * step + i)) for i in range(batches)]
+        grads = {name: sum(part[name] for part in parts) for name in params}
+        grads, state = sync(grads, state)
+        params = {name: torch.add(p, grads[name], alpha=-0.1) for name, p in params.items()}  # as optim.SGD rounds
+    return params, state
+
+
+def ddp_steps(rank: int, sync: fnddp.Sync, steps: int, batches: int = 1, **options: Any) -> tuple[dict, Any]:
+    """The same through DDP; several batches are accumulated with no_sync."""
+    model = DistributedDataParallel(make_model(), **options)
+    handle = fnddp.register(model, sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for i in range(batches):
+            with model.no_sync() if i < batches - 1 else nullcontext():
+                loss_of(model(batch(rank, batches * step + i))).backward()
+        optimizer.step()
+    return dict(model.module.named_parameters()), handle.state
+
+
+def check_same_as_functional(rank: int, text: str, batches: int, options: dict) -> None:
+    sync = fnddp.parse(text)
+    params, state = ddp_steps(rank, sync, 5, batches, **options)
+    want_params, want_state = functional_steps(rank, sync, 5, batches)
+    assert bits(state) == bits(want_state)
+    assert bits(params) == bits(want_params)
+
+
+OPTIONS = [
+    {},
+    {"bucket_cap_mb": 0.01},  # several buckets, rebuilt after the first step
+    {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
+    {"find_unused_parameters": True},
+    {"static_graph": True, "bucket_cap_mb": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "warmup(bucketize(fp16(allreduce)), steps=2)"])
+def test_same_numbers_as_the_functional_loop(gloo, text, options):
+    gloo(2, check_same_as_functional, text, 1, options)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_other_world_sizes(gloo, n):
+    gloo(n, check_same_as_functional, COMPRESSED, 1, {"bucket_cap_mb": 0.01})
+
+
+def test_no_sync_accumulates(gloo):
+    # DDP adds the parts in the order of the batches, as the functional loop does
+    gloo(2, check_same_as_functional, COMPRESSED, 3, {"gradient_as_bucket_view": True})
+
+
+def check_bit_for_bit_with_hook(rank: int) -> None:
+    ours, theirs = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01) for _ in range(2))
+    fnddp.register(ours, allreduce)
+    theirs.register_comm_hook(None, allreduce_hook)
+    for step in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+        assert bits([p.grad for p in ours.parameters()]) == bits([p.grad for p in theirs.parameters()])
+
+
+def test_allreduce_is_torchs_allreduce_hook(gloo):
+    gloo(2, check_bit_for_bit_with_hook)
+
+
+def check_several_forwards(rank: int) -> None:
+    model = DistributedDataParallel(make_model())
+    fnddp.register(model, allreduce)
+    loss = loss_of(model(batch(rank, 0))) + loss_of(model(batch(rank, 1)))
+    loss.backward()
+    want = [torch.zeros_like(p) for p in model.parameters()]
+    for r in range(dist.get_world_size()):
+        plain = make_model()
+        (loss_of(plain(batch(r, 0))) + loss_of(plain(batch(r, 1)))).backward()
+        want = [w + p.grad / dist.get_world_size() for w, p in zip(want, plain.parameters(), strict=True)]
+    torch.testing.assert_close([p.grad for p in model.parameters()], want, rtol=1e-5, atol=1e-7)
+
+
+def test_several_forwards(gloo):
+    gloo(2, check_several_forwards)
+
+
+class Branches(nn.Module):
+    """`used` takes part on all ranks, `sometimes` on rank 0 only, `never` on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.sometimes, self.never = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.used(x) + (self.sometimes(x) if rank == 0 else 0)
+
+
+def check_unused(rank: int, text: str) -> None:
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    handle = fnddp.register(model, fnddp.parse(text))
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model(batch(rank, step), rank)).backward()
+    assert model.module.never.weight.grad is None
+    plain = Branches()
+    loss_of(plain(batch(0, 2), 0)).backward()
+    if text == "allreduce":
+        want = plain.sometimes.weight.grad / dist.get_world_size()
+        torch.testing.assert_close(model.module.sometimes.weight.grad, want, rtol=1e-5, atol=1e-7)
+    else:
+        # rank 1 had nothing to send, so nothing of it was lost
+        assert (handle.state.residual["sometimes.weight"].abs().max() > 0) == (rank == 0)
+
+
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
+def test_unused_parameters(gloo, text):
+    gloo(2, check_unused, text)
+
+
+def check_frozen_shared_sparse(rank: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.EmbeddingBag(10, 16, sparse=True)
+            self.frozen = nn.Linear(16, 16).requires_grad_(False)
+            self.first = nn.Linear(16, 16)
+            self.second = self.first  # shared
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(self.frozen(self.embedding(index))))
+
+    index = torch.tensor([[rank, 3], [3, 9]])
+    model = DistributedDataParallel(Model())
+    handle = fnddp.register(model, error_feedback(fp16(allreduce)))
+    model(index).square().sum().backward()
+    assert set(handle.state.residual) == {"embedding.weight", "first.weight", "first.bias"}
+    want = torch.zeros(10, 16)
+    for r in range(dist.get_world_size()):
+        plain = Model()
+        plain(torch.tensor([[r, 3], [3, 9]])).square().sum().backward()
+        want += plain.embedding.weight.grad.to_dense() / dist.get_world_size()
+    got = model.module.embedding.weight.grad
+    assert got.is_sparse
+    torch.testing.assert_close(got.to_dense(), want, rtol=2e-3, atol=1e-3)  # fp16 wire
+
+
+def test_frozen_shared_and_sparse_parameters(gloo):
+    gloo(2, check_frozen_shared_sparse)
+
+
+def check_error_in_a_step(rank: int) -> None:
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+    handle = fnddp.register(model, error_feedback(fp16(allreduce, check=True)))
+    for step in range(3):
+        model.zero_grad()
+        if step:
+            loss_of(model(batch(rank, step))).backward()
+            model.zero_grad()
+        before = bits(handle.state)
+        scale = 1e9 if rank == 0 else 1.0  # does not fit fp16, on one rank
+        with pytest.raises(FloatingPointError, match=r"leaf '0\.weight'.*beyond the largest float16"):
+            (scale * loss_of(model(batch(rank, step)))).backward()
+        assert bits(handle.state) == before
+    model.zero_grad()
+    loss_of(model(batch(rank, 9))).backward()
+    plain = DistributedDataParallel(make_model())
+    loss_of(plain(batch(rank, 9))).backward()
+    ours, theirs = ([p.grad for p in m.parameters()] for m in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)  # fp16 wire and a residual of two steps
+
+
+def test_a_step_that_fails_raises_on_all_ranks_and_leaves_no_trace(gloo):
+    gloo(2, check_error_in_a_step)
+
+
+def check_uneven_inputs(rank: int) -> None:
+    model = DistributedDataParallel(make_model())
+    handle = fnddp.register(model, fnddp.parse(COMPRESSED))
+    with model.join():
+        for step in range(2 + 3 * rank):  # rank 0 runs out first and shadows with zero gradients
+            model.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, bits(handle.state.inner.q))
+    assert everyone[0] == everyone[1]
+
+
+def test_uneven_inputs_with_join(gloo):
+    gloo(2, check_uneven_inputs)
+
+
+def check_resume(rank: int) -> None:
+    def train(model: DistributedDataParallel, steps: range) -> None:
+        for step in steps:
+            loss_of(model(batch(rank, step))).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+            model.zero_grad()
+
+    sync = warm = fnddp.parse(f"warmup({COMPRESSED}, steps=2)")
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+    handle = fnddp.register(model, sync)
+    train(model, range(3))
+    file = io.BytesIO()
+    torch.save({"model": model.module.state_dict(), "sync": fnddp.state_dict(handle.state)}, file)
+    train(model, range(3, 6))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+    again.module.load_state_dict(saved["model"])
+    resumed = fnddp.register(again, warm)
+    resumed.state = fnddp.load_state_dict(resumed.state, saved["sync"])
+    train(again, range(3, 6))
+    assert bits(list(again.parameters())) == bits(list(model.parameters()))
+    assert bits(resumed.state) == bits(handle.state)
+
+
+def test_resuming_is_bit_exact(gloo):
+    gloo(2, check_resume)
+
+
+def check_bad_use(rank: int) -> None:
+    with pytest.raises(TypeError, match="expected a torch.nn.parallel.DistributedDataParallel, got Sequential"):
+        fnddp.register(make_model(), allreduce)
+    model = DistributedDataParallel(make_model())
+    handle = fnddp.register(model, allreduce)
+    with pytest.raises(ValueError, match="the state of allreduce for this model has the tree"):
+        handle.state = {"other": 1}
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        fnddp.register(model, allreduce)
+
+
+def test_bad_use(gloo):
+    gloo(2, check_bad_use)
+
+
+def check_subgroup(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    model = DistributedDataParallel(make_model(), process_group=mine)
+    handle = fnddp.register(model, fnddp.parse(COMPRESSED))
+    assert handle.sync == fnddp.parse(COMPRESSED).over(mine) != fnddp.parse(COMPRESSED)
+    assert fnddp.all_reduce(group=dist.group.WORLD) == allreduce
+    loss_of(model(batch(rank, 0))).backward()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, bits([p.grad for p in model.parameters()]))
+    assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
+
+
+def test_over_the_models_own_group(gloo):
+    gloo(4, check_subgroup)
+
+
+def check_disagreement(rank: int, what: str) -> str:
+    sync, model = fnddp.parse(COMPRESSED), make_model()
+    if rank == 1:
+        sync = {"pipeline": fnddp.parse("fp16(allreduce)"), "set-up": fnddp.partition({"nothing*": allreduce})}.get(what, sync)
+    ddp = DistributedDataParallel(model)
+    if rank == 1 and what == "frozen":
+        model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError) as caught:
+        fnddp.register(ddp, sync)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_disagreement_at_set_up_raises_on_all_ranks(gloo):
+    messages = gloo(3, check_disagreement, "pipeline")
+    assert len(set(messages)) == 1
+    assert f"RankMismatchError: ranks disagree about pipeline: ranks 0, 2: {COMPRESSED}; rank 1: fp16(" in messages[0]
+    messages = gloo(3, check_disagreement, "frozen")
+    assert len(set(messages)) == 1
+    assert "ranks disagree about leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'" in messages[0]
+    messages = gloo(3, check_disagreement, "set-up")
+    assert messages[1].startswith("ValueError: partition: leaf '0.weight' matches none of the patterns ['nothing*']")
+    assert all("rank 1: set-up in its place, failed with ValueError: partition" in messages[rank] for rank in (0, 2))
+
+
+def check_large_model(rank: int) -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)])  # 10.5 M parameters
+    ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=5)
+    handle = fnddp.register(ddp, error_feedback(powersgd(fp16(allreduce), rank=4)))
+    x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, [p.grad.double().sum().item() for p in ddp.parameters()])
+    assert everyone[0] == everyone[1]
+    assert sum(r.numel() for r in handle.state.residual.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_powersgd_of_ten_million_parameters_on_gloo(gloo):
+    # torch's powerSGD_hook aborts here: it waits inside future callbacks
+    gloo(2, check_large_model)
+
+
+def test_errors_of_ranks_are_reported(gloo):
+    with pytest.raises(RankFailed, match="No process group|expected a torch"):
+        gloo(1, register_a_plain_module)
+
+
+def register_a_plain_module(rank: int) -> None:
+    fnddp.register(nn.Linear(2, 2), allreduce)
