@@ -71,8 +71,8 @@ def description(sync: Sync, grads: Tree, state: State | None) -> dict[str, str]:
     """What ranks must agree on, line by line."""
     return {
         "pipeline": repr(sync.over(None)),
-        **{about: spec for about, spec in _leaf_lines(grads)},
-        **{about: spec for about, spec in _state_lines(state)},
+        **dict(_leaf_lines(grads)),
+        **dict(_state_lines(state)),
     }
 
 
@@ -90,7 +90,9 @@ def first_difference(everyone: list[dict[str, str]]) -> str:
         for rank, line in enumerate(lines):
             said = "nothing" if line is None else line[1] if line[0] == about else f"{line[0]} in its place, {line[1]}"
             holders.setdefault(said, []).append(rank)
-        texts = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in holders.items()]
+        texts = [
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in holders.items()
+        ]
         return f"ranks disagree about {about}: {'; '.join(texts)}"
     raise AssertionError("digests differ but descriptions do not")
 
@@ -103,7 +105,10 @@ def _leaf_lines(grads: Tree) -> Iterator[tuple[str, str]]:
 
 def _state_lines(state: State | None) -> Iterator[tuple[str, str]]:
     for part in parts(state):
-        yield f"state {part.path!r}", describe(part.value) + (_value(part.value) if part.kind == REPLICATED else "")
+        yield (
+            f"state {part.path!r}",
+            describe(part.value) + (_value(part.value) if part.kind == REPLICATED else ""),
+        )
 
 
 def _value(value: Tensor | int) -> str:

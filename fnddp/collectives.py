@@ -20,6 +20,8 @@ from fnddp.tree import Leaves, is_inexact
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
 """A process group, its name, a one-dimensional mesh, one dimension of a mesh, or None for the default group."""
 
+_ops: Any = torch.ops._c10d_functional
+
 _WIRE_OP = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
 OPS = tuple(_WIRE_OP)
 
@@ -34,13 +36,17 @@ def group_name(group: Group) -> str | None:
     """
     if group is None or isinstance(group, str):
         return group
-    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         mesh, dim = group
         return group_name(mesh.get_group(dim))
     if isinstance(group, DeviceMesh):
         return group_name(group.get_group())
     if isinstance(group, dist.ProcessGroup):
         return None if group is dist.group.WORLD else group.group_name
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "group is NON_GROUP_MEMBER: this rank is not in that process group; build its pipeline on members"
+        )
     raise TypeError(f"group must be a ProcessGroup, its name, a DeviceMesh or (mesh, dim), got {group!r}")
 
 
@@ -51,7 +57,8 @@ def world_size(group: str | None) -> int:
         RuntimeError: A launcher started several ranks but the process group is not initialized, or a group is named.
     """
     if dist.is_initialized():
-        return c10d._get_group_size_by_name(_live_name(group))  # pyright: ignore[reportPrivateUsage]
+        # By name: Dynamo cannot trace the resolution of a named group.
+        return c10d._get_group_size_by_name(_live_name(group))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
     if group is not None:
         raise RuntimeError(f"process group {group!r} is named, but torch.distributed is not initialized")
     launched = os.environ.get("WORLD_SIZE", "1") if dist.is_torchelastic_launched() else "1"
@@ -82,8 +89,12 @@ def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
     _refuse_differentiation()
     n = world_size(group)
     # By path, not by insertion: dicts that were filled in another order on another rank still match.
-    issued = {path: _issue(_encode(path, leaves[path], op, n), op, group) for path in sorted(leaves)}
-    return {path: _decode(_wait(issued[path]), leaf, op, n) for path, leaf in leaves.items()}
+    wires = {path: _encode(path, leaves[path], op, n) for path in sorted(leaves)}
+    if dist.is_initialized():
+        name, travelling = _live_name(group), [path for path, wire in wires.items() if wire.numel()]
+        issued = {path: _ops.all_reduce(wires[path], _WIRE_OP[op], name) for path in travelling}
+        wires |= {path: _ops.wait_tensor(wire) for path, wire in issued.items()}
+    return {path: _decode(wires[path], leaf, op, n) for path, leaf in leaves.items()}
 
 
 def all_gather_object(value: Any, group: str | None) -> list[Any]:
@@ -124,22 +135,14 @@ def _decode(wire: Tensor, leaf: Tensor, op: str, n: int) -> Tensor:
     return layout.from_wire(wire, leaf)
 
 
-def _issue(wire: Tensor, op: str, group: str | None) -> Tensor:
-    if wire.numel() == 0 or not dist.is_initialized():
-        return wire.clone()
-    return torch.ops._c10d_functional.all_reduce(wire, _WIRE_OP[op], _live_name(group))
-
-
-def _wait(issued: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(issued)
-
-
 def _live_name(group: str | None) -> str:
     return _live_group(None).group_name if group is None else group
 
 
 def _live_group(group: str | None) -> dist.ProcessGroup:
-    return c10d._get_default_group() if group is None else c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+    if group is None:
+        return c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    return c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
 
 
 def _refuse_differentiation() -> None:

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from fnddp.sync import Sync, registry
 
@@ -33,21 +33,26 @@ def parse(text: str) -> Sync:
       __import__('os')
       ^
     """
-    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(text, str):
         raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
     if len(text) > MAX_LENGTH:
         raise ValueError(f"parse: the text has {len(text)} characters, more than {MAX_LENGTH}")
     text = text.strip()
-    try:
-        node = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        _fail(text, error.lineno or 1, (error.offset or 1) - 1, error.msg, error)
-    except (RecursionError, MemoryError, ValueError) as error:
-        _fail(text, 1, 0, f"cannot be read ({error})", error)
-    value = _Reader(text).read(node, depth=0)
+    value = _Reader(text).read(_expression(text), depth=0)
     if not isinstance(value, Sync):
-        _fail(text, 1, 0, f"this is a {type(value).__name__}, not a pipeline; write for example fp16(allreduce)")
+        raise _problem(
+            text, 1, 0, f"this is a {type(value).__name__}, not a pipeline; write for example fp16(allreduce)"
+        )
     return value
+
+
+def _expression(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise _problem(text, error.lineno or 1, (error.offset or 1) - 1, error.msg) from error
+    except (RecursionError, MemoryError, ValueError) as error:
+        raise _problem(text, 1, 0, f"cannot be read ({error})") from error
 
 
 class _Reader:
@@ -56,7 +61,7 @@ class _Reader:
 
     def read(self, node: ast.expr, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            self.fail(node, f"nested more than {MAX_DEPTH} deep")
+            raise self.problem(node, f"nested more than {MAX_DEPTH} deep")
         match node:
             case ast.Constant(value=bool() | int() | float() | str() | None):
                 return node.value
@@ -76,20 +81,22 @@ class _Reader:
             case ast.List(elts=parts):
                 return [self.read(part, depth + 1) for part in parts]
             case _:
-                self.fail(node, f"{type(node).__name__} is not allowed: only registered names, calls and literals")
+                raise self.problem(
+                    node, f"{type(node).__name__} is not allowed: only registered names, calls and literals"
+                )
 
     def named_value(self, node: ast.expr, name: str) -> Sync:
         entry = self.look_up(node, name)
         if not isinstance(entry, Sync):
-            self.fail(node, f"{name!r} is a transform, not a value; call it: {name}(...)")
+            raise self.problem(node, f"{name!r} is a transform, not a value; call it: {name}(...)")
         return entry
 
     def call(self, node: ast.Call, name: str, depth: int) -> Sync:
         entry = self.look_up(node, name)
         if isinstance(entry, Sync):
-            self.fail(node, f"{name!r} is a ready-made value; write it without parentheses")
+            raise self.problem(node, f"{name!r} is a ready-made value; write it without parentheses")
         if any(keyword.arg is None for keyword in node.keywords):
-            self.fail(node, "** is not allowed")
+            raise self.problem(node, "** is not allowed")
         arguments = [self.read(argument, depth + 1) for argument in node.args]
         keywords = {str(keyword.arg): self.read(keyword.value, depth + 1) for keyword in node.keywords}
         try:
@@ -100,20 +107,20 @@ class _Reader:
 
     def look_up(self, node: ast.expr, name: str) -> Any:
         if name not in registry:
-            self.fail(node, f"unknown name {name!r}" + "".join(_suggestions(name)))
+            raise self.problem(node, f"unknown name {name!r}" + "".join(_suggestions(name)))
         return registry[name]
 
     def key(self, node: ast.Dict, key: ast.expr | None) -> ast.Constant:
         if not isinstance(key, ast.Constant):
-            self.fail(key or node, "a dict key must be a literal")
+            raise self.problem(key or node, "a dict key must be a literal")
         return key
 
     def column(self, node: ast.expr) -> int:
         line = self.text.splitlines()[node.lineno - 1]
         return len(line.encode()[: node.col_offset].decode())  # ast counts bytes
 
-    def fail(self, node: ast.expr, problem: str) -> NoReturn:
-        _fail(self.text, node.lineno, self.column(node), problem)
+    def problem(self, node: ast.expr, problem: str) -> ValueError:
+        return _problem(self.text, node.lineno, self.column(node), problem)
 
 
 def _suggestions(name: str) -> Iterator[str]:
@@ -121,8 +128,8 @@ def _suggestions(name: str) -> Iterator[str]:
         yield f"; known names are {', '.join(sorted(registry))}"
 
 
-def _fail(text: str, line: int, column: int, problem: str, cause: BaseException | None = None) -> NoReturn:
-    raise ValueError(f"parse: {problem}\n{_pointer(text, line, column)}") from cause
+def _problem(text: str, line: int, column: int, problem: str) -> ValueError:
+    return ValueError(f"parse: {problem}\n{_pointer(text, line, column)}")
 
 
 def _pointer(text: str, line: int, column: int) -> str:

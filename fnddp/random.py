@@ -5,7 +5,6 @@ multiply-xorshift hash, in aten integer operations. Statistically good enough fo
 """
 
 import math
-import zlib
 
 import torch
 from torch import Tensor
@@ -29,21 +28,27 @@ def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Ten
     >>> abs(one.mean()) < 0.1 and abs(one.std() - 1) < 0.1
     tensor(True)
     """
-    key = _hash(torch.full((), zlib.crc32(f"{seed}:{name}".encode()), dtype=torch.int64, device=like.device))
-    key = _hash(key ^ _hash(torch.full((), step, dtype=torch.int64, device=like.device)))
-    counter = torch.arange(math.prod(shape), dtype=torch.int64, device=like.device)
-    word = _hash((counter ^ key) & _LOW_32)
-    radius = (-2 * _uniform(word).log()).sqrt()
-    angle = 2 * math.pi * _uniform(_hash(word ^ 0x5BD1E995))
-    return (radius * angle.cos()).reshape(shape).to(like.dtype)
+    # The step may be symbolic, so it enters as a tensor. Two words make one number.
+    offset = torch.full((), step, dtype=torch.int64, device=like.device) * 0x9E3779B9 + _fnv1a(f"{seed}:{name}")
+    counter = 2 * torch.arange(math.prod(shape), dtype=torch.int64, device=like.device) + offset
+    radius = (-2 * _uniform(counter).log()).sqrt()
+    angle = 2 * math.pi * _uniform(counter + 1)
+    return (radius * angle.cos()).reshape(shape).to(like.dtype)  # Box and Muller
 
 
-def _uniform(word: Tensor) -> Tensor:
+def _fnv1a(text: str) -> int:
+    # In plain Python arithmetic, which Dynamo folds; it cannot trace zlib.crc32.
+    word = 0x811C9DC5
+    for character in text:
+        word = ((word ^ ord(character)) * 0x01000193) & _LOW_32
+    return word
+
+
+def _uniform(counter: Tensor) -> Tensor:
+    # Few rounds: Inductor inlines the chain, and every round doubles it. Multipliers below 2**31 keep the product of a
+    # 32-bit word within int64.
+    word = counter & _LOW_32
+    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _LOW_32
+    word = ((word ^ (word >> 15)) * 0x68E31DA5) & _LOW_32
+    word = word ^ (word >> 16)
     return (word.to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), never 0: its logarithm is taken
-
-
-def _hash(word: Tensor) -> Tensor:
-    # Multipliers below 2**31 keep every product of a 32-bit word within int64.
-    for multiplier, shift in ((0x7FEB352D, 16), (0x1B873593, 15), (0x45D9F3B, 16)):
-        word = ((word ^ (word >> shift)) * multiplier) & _LOW_32
-    return word ^ (word >> 16)

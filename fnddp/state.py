@@ -78,8 +78,8 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
     missing, unexpected = [key for key in keys if key not in saved], sorted(set(saved) - set(keys))
     if missing or unexpected:
         raise ValueError(
-            f"load_state_dict: missing {missing}, unexpected {unexpected}: the state was saved from another pipeline or "
-            "other parameters; build the template with the init of the pipeline that saved it"
+            f"load_state_dict: missing {missing}, unexpected {unexpected}: the state was saved from another pipeline "
+            "or other parameters; build the template with the init of the pipeline that saved it"
         )
     return tree.replace_leaves(state_template, [_loaded(part, saved[part.key]) for part in wanted])
 

@@ -28,7 +28,7 @@ Local: TypeAlias = Annotated[T, LOCAL]
 """Marks a field of a state as this rank's own: residuals."""
 
 State: TypeAlias = Any
-"""A pytree of tensors and Python ints. Transforms use named tuples whose fields are `Replicated`, `Local` or a `State`."""
+"""A pytree of tensors and Python ints. Transforms use named tuples with fields `Replicated`, `Local` or `State`."""
 
 
 class Exchange(NamedTuple):

@@ -32,7 +32,9 @@ def bits(value: Any) -> Any:
     return [x.contiguous().reshape(-1).view(torch.uint8).tolist() if isinstance(x, Tensor) else x for x in leaves]
 
 
-def run(sync: Sync, name: str, rank: int, steps: int = STEPS, state: Any = None, first: int = 0) -> tuple[list[Any], Any]:
+def run(
+    sync: Sync, name: str, rank: int, steps: int = STEPS, state: Any = None, first: int = 0
+) -> tuple[list[Any], Any]:
     """The means of `steps` exchanges and the last state."""
     state = sync.init(grads(name, rank)) if state is None else state
     means = []
@@ -43,9 +45,11 @@ def run(sync: Sync, name: str, rank: int, steps: int = STEPS, state: Any = None,
 
 
 def precision(sync: Sync, leaf: Tensor) -> float:
-    """The largest relative rounding error of one operation on `leaf`'s way through `sync`: that of its coarsest dtype."""
+    """The relative rounding error of one operation on `leaf`'s way through `sync`, in its coarsest dtype."""
     text = repr(sync)
-    dtypes = [leaf.dtype] + [d for t, d in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("32'", torch.float32)) if t in text]
+    dtypes = [leaf.dtype] + [
+        d for t, d in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("32'", torch.float32)) if t in text
+    ]
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
@@ -68,14 +72,20 @@ def reduce_exactly(everyone: list[dict[str, Tensor]], op: str = "mean") -> dict[
         return leaf.to(torch.complex128 if leaf.is_complex() else torch.float64)
 
     stacks = {path: torch.stack([widen(leaves[path]) for leaves in everyone]) for path in everyone[0]}
-    reduced = {path: getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(stack, 0) for path, stack in stacks.items()}
+    reduced = {
+        path: getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(stack, 0) for path, stack in stacks.items()
+    }
     # a sum of bools is whether any is True
-    return {path: leaf.clamp(max=1) if everyone[0][path].dtype == torch.bool else leaf for path, leaf in reduced.items()}
+    return {
+        path: leaf.clamp(max=1) if everyone[0][path].dtype == torch.bool else leaf for path, leaf in reduced.items()
+    }
 
 
 def norm_of(name: str, step: int) -> float:
     """The largest norm of a leaf on any rank: what roundings are relative to."""
-    leaves = [leaf for rank in range(dist.get_world_size()) for leaf in tree.flatten(grads(name, rank, step))[0].values()]
+    leaves = [
+        leaf for rank in range(dist.get_world_size()) for leaf in tree.flatten(grads(name, rank, step))[0].values()
+    ]
     return max([torch.linalg.vector_norm(leaf.to(torch.complex128)).item() for leaf in leaves], default=0.0)
 
 

@@ -90,7 +90,9 @@ class GlooPool:
         self.traces = tempfile.TemporaryDirectory(prefix="fnddp-ranks-")
         self.processes = [
             context.Process(
-                target=_serve, args=(rank, self.store.port, self.jobs[rank], self.results, self.traces.name), daemon=True
+                target=_serve,
+                args=(rank, self.store.port, self.jobs[rank], self.results, self.traces.name),
+                daemon=True,
             )
             for rank in range(POOL_RANKS)
         ]

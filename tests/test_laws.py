@@ -10,7 +10,11 @@ from tests.laws import LAWS, law_5_lossless_is_exact, law_8_error_feedback_loses
 from tests.pipelines import EXAMPLES, LOSSLESS, TREES, nestings
 from tests.ranks import run_threads
 
-OPS = ["all_reduce(op='sum')", "bucketize(all_reduce(op='max'))", "warmup(all_reduce(op='min'), 1, all_reduce(op='min'))"]
+OPS = [
+    "all_reduce(op='sum')",
+    "bucketize(all_reduce(op='max'))",
+    "warmup(all_reduce(op='min'), 1, all_reduce(op='min'))",
+]
 
 
 def test_every_registered_name_has_an_example():

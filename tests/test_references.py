@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import fnddp
@@ -67,7 +71,11 @@ def flat(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 def check_default_hooks(rank: int) -> None:
     # one leaf, so that hook and pipeline hand the same buffer to the same collective: equal to the bit
-    pairs = [(allreduce_hook, allreduce), (fp16_compress_hook, fp16(allreduce)), (bf16_compress_hook, fnddp.bf16(allreduce))]
+    pairs = [
+        (allreduce_hook, allreduce),
+        (fp16_compress_hook, fp16(allreduce)),
+        (bf16_compress_hook, fnddp.bf16(allreduce)),
+    ]
     for hook, sync in pairs:
         theirs, ours = from_hook(hook), sync
         for step in range(3):
@@ -176,4 +184,6 @@ def test_resnet18_golden_bytes(gloo):
         sent = count(powersgd(allreduce, rank=rank, min_compression_rate=0), RESNET18)
         assert round(dense / sent) == total
         assert 24 * sent / 2**20 == pytest.approx(mib_per_epoch, abs=0.05)
-        assert count(error_feedback(powersgd(fp16(allreduce), rank=rank, min_compression_rate=0)), RESNET18) == sent // 2
+        assert (
+            count(error_feedback(powersgd(fp16(allreduce), rank=rank, min_compression_rate=0)), RESNET18) == sent // 2
+        )

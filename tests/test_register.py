@@ -300,7 +300,10 @@ def test_over_the_models_own_group(gloo):
 def check_disagreement(rank: int, what: str) -> str:
     sync, model = fnddp.parse(COMPRESSED), make_model()
     if rank == 1:
-        sync = {"pipeline": fnddp.parse("fp16(allreduce)"), "set-up": fnddp.partition({"nothing*": allreduce})}.get(what, sync)
+        sync = {
+            "pipeline": fnddp.parse("fp16(allreduce)"),
+            "set-up": fnddp.partition({"nothing*": allreduce}),
+        }.get(what, sync)
     ddp = DistributedDataParallel(model)
     if rank == 1 and what == "frozen":
         model[0].weight.requires_grad_(False)
@@ -315,7 +318,9 @@ def test_disagreement_at_set_up_raises_on_all_ranks(gloo):
     assert f"RankMismatchError: ranks disagree about pipeline: ranks 0, 2: {COMPRESSED}; rank 1: fp16(" in messages[0]
     messages = gloo(3, check_disagreement, "frozen")
     assert len(set(messages)) == 1
-    assert "ranks disagree about leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'" in messages[0]
+    assert (
+        "ranks disagree about leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'" in messages[0]
+    )
     messages = gloo(3, check_disagreement, "set-up")
     assert messages[1].startswith("ValueError: partition: leaf '0.weight' matches none of the patterns ['nothing*']")
     assert all("rank 1: set-up in its place, failed with ValueError: partition" in messages[rank] for rank in (0, 2))

@@ -82,7 +82,9 @@ class _Bucket:
         # A bucket with a sparse gradient holds that one alone, and has no views.
         self.views = [self.buffer.to_dense()] if self.buffer.is_sparse else bucket.gradients()
         on_cuda = self.buffer.is_cuda
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.buffer.device] if on_cuda else None)
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[self.buffer.device] if on_cuda else None
+        )
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.parameters, self.views, strict=True))
@@ -130,7 +132,7 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     torch.Size([8, 8])
     >>> dist.destroy_process_group()
     """
-    if not isinstance(model, DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"register: expected a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}")
     group = group_name(model.process_group)
     handles: list[Handle] = []
@@ -155,7 +157,8 @@ def _raise_after_backward(error: Exception) -> None:
     def raise_error() -> None:
         raise error
 
-    if torch._C._current_graph_task_id() == -1:  # not in backward: DDP's join runs hooks by itself
+    # -1 outside of backward: DDP's join runs hooks by itself.
+    if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
         raise_error()
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportPrivateUsage]
     # DDP queues its own final callback after this hook returns, so ours is queued by a callback: it comes last.

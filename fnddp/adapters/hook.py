@@ -68,7 +68,9 @@ class from_hook(Sync):
         buckets: dict[tuple[torch.dtype, torch.device], Leaves] = {}
         for path, leaf in leaves.items():
             if not is_inexact(leaf):
-                raise ValueError(f"from_hook: leaf {path!r} is {leaf.dtype}; hooks average floating-point gradients only")
+                raise ValueError(
+                    f"from_hook: leaf {path!r} is {leaf.dtype}; hooks average floating-point gradients only"
+                )
             buckets.setdefault((leaf.dtype, leaf.device), {})[path] = leaf
         mean: Leaves = {}
         for index, bucket in enumerate(buckets.values()):
@@ -84,10 +86,17 @@ class from_hook(Sync):
         if tensor.numel() != flat.numel():
             raise ValueError(f"{self!r} returned {tensor.numel()} elements for a bucket of {flat.numel()}")
         views = _views(tensor.reshape(-1), shapes)
-        return {path: in_format_of(leaf, view.to(leaf.dtype)) for (path, leaf), view in zip(leaves.items(), views, strict=True)}
+        return {
+            path: in_format_of(leaf, view.to(leaf.dtype))
+            for (path, leaf), view in zip(leaves.items(), views, strict=True)
+        }
 
     def __repr__(self) -> str:
-        name = f"{self.hook.__module__}.{self.hook.__qualname__}" if isinstance(self.hook, type(_views)) else repr(self.hook)
+        name = (
+            f"{self.hook.__module__}.{self.hook.__qualname__}"
+            if isinstance(self.hook, type(_views))
+            else repr(self.hook)
+        )
         return f"from_hook({name}, {self.state!r})"
 
 

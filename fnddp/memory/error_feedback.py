@@ -34,8 +34,8 @@ class error_feedback(Sync):
         ValueError: `decay` is outside [0, 1]; at the exchange: the state is of another tree.
         TypeError: `inner` takes a max or min, which has no residual.
 
-    Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form of
-    the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean` instead, whose norm grows).
+    Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
+    of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows).
 
     >>> from fnddp import allreduce, fp16
     >>> sync = error_feedback(fp16(allreduce))

@@ -1,8 +1,9 @@
 """Different leaves, different pipelines."""
 
+import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeAlias
+from fnmatch import translate
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from fnddp import tree
 from fnddp.sync import Exchange, State, Sync, transform
@@ -43,6 +44,7 @@ class partition(Sync):
     """
 
     rules: Rules
+    _compiled: ClassVar[dict[str, re.Pattern[str]]]  # by instance; a ClassVar only so that it is no field
 
     def __post_init__(self) -> None:
         rules = tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules
@@ -50,8 +52,10 @@ class partition(Sync):
         if not rules:
             raise ValueError("partition: no rules; write partition({'*': allreduce})")
         for pattern, sync in rules:
-            if not isinstance(pattern, str) or not isinstance(sync, Sync):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(pattern, str) or not isinstance(sync, Sync):
                 raise TypeError(f"partition: a rule is a pattern and a pipeline, got {pattern!r}: {sync!r}")
+        # Compiled here: Dynamo can trace a match, but not the translation of a pattern.
+        object.__setattr__(self, "_compiled", {pattern: re.compile(translate(pattern)) for pattern, _ in rules})
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
@@ -78,7 +82,7 @@ class partition(Sync):
         parts: dict[str, Leaves] = {pattern: {} for pattern, _ in self._pairs}
         for path, leaf in leaves.items():
             for pattern in parts:
-                if fnmatchcase(path, pattern):
+                if self._compiled[pattern].match(path):
                     parts[pattern][path] = leaf
                     break
             else:
@@ -87,7 +91,9 @@ class partition(Sync):
                 )
         for pattern, part in parts.items():
             if leaves and not part:  # a tree without leaves has none to miss
-                raise ValueError(f"partition: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it")
+                raise ValueError(
+                    f"partition: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
+                )
         return parts
 
     def __repr__(self) -> str:

@@ -62,7 +62,9 @@ class bucketize(Sync):
         leaves, _ = tree.flatten(grads)
         return self.inner.init(
             {
-                bucket.name: leaves[bucket.paths[0]].detach().new_empty(sum(leaves[path].numel() for path in bucket.paths))
+                bucket.name: leaves[bucket.paths[0]]
+                .detach()
+                .new_empty(sum(leaves[path].numel() for path in bucket.paths))
                 for bucket in self._buckets(leaves)
             }
         )

@@ -99,7 +99,10 @@ class powersgd(Sync):
         p_like, q_like = dict(leaves), {path: _nothing_like(leaf) for path, leaf in leaves.items()}
         for path in low_rank:
             leaf, (n, m) = leaves[path].detach(), _matrix_shape(leaves[path])
-            p_like[path], q_like[path] = leaf.new_empty((n, self._rank_of(leaf))), leaf.new_empty((m, self._rank_of(leaf)))
+            p_like[path], q_like[path] = (
+                leaf.new_empty((n, self._rank_of(leaf))),
+                leaf.new_empty((m, self._rank_of(leaf))),
+            )
         return PowerSGDState(
             q={path: self._draw(path, leaves[path], step=0) for path in low_rank} if self.warm_start else {},
             step=0,
@@ -119,7 +122,9 @@ class powersgd(Sync):
         # Leaves that are not compressed travel whole with P and are empty with Q: both rounds have the same paths.
         p_round = self.inner.exchange({**leaves, **_unstack(p, groups, leaves)}, state.p_round)
         p_hat = {
-            group: orthogonalize(_stack(_compute(p_round.mean[path]) for path in paths), self.orthogonalization, self.epsilon)
+            group: orthogonalize(
+                _stack(_compute(p_round.mean[path]) for path in paths), self.orthogonalization, self.epsilon
+            )
             for group, paths in groups.items()
         }
         q = {group: m[group].mH @ p_hat[group] for group in groups}  # q: [matrices, columns, rank]

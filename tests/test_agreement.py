@@ -1,0 +1,95 @@
+"""`verify`: a difference on one rank is the same named error on all of them."""
+
+import pytest
+import torch
+
+import fnddp
+from fnddp import allreduce, error_feedback, fp16, powersgd, verify
+from tests.ranks import run_threads
+
+SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
+
+
+def tree(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"fc.weight": torch.ones(12, 20), "fc.bias": torch.ones(12), **changes}
+
+
+def outcome(rank: int, what: str) -> str:
+    odd = rank == 1
+    sync, grads = SYNC, tree()
+    state = sync.init(grads)
+    if odd:
+        match what:
+            case "pipeline":
+                sync = error_feedback(powersgd(fp16(allreduce), rank=3))
+            case "path":
+                grads = {"fc.weight": grads["fc.weight"], "fc.offset": grads["fc.bias"]}
+            case "missing":
+                grads = {"fc.weight": grads["fc.weight"]}
+            case "extra":
+                grads = tree(more=torch.ones(1))
+            case "order":
+                grads = dict(reversed(grads.items()))
+            case "shape":
+                grads = tree(**{"fc.weight": torch.ones(20, 12)})
+            case "dtype":
+                grads = tree(**{"fc.bias": torch.ones(12, dtype=torch.float64)})
+            case "state structure":
+                state = powersgd(allreduce).init(grads)
+            case "state value":
+                state.inner.q["fc.weight"][3, 1] += 1e-6
+            case "residual":
+                state.residual["fc.weight"] += 1  # local: may differ
+            case "broken":
+                grads = {"fc.weight": "not a tensor"}
+    try:
+        verify(sync, grads, state)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "agreed"
+
+
+DIFFERENCES = {
+    "pipeline": "ranks disagree about pipeline: ranks 0, 2: error_feedback(powersgd(fp16(allreduce), rank=2)); rank 1: error_f",
+    "path": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: leaf 'fc.offset' in its place",
+    "missing": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: state 'residual.fc.weight' in its",
+    "extra": "ranks disagree about state 'residual.fc.weight': ranks 0, 2: float32[12, 20]; rank 1: leaf 'more' in its place",
+    "order": "ranks disagree about leaf 'fc.weight': ranks 0, 2: float32[12, 20] on cpu; rank 1: leaf 'fc.bias' in its place",
+    "shape": "ranks disagree about leaf 'fc.weight': ranks 0, 2: float32[12, 20] on cpu; rank 1: float32[20, 12] on cpu",
+    "dtype": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: float64[12] on cpu",
+    "state structure": "ranks disagree about state 'residual.fc.weight': ranks 0, 2: float32[12, 20]; rank 1: state 'q.fc.weight'",
+    "state value": "ranks disagree about state 'inner.q.fc.weight': ranks 0, 2: float32[20, 2] with digest",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_difference_raises_on_all_ranks(what):
+    messages = run_threads(3, outcome, what)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"RankMismatchError: {DIFFERENCES[what]}")
+
+
+def test_a_broken_rank_raises_its_own_error_and_the_others_name_it():
+    messages = run_threads(3, outcome, "broken")
+    assert messages[1].startswith("TypeError: leaf 'fc.weight' is a str, not a tensor")
+    for rank in (0, 2):
+        assert "rank 1: set-up in its place, failed with TypeError: leaf 'fc.weight' is a str" in messages[rank]
+
+
+@pytest.mark.parametrize("what", ["nothing", "residual"])
+def test_agreement(what, gloo):
+    assert run_threads(3, outcome, what) == ["agreed"] * 3
+    assert gloo(2, outcome, what) == ["agreed"] * 2
+    assert outcome(0, what) == "agreed"  # without a process group
+
+
+def test_on_gloo_processes(gloo):
+    messages = gloo(3, outcome, "shape")
+    assert len(set(messages)) == 1
+    assert DIFFERENCES["shape"] in messages[0]
+
+
+def test_several_ranks_may_differ():
+    lines = [{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float16[2]"}, {}]
+    text = fnddp.agreement.first_difference(lines)
+    assert text == "ranks disagree about leaf 'w': rank 0: float32[2]; rank 1: float16[2]; rank 2: nothing"

@@ -1,0 +1,166 @@
+"""Functional loops: value_and_grad, torch.func's transforms around and inside, torch.compile over a whole step."""
+
+from typing import NamedTuple
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fnddp
+from fnddp import allreduce, error_feedback, fp16, powersgd
+from tests.laws import bits
+from tests.ranks import run_threads
+
+
+def loss_fn(params, x, y):
+    return ((x @ params["w"] + params["b"]).tanh() - y).square().mean()
+
+
+def data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(16, 24, generator=generator), torch.randn(16, 32, generator=generator)
+
+
+def params() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return {"w": torch.randn(24, 32, generator=generator), "b": torch.zeros(32)}
+
+
+def test_value_is_the_ranks_own_and_gradients_are_the_mean():
+    def body(rank: int) -> None:
+        value, grads, state = fnddp.value_and_grad(loss_fn, allreduce)(params(), (), *data(rank))
+        torch.testing.assert_close(value, loss_fn(params(), *data(rank)))
+        each = [torch.func.grad(loss_fn)(params(), *data(r)) for r in range(3)]
+        want = {name: torch.stack([grads[name] for grads in each]).mean(0) for name in params()}
+        torch.testing.assert_close(grads, want)
+        assert state == ()
+
+    run_threads(3, body)
+
+
+def test_has_aux_and_keyword_arguments():
+    def with_aux(params, x, *, scale):
+        loss = scale * (params["w"] * x).sum()
+        return loss, {"twice": 2 * loss}
+
+    step = fnddp.value_and_grad(with_aux, allreduce, has_aux=True)
+    (loss, aux), grads, _ = step({"w": torch.ones(2)}, (), torch.tensor([1.0, 2.0]), scale=3.0)
+    assert (loss.item(), aux["twice"].item(), grads["w"].tolist()) == (9.0, 18.0, [3.0, 6.0])
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor | None
+
+
+def test_any_pytree_of_parameters():
+    tree = {"list": [torch.ones(2), Pair(torch.ones(3), None)], "tuple": (torch.ones(()),)}
+    step = fnddp.value_and_grad(lambda p: sum((leaf**2).sum() for leaf in optree.tree_leaves(p)), fp16(allreduce))
+    _, grads, _ = step(tree, fp16(allreduce).init(tree))
+    assert optree.tree_structure(grads) == optree.tree_structure(tree)
+    assert all((leaf == 2).all() for leaf in optree.tree_leaves(grads))
+
+
+def test_synchronizing_inside_a_derivative_raises():
+    def inside(p):
+        mean, _ = allreduce(p, ())
+        return mean["w"].sum()
+
+    for differentiate in (
+        lambda: torch.func.grad(inside)(params()),
+        lambda: torch.func.jvp(inside, (params(),), (params(),)),
+        lambda: torch.func.vjp(inside, params()),
+    ):
+        with pytest.raises(RuntimeError, match="cannot run inside torch.func.grad or jvp"):
+            differentiate()
+
+
+def test_gradients_that_require_grad_leave_no_graph():
+    grads = {"w": torch.ones(3, requires_grad=True)}
+    sync = error_feedback(fp16(allreduce))
+    mean, state = sync(grads, sync.init(grads))
+    assert not mean["w"].requires_grad
+    assert not state.residual["w"].requires_grad
+
+
+def test_a_launcher_without_a_process_group_is_an_error(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="started 2 ranks, but torch.distributed is not initialized"):
+        allreduce({"w": torch.ones(1)}, ())
+
+
+def train_step(sync: fnddp.Sync, model: nn.Module):
+    def loss_of(params, x, y):
+        return (torch.func.functional_call(model, params, (x,)) - y).square().mean()
+
+    def step(params, state, momentum, x, y):
+        grads, loss = torch.func.grad_and_value(loss_of)(params, x, y)
+        grads, state = sync(grads, state)
+        momentum = {name: 0.9 * momentum[name] + grads[name] for name in params}
+        params = {name: params[name] - 0.1 * momentum[name] for name in params}
+        return params, state, momentum, loss
+
+    return step
+
+
+# Inductor fuses and reorders float32 arithmetic (and takes fused multiply-adds); four steps of training amplify it.
+COMPILED = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def check_compiled_step(rank: int, text: str, named: bool = False) -> int:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 32))
+    sync = fnddp.parse(text).over(dist.group.WORLD.group_name if named else None)
+    runs = []
+    graphs = 0
+
+    def count(gm, inputs):
+        nonlocal graphs
+        graphs += 1
+        return torch._inductor.compile(gm, inputs)
+
+    eager = train_step(sync, model)
+    compiled = torch.compile(eager, fullgraph=True, backend=count)
+    for step in (eager, compiled):
+        p = {name: leaf.detach().clone() for name, leaf in model.named_parameters()}
+        state = sync.init(p)
+        momentum = {name: torch.zeros_like(leaf) for name, leaf in p.items()}
+        for _ in range(5):
+            p, state, momentum, _ = step(p, state, momentum, *data(rank))
+        runs.append((p, state))
+    (p, state), (compiled_p, compiled_state) = runs
+    torch.testing.assert_close(compiled_p, p, **COMPILED)
+    want, got = (fnddp.state_dict(s) for s in (state, compiled_state))
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-3)  # a 16-bit wire may round to the other neighbour
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, bits(compiled_p))
+    assert all(other == everyone[0] for other in everyone)
+    return graphs
+
+
+# the number of graphs: one, and with a counter one per phase (0, a symbolic step, and after the warm-up)
+@pytest.mark.parametrize(
+    ("text", "graphs"),
+    [
+        ("error_feedback(powersgd(fp16(allreduce), rank=2))", 1),
+        ("warmup(error_feedback(powersgd(bucketize(allreduce), rank=2)), steps=3)", 3),
+        ("powersgd(allreduce, warm_start=False, orthogonalization='gram_schmidt', batch_same_shape=True)", 2),
+        ("partition({'*.weight': batched_powersgd(allreduce), '*': bf16(allreduce)})", 1),
+    ],
+)
+def test_compiled_whole_step(gloo, text, graphs):
+    assert gloo(2, check_compiled_step, text) == [graphs, graphs]
+
+
+def test_compiled_step_over_a_named_group(gloo):
+    assert gloo(2, check_compiled_step, "error_feedback(fp16(allreduce))", True) == [1, 1]
+
+
+def test_powersgd_state_is_named_by_parameter():
+    sync = powersgd(allreduce)
+    model = nn.Linear(24, 32)
+    assert list(sync.init(dict(model.named_parameters())).q) == ["weight"]

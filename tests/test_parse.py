@@ -1,0 +1,96 @@
+"""`parse` is the inverse of `repr`, and harmless."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fnddp
+from fnddp import Sync, parse
+from tests.pipelines import nestings
+
+
+@given(nestings())
+def test_inverse_of_repr(sync):
+    assert parse(repr(sync)) == sync
+
+
+def test_white_space_and_lines():
+    text = """
+        error_feedback(
+            powersgd(fp16(allreduce), rank=4),
+            decay=0.9,
+        )
+    """
+    assert repr(parse(text)) == "error_feedback(powersgd(fp16(allreduce), rank=4), decay=0.9)"
+
+
+HOSTILE = {
+    "__import__('os')": (0, "unknown name '__import__'"),
+    "fp16(__import__('os').system('true'))": (5, "Call"),
+    "allreduce.__class__": (0, "Attribute is not allowed"),
+    "fp16(allreduce.ops)": (5, "Attribute is not allowed"),
+    "(lambda: allreduce)()": (0, "Call is not allowed"),
+    "[allreduce for _ in 'x']": (0, "ListComp is not allowed"),
+    "fp16(*[allreduce])": (5, "Starred is not allowed"),
+    "fp16(**{'inner': allreduce})": (0, "** is not allowed"),
+    "fp16(f'{allreduce}')": (5, "JoinedStr is not allowed"),
+    "allreduce if 1 else allreduce": (0, "IfExp is not allowed"),
+    "powersgd(allreduce, rank=2**99)": (25, "BinOp is not allowed"),
+    "partition({**{}})": (10, "a dict key must be a literal"),
+    "powersgd(allreduce, rank=...)": (25, "Constant is not allowed"),
+    "powersgd(allreduce, rank=1j)": (25, "Constant is not allowed"),
+    "fp16(b'x')": (5, "Constant is not allowed"),
+    "fp16(allreduce": (4, "'(' was never closed"),
+    "fp16": (0, "'fp16' is a transform, not a value; call it: fp16(...)"),
+    "allreduce()": (0, "'allreduce' is a ready-made value; write it without parentheses"),
+    "fp17(allreduce)": (0, "unknown name 'fp17'; known names are"),
+    "3": (0, "this is a int, not a pipeline"),
+    "": (0, "invalid syntax"),
+    "a; b": (1, "invalid syntax"),
+    "x = 1": (2, "invalid syntax"),
+    "fp16(\x00)": (0, "null bytes"),
+    "fp16(" * 150 + "allreduce" + ")" * 150: (None, ""),
+    "-" * 5000 + "1": (None, ""),
+    "x" * 20_000: (None, "the text has 20000 characters, more than 10000"),
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:30])
+def test_hostile_text_is_a_value_error_with_the_position(text):
+    column, problem = HOSTILE[text]
+    with pytest.raises(ValueError) as caught:
+        parse(text)
+    message = str(caught.value)
+    assert message.startswith("parse: ")
+    assert problem in message
+    if column is not None:
+        assert message.splitlines()[-1] == "  " + " " * column + "^"
+
+
+def test_constructors_errors_keep_their_type_and_show_the_position():
+    with pytest.raises(TypeError, match="takes a max or min") as caught:
+        parse("fp16(powersgd(all_reduce(op='max')))")
+    assert caught.value.__notes__ == ["  fp16(powersgd(all_reduce(op='max')))\n       ^"]
+    with pytest.raises(TypeError, match="rnk"):
+        parse("powersgd(allreduce, rnk=2)")
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        parse("powersgd(allreduce, rank=0)")
+
+
+def test_the_position_counts_characters_not_bytes():
+    with pytest.raises(ValueError) as caught:
+        parse("partition({'größe': nothing})")
+    assert str(caught.value).splitlines()[-1] == "  " + " " * 20 + "^"
+
+
+@given(st.one_of(st.text(), st.text(alphabet="allreducefp16powersgd(){}[]'*=,.:_-0123 ")))
+def test_any_text_gives_a_pipeline_or_an_error(text):
+    with contextlib.suppress(ValueError, TypeError):
+        assert isinstance(parse(text), Sync)
+
+
+def test_not_a_string():
+    with pytest.raises(TypeError, match="expected a string such as"):
+        parse(fnddp.allreduce)  # type: ignore[arg-type]

@@ -1,0 +1,78 @@
+"""Saving and loading states: keys, marks and errors. That resuming is exact is a law (test_laws)."""
+
+import pytest
+import torch
+
+import fnddp
+from fnddp import allreduce, error_feedback, load_state_dict, partition, powersgd, state_dict, warmup
+
+SYNC = warmup(error_feedback(powersgd(allreduce, rank=2)), steps=3)
+PARAMS = {"fc.weight": torch.ones(12, 20), "fc.bias": torch.ones(12)}
+
+
+def test_keys_say_what_is_replicated_and_what_is_local():
+    assert list(state_dict(SYNC.init(PARAMS))) == [
+        "replicated/step",
+        "local/inner.residual.fc.weight",
+        "local/inner.residual.fc.bias",
+        "replicated/inner.inner.q.fc.weight",
+        "replicated/inner.inner.step",
+    ]
+
+
+def test_a_custom_state_without_marks_is_local():
+    assert state_dict({"mine": (torch.ones(1), 3)}) == {"local/mine.0": torch.ones(1), "local/mine.1": 3}
+
+
+def test_stateless_pipelines_have_nothing_to_save():
+    assert state_dict(allreduce.init(PARAMS)) == {}
+    assert load_state_dict((), {}) == ()
+
+
+def change(saved: dict, key: str, value: object) -> dict:
+    return {**saved, key: value}
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (
+            lambda s: {k: v for k, v in s.items() if "bias" not in k},
+            "missing ['local/inner.residual.fc.bias'], unexpected []",
+        ),
+        (lambda s: change(s, "local/other", 1), "missing [], unexpected ['local/other']"),
+        (
+            lambda s: change(s, "replicated/inner.inner.q.fc.weight", torch.ones(20, 3)),
+            "'replicated/inner.inner.q.fc.weight' was saved as float32[20, 3], but this pipeline expects float32[20",
+        ),
+        (
+            lambda s: change(s, "local/inner.residual.fc.bias", torch.ones(12).half()),
+            "saved as float16[12], but this",
+        ),
+        (
+            lambda s: change(s, "replicated/step", torch.ones(())),
+            "'replicated/step' was saved as float32[], but",
+        ),
+    ],
+)
+def test_mismatches_name_the_path(mutate, message):
+    template = SYNC.init(PARAMS)
+    with pytest.raises(ValueError) as caught:
+        load_state_dict(template, mutate(state_dict(template)))
+    assert message in str(caught.value)
+
+
+def test_loading_copies_and_keeps_the_templates_layout():
+    params = {"conv": torch.ones(8, 4, 3, 3).contiguous(memory_format=torch.channels_last)}
+    sync = error_feedback(allreduce)
+    saved = state_dict(sync.init(params))
+    loaded = load_state_dict(sync.init(params), saved)
+    loaded.residual["conv"] += 1
+    assert not saved["local/residual.conv"].any()
+    assert loaded.residual["conv"].stride() == params["conv"].stride()
+
+
+def test_partition_patterns_are_in_the_path():
+    sync = partition({"*.bias": allreduce, "*": error_feedback(allreduce)})
+    assert list(state_dict(sync.init(PARAMS))) == ["local/rules.*.residual.fc.weight"]
+    assert fnddp.parse(repr(sync)) == sync

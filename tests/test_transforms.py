@@ -1,0 +1,467 @@
+"""What the laws do not say about single transforms: options, edge cases, errors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fnddp
+from fnddp import (
+    WireCounter,
+    all_reduce,
+    allreduce,
+    batched_powersgd,
+    bf16,
+    bucketize,
+    cast,
+    error_feedback,
+    fp16,
+    from_hook,
+    partition,
+    powersgd,
+    squared,
+    warmup,
+)
+from fnddp.random import normal
+from fnddp.transforms.bucketize import assign_buckets
+from fnddp.transforms.orthogonalize import orthogonalize
+from tests.pipelines import EXAMPLES
+from tests.ranks import run_threads
+
+
+def steps(sync, gradients, n=3):
+    state = sync.init(gradients)
+    for _ in range(n):
+        mean, state = sync(gradients, state)
+    return mean, state
+
+
+# all_reduce
+
+
+def test_mean_never_overflows_in_the_sum():
+    def body(rank):
+        mean, _ = fp16(allreduce)({"w": torch.full((3,), 60_000.0)}, ())
+        return mean["w"].tolist()
+
+    assert run_threads(4, body) == [[60_000.0] * 3] * 4
+
+
+def test_integers_and_bools():
+    def body(rank):
+        gradients = {"n": torch.tensor([rank, -rank, 2**60]), "u": torch.tensor([200], dtype=torch.uint8)}
+        flags = {
+            "one": torch.tensor([rank == 0]),
+            "two": torch.tensor([rank < 2]),
+            "all": torch.tensor([True]),
+        }
+        results = {}
+        for op in ("mean", "sum", "max", "min"):
+            reduced, _ = all_reduce(op=op)({**gradients, **flags}, ())
+            assert reduced["u"].dtype == torch.uint8
+            assert reduced["one"].dtype == torch.bool
+            results[op] = [*reduced["n"].tolist(), *(reduced[name].item() for name in flags)]
+        return results
+
+    for results in run_threads(4, body):  # ranks hold 0, 1, 2, 3: means 1.5 and -1.5 round up
+        assert results["mean"] == [2, -1, 2**60, False, True, True]
+        assert results["sum"] == [6, -6, 2**62, True, True, True]
+        assert results["max"] == [3, 0, 2**60, True, True, True]
+        assert results["min"] == [0, -3, 2**60, False, False, True]
+
+
+def test_max_of_complex_is_refused():
+    with pytest.raises(ValueError, match=r"leaf 'z' is torch.complex64, which has no max"):
+        all_reduce(op="max")({"z": torch.ones(2, dtype=torch.complex64)}, ())
+
+
+def test_groups_are_kept_by_name():
+    def body(rank):
+        group = dist.new_group([0, 1])
+        if rank == 2:
+            with pytest.raises(TypeError, match="this rank is not in that process group"):
+                all_reduce(group)
+            return None
+        sync = error_feedback(fp16(all_reduce(group)))
+        again = fnddp.parse(repr(sync))
+        assert again == sync == error_feedback(fp16(allreduce)).over(group)
+        assert sync.over(None) == error_feedback(fp16(allreduce))
+        named = warmup(all_reduce(group), steps=1)
+        assert named.over("other", unnamed_only=True) == warmup(all_reduce(group), 1, all_reduce("other"))
+        mean, _ = again({"w": torch.tensor([float(rank)])}, again.init({"w": torch.ones(1)}))
+        return mean["w"].item()
+
+    assert run_threads(3, body) == [0.5, 0.5, None]
+
+
+def check_mesh(rank):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    means = []
+    for group in ((mesh, "replicate"), (mesh, 1), mesh["shard"]):
+        mean, _ = all_reduce(group)({"w": torch.tensor([float(rank)])}, ())
+        means.append(mean["w"].item())
+    return means
+
+
+def test_device_meshes(gloo):
+    assert gloo(4, check_mesh) == [[1.0, 0.5, 0.5], [2.0, 0.5, 0.5], [1.0, 2.5, 2.5], [2.0, 2.5, 2.5]]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: all_reduce(op="avg"), ValueError, "op must be one of mean, sum, max, min, got 'avg'"),
+        (lambda: all_reduce(group=3), TypeError, "group must be a ProcessGroup"),
+        (
+            lambda: fp16(all_reduce),
+            TypeError,
+            "inner must be a pipeline such as allreduce, got .*call it: all_reduce",
+        ),
+        (lambda: fp16("allreduce"), TypeError, "inner must be a pipeline"),
+        (lambda: warmup(allreduce, 3, before=None), TypeError, "warmup: before must be a pipeline"),
+        (
+            lambda: cast(allreduce, torch.int8),
+            ValueError,
+            "real floating-point dtype such as 'bfloat16', got torch.int8",
+        ),
+        (lambda: cast(allreduce, "complex64"), ValueError, "got 'complex64'"),
+        (lambda: cast(allreduce, "load"), ValueError, "got 'load'"),
+        (lambda: bucketize(allreduce, cap_mb=0), ValueError, "must be positive"),
+        (lambda: powersgd(allreduce, rank=0), ValueError, "rank must be at least 1, got 0"),
+        (lambda: powersgd(allreduce, orthogonalization="svd"), ValueError, "got 'svd'"),
+        (lambda: powersgd(allreduce, epsilon=-1), ValueError, "at least 0"),
+        (lambda: powersgd(fp16(all_reduce(op="max"))), TypeError, "factors P and Q must add"),
+        (lambda: error_feedback(allreduce, decay=1.5), ValueError, r"decay must be in \[0, 1\], got 1.5"),
+        (lambda: error_feedback(all_reduce(op="min")), TypeError, "losses do not add up"),
+        (lambda: warmup(allreduce, -1), ValueError, "steps must be at least 0, got -1"),
+        (lambda: partition({}), ValueError, "no rules"),
+        (lambda: partition({"*": "allreduce"}), TypeError, "a rule is a pattern and a pipeline"),
+        (lambda: from_hook(3), TypeError, "expected hook"),
+    ],
+)
+def test_bad_options_are_named_at_construction(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("text", EXAMPLES.values())
+def test_bad_leaves_are_named(text):
+    sync = fnddp.parse(text)
+    state = sync.init({"weight": torch.ones(2), "bias": torch.ones(2)})
+    with pytest.raises(TypeError, match=r"leaf 'a.1' is a float, not a tensor"):
+        sync({"a": [torch.ones(2), 3.0]}, state)
+    with pytest.raises(ValueError, match=r"leaf 'a' has layout torch.sparse_coo; synchronize leaf.to_dense\(\)"):
+        sync({"a": torch.ones(2).to_sparse()}, state)
+    with pytest.raises(ValueError, match=r"two leaves have the path 'a.b'"):
+        sync({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, state)
+
+
+def test_a_state_of_another_tree_is_named():
+    for sync in (error_feedback(fp16(allreduce)), powersgd(allreduce)):
+        state = sync.init({"other": torch.ones(20, 20)})
+        with pytest.raises(ValueError, match=r"no entry for leaf 'w' \(it has \['other'\]\).*call init on this one"):
+            sync({"w": torch.ones(20, 20)}, state)
+
+
+def test_init_reads_no_values():
+    gradients = {
+        "w": torch.empty(20, 30, device="meta"),
+        "b": torch.empty(3, device="meta", dtype=torch.float16),
+    }
+    for text in EXAMPLES.values():
+        if "partition" not in text:
+            parts = list(fnddp.state.parts(fnddp.parse(text).init(gradients)))
+            assert all(isinstance(part.value, int) or part.value.is_meta for part in parts)
+
+
+# cast
+
+
+def test_overflow_is_reported_by_name_on_all_ranks():
+    def body(rank):
+        gradients = {"fine": torch.ones(3), "big": torch.tensor([1.0, 1e5 if rank == 2 else 1.0])}
+        mean, _ = fp16(allreduce)(gradients, ())
+        assert mean["big"].tolist() == [1.0, float("inf")]  # what happens without check
+        with pytest.raises(FloatingPointError) as caught:
+            fp16(allreduce, check=True)(gradients, ())
+        assert "'fine'" not in str(caught.value)
+        return str(caught.value)
+
+    for rank, message in enumerate(run_threads(3, body)):
+        assert f"leaf 'big' (on this rank {int(rank == 2)} of 2 values beyond the largest float16, 65504.0)" in message
+
+
+def test_bf16_keeps_the_range():
+    mean, _ = bf16(allreduce, check=True)({"w": torch.tensor([1e30, -1e-30])}, ())
+    torch.testing.assert_close(mean["w"], torch.tensor([1e30, -1e-30]), rtol=2**-8, atol=0)
+
+
+def test_casts_compare_by_what_they_do():
+    assert cast(allreduce, "float16") == cast(allreduce, torch.float16)
+    assert isinstance(fp16(allreduce), cast)
+    assert repr(fp16(allreduce, check=True)) == "fp16(allreduce, check=True)"
+    assert fp16(allreduce) != bf16(allreduce)
+
+
+# bucketize
+
+
+@pytest.mark.parametrize(("cap", "first_cap"), [(4000, 400), (10_000, 10_000), (1, 1), (10**9, 10**9)])
+def test_buckets_are_torchs(cap, first_cap):
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 900, (40,), generator=generator).tolist()
+    dtypes = [(torch.float32, torch.float64)[i] for i in torch.randint(0, 2, (40,), generator=generator).tolist()]
+    leaves = {
+        f"p{i}": torch.empty(size, dtype=dtype) for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
+    }
+    backward = list(reversed(leaves.items()))
+    theirs, _ = dist._compute_bucket_assignment_by_size([leaf for _, leaf in backward], [first_cap, cap])
+    ours = assign_buckets(leaves, cap=cap, first_cap=first_cap)
+    assert sorted(b.paths for b in ours) == sorted([backward[i][0] for i in bucket] for bucket in theirs)
+
+
+def test_buckets_are_named_by_their_leaves():
+    sync = bucketize(error_feedback(fp16(allreduce)), cap_mb=1)
+    gradients = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(2, dtype=torch.float64)}
+    assert list(sync.init(gradients).residual) == ["c", "b..a"]
+
+
+def check_collectives(rank):
+    gradients = {f"p{i}": torch.ones(100) for i in range(50)}
+    counts = []
+    for sync in (allreduce, bucketize(allreduce), bucketize(allreduce, cap_mb=0.001, first_cap_mb=0.0005)):
+        with WireCounter() as counter:
+            sync(gradients, ())
+        counts.append((counter.collectives, counter.wire_bytes))
+    return counts
+
+
+def test_buckets_save_collectives_not_bytes(gloo):
+    # first bucket closed at 2 leaves (524 bytes), then at 3 (1048): 1 + 16
+    assert gloo(2, check_collectives) == [[(50, 20_000), (1, 20_000), (17, 20_000)]] * 2
+
+
+# PowerSGD
+
+
+ZEROS = {
+    "zero": torch.zeros(16, 24),
+    "zero columns": torch.cat([torch.zeros(16, 20), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))], 1),
+    "rank one": torch.outer(torch.arange(16.0), torch.arange(24.0)),
+    "tiny": torch.full((16, 24), 1e-38),
+    "huge": torch.full((16, 24), 1e30),
+    "half": torch.ones(16, 24, dtype=torch.float16),
+    "bfloat": torch.ones(16, 24, dtype=torch.bfloat16),
+    "double": torch.ones(16, 24, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("orthogonalization", ["qr", "gram_schmidt"])
+@pytest.mark.parametrize("rank", [1, 2, 5, 16, 100])
+@pytest.mark.parametrize("name", ZEROS)
+def test_powersgd_of_difficult_matrices(name, rank, orthogonalization):
+    gradients = {"w": ZEROS[name]}
+    for make in (powersgd, batched_powersgd):
+        sync = make(allreduce, rank=rank, orthogonalization=orthogonalization)
+        if make is powersgd:
+            sync = powersgd(allreduce, rank=rank, orthogonalization=orthogonalization, min_compression_rate=0)
+        mean, state = steps(sync, gradients)
+        assert all(part.value.isfinite().all() for part in fnddp.state.parts(state) if torch.is_tensor(part.value))
+        assert mean["w"].isfinite().all()
+        if name not in ("zero columns",) and make is powersgd:  # of rank 0 or 1: exact
+            scale = ZEROS[name].abs().max()
+            torch.testing.assert_close(mean["w"] / (scale or 1), ZEROS[name] / (scale or 1), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("orthogonalization", ["qr", "gram_schmidt"])
+def test_powersgd_recovers_after_zero_and_after_infinite_gradients(orthogonalization):
+    sync = powersgd(allreduce, rank=2, orthogonalization=orthogonalization)
+    good = {"w": torch.outer(torch.arange(1.0, 33.0), torch.arange(1.0, 25.0))}
+    _, state = steps(sync, good)
+    for bad in (torch.zeros(32, 24), torch.full((32, 24), torch.inf)):
+        _, state = sync({"w": bad}, state)
+    for _ in range(2):
+        mean, state = sync(good, state)
+    torch.testing.assert_close(mean["w"], good["w"], rtol=1e-4, atol=1e-3)
+
+
+def test_powersgd_is_exact_up_to_its_rank():
+    def body(rank):
+        generator = torch.Generator().manual_seed(0)
+        left, right = torch.randn(40, 3, generator=generator), torch.randn(3, 30, generator=generator)
+        gradients = {"w": (rank + 1) * left @ right}
+        mean, _ = steps(powersgd(allreduce, rank=3), gradients, n=1)
+        torch.testing.assert_close(mean["w"], 2 * left @ right, rtol=1e-4, atol=1e-4)
+
+    run_threads(3, body)
+
+
+def test_what_is_compressed():
+    gradients = {
+        "matrix": torch.ones(12, 20),  # 32 * 2 * 2 < 240
+        "small": torch.ones(5, 6),  # 11 * 2 * 2 > 30
+        "vector": torch.ones(50),
+        "scalar": torch.ones(()),
+        "integer": torch.ones(40, 40, dtype=torch.int64),
+        "empty": torch.ones(0, 40),
+    }
+    assert list(powersgd(allreduce, rank=2).init(gradients).q) == ["matrix"]
+    assert list(powersgd(allreduce, rank=2, min_compression_rate=1).init(gradients).q) == ["matrix", "small"]
+    assert list(powersgd(allreduce, rank=100, min_compression_rate=0).init(gradients).q) == [
+        "matrix",
+        "small",
+    ]
+
+
+def test_seeds_and_queries():
+    gradients = {"a": torch.ones(40, 30), "b": torch.ones(40, 30)}
+    q = powersgd(allreduce, rank=2, seed=1).init(gradients).q
+    assert not torch.equal(q["a"], q["b"])  # another query for another leaf
+    torch.testing.assert_close(torch.linalg.vector_norm(q["a"], dim=0), torch.ones(2))
+    assert not torch.equal(q["a"], powersgd(allreduce, rank=2, seed=2).init(gradients).q["a"])
+    cold = powersgd(allreduce, rank=1, warm_start=False)
+    random = {"a": torch.randn(40, 30, generator=torch.Generator().manual_seed(0))}
+    first, state = cold(random, cold.init(random))
+    second, state = cold(random, state)
+    assert state.step == 2
+    assert not torch.equal(first["a"], second["a"])  # a fresh query each step
+
+
+def test_batching_changes_speed_only():
+    gradients = {f"w{i}": torch.randn(24, 32, generator=torch.Generator().manual_seed(i)) for i in range(4)}
+    gradients["other"] = torch.randn(16, 48, generator=torch.Generator().manual_seed(9))
+    one, _ = steps(powersgd(allreduce, rank=2), gradients)
+    batched, _ = steps(powersgd(allreduce, rank=2, batch_same_shape=True), gradients)
+    torch.testing.assert_close(batched, one, rtol=1e-4, atol=1e-5)
+
+
+def test_the_factors_stay_in_the_range_of_an_fp16_wire():
+    gradients = {"w": 1e-4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
+    exact, _ = steps(powersgd(allreduce, rank=4), gradients, n=10)
+    cast_factors, _ = steps(powersgd(fp16(allreduce), rank=4), gradients, n=10)
+    torch.testing.assert_close(cast_factors["w"], exact["w"], rtol=0, atol=0.02 * exact["w"].abs().max().item())
+
+
+@pytest.mark.parametrize("method", ["qr", "gram_schmidt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_orthogonalize(method, dtype):
+    p = torch.randn(3, 20, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    basis = orthogonalize(p, method, epsilon=1e-6)
+    torch.testing.assert_close(basis.mH @ basis, torch.eye(4, dtype=dtype).expand(3, 4, 4), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(basis @ (basis.mH @ p), p, rtol=1e-4, atol=1e-4)  # the same span
+
+
+def test_gram_schmidt_drops_dependent_columns():
+    column = torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
+    basis = orthogonalize(
+        torch.cat([column, 2 * column, torch.zeros(20, 1), column + 1], 1), "gram_schmidt", epsilon=1e-6
+    )
+    assert [round(n, 5) for n in torch.linalg.vector_norm(basis, dim=0).tolist()] == [1, 0, 0, 1]
+
+
+def test_random_numbers_are_standard_normal_and_independent():
+    like = torch.empty(0)
+    x = normal((100_000,), name="w", seed=0, step=0, like=like).double()
+    for moment, want in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        assert (x**moment).mean().item() == pytest.approx(want, abs=0.05)
+    for other in ({"name": "v"}, {"seed": 1}, {"step": 1}):
+        y = normal((100_000,), **{"name": "w", "seed": 0, "step": 0, "like": like, **other}).double()
+        assert (x * y).mean().abs() < 0.02
+
+
+# squared, warm-up, partition, memory
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 9, 10, 99, 100, 101])
+def test_squares_hold_every_size(size):
+    gradients = {"flat": torch.arange(float(size))}
+    side = squared(error_feedback(fp16(allreduce))).init(gradients).residual["flat"].shape[0]
+    assert side**2 >= size > (side - 1) ** 2 or size == side == 0
+    torch.testing.assert_close(squared(allreduce)(gradients, ())[0], gradients)
+
+
+def test_warmup_switches_once_and_stops_counting():
+    sync = warmup(fp16(allreduce), steps=2)
+    gradients = {"w": torch.tensor([1 + 2**-20])}
+    state = sync.init(gradients)
+    seen = []
+    for _ in range(5):
+        mean, state = sync(gradients, state)
+        seen.append((mean["w"].item() == 1.0, state.step))
+    assert seen == [(False, 1), (False, 2), (True, 2), (True, 2), (True, 2)]
+
+
+def test_the_first_matching_rule_wins():
+    sync = partition({"layer1.*": fp16(allreduce), "*.bias": allreduce, "*": bf16(allreduce)})
+    value = 1 + 2**-9  # fits fp16, not bf16
+    tiny = 1 + 2**-20
+    gradients = {
+        "layer1.bias": torch.tensor([tiny]),
+        "layer2.bias": torch.tensor([tiny]),
+        "layer2.weight": torch.tensor([value]),
+    }
+    mean, _ = sync(gradients, sync.init(gradients))
+    assert {path: leaf.item() for path, leaf in mean.items()} == {
+        "layer1.bias": 1.0,
+        "layer2.bias": torch.tensor(tiny).item(),
+        "layer2.weight": 1.0,
+    }
+    with pytest.raises(ValueError, match=r"leaf 'Layer1.x' matches none of the patterns \['layer1\.\*'\]; add one, or"):
+        partition({"layer1.*": allreduce}).init({"Layer1.x": torch.ones(1)})
+
+
+def test_decay_forgets():
+    sync = error_feedback(partition({"*": fp16(allreduce)}), decay=0.5)
+    gradients = {"w": torch.tensor([1 / 3])}
+    first, state = sync(gradients, sync.init(gradients))
+    residual = state.residual["w"]
+    assert residual.item() == gradients["w"].item() - first["w"].item()
+    second, state = sync(gradients, state)
+    assert state.residual["w"].item() == pytest.approx((gradients["w"] + 0.5 * residual - second["w"]).item(), abs=1e-9)
+
+
+# from_hook
+
+
+def check_from_hook(rank):
+    seen = []
+
+    def hook(state, bucket):
+        seen.append((bucket.index(), bucket.is_last(), [tuple(g.shape) for g in bucket.gradients()]))
+        future = torch.futures.Future()
+        bucket.buffer().mul_(2)
+        future.set_result(bucket.buffer())
+        return future
+
+    gradients = {"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.float64), "c": torch.ones(())}
+    mean, _ = fp16(from_hook(hook))(gradients, ())
+    assert seen == [(0, True, [(2, 3), (4,), ()])]  # fp16 makes one dtype of them
+    assert mean["a"].tolist() == [[2.0] * 3] * 2
+    from_hook(hook)(gradients, ())
+    assert seen[1:] == [(0, False, [(2, 3), ()]), (1, True, [(4,)])]
+    with pytest.raises(ValueError, match="leaf 'n' is torch.int64; hooks average floating-point gradients only"):
+        from_hook(hook)({"n": torch.ones(1, dtype=torch.int64)}, ())
+    with pytest.raises(TypeError, match="this hook asks for parameters"):
+        from_hook(lambda state, bucket: bucket.parameters())(gradients, ())
+    torch.testing.assert_close(gradients["a"], torch.ones(2, 3))
+
+
+def test_from_hook(gloo):
+    gloo(2, check_from_hook)
+
+
+def test_from_hook_needs_a_process_group():
+    with pytest.raises(
+        RuntimeError, match=r"needs a process group: call torch.distributed.init_process_group\(\) first"
+    ):
+        from_hook(lambda state, bucket: None)({"w": torch.ones(1)}, ())
+
+
+# registry
+
+
+def test_names_are_taken_once():
+    with pytest.raises(ValueError, match="'fp16' is registered already, by fnddp.transforms.cast; choose another name"):
+
+        @fnddp.transform
+        class fp16(fnddp.Sync):
+            inner: fnddp.Sync
