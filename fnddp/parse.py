@@ -1,7 +1,6 @@
 """Text to pipeline, for config files and the command line: literals and registered names, nothing else."""
 
 import ast
-from collections.abc import Iterator
 from typing import Any
 
 from fnddp.sync import Sync, registry
@@ -29,7 +28,7 @@ def parse(text: str) -> Sync:
     >>> parse("__import__('os')")
     Traceback (most recent call last):
         ...
-    ValueError: parse: unknown name '__import__'
+    ValueError: parse: unknown name '__import__'; known names are all_reduce, allreduce, ...
       __import__('os')
       ^
     """
@@ -37,7 +36,7 @@ def parse(text: str) -> Sync:
         raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
     if len(text) > MAX_LENGTH:
         raise ValueError(f"parse: the text has {len(text)} characters, more than {MAX_LENGTH}")
-    text = text.strip()
+    text = text.strip().replace("\r\n", "\n").replace("\r", "\n")  # the lines that ast counts
     value = _Reader(text).read(_expression(text), depth=0)
     if not isinstance(value, Sync):
         raise _problem(
@@ -107,7 +106,7 @@ class _Reader:
 
     def look_up(self, node: ast.expr, name: str) -> Any:
         if name not in registry:
-            raise self.problem(node, f"unknown name {name!r}" + "".join(_suggestions(name)))
+            raise self.problem(node, f"unknown name {name!r}; known names are {', '.join(sorted(registry))}")
         return registry[name]
 
     def key(self, node: ast.Dict, key: ast.expr | None) -> ast.Constant:
@@ -116,16 +115,11 @@ class _Reader:
         return key
 
     def column(self, node: ast.expr) -> int:
-        line = self.text.splitlines()[node.lineno - 1]
+        line = self.text.split("\n")[node.lineno - 1]
         return len(line.encode()[: node.col_offset].decode())  # ast counts bytes
 
     def problem(self, node: ast.expr, problem: str) -> ValueError:
         return _problem(self.text, node.lineno, self.column(node), problem)
-
-
-def _suggestions(name: str) -> Iterator[str]:
-    if not name.startswith("_"):
-        yield f"; known names are {', '.join(sorted(registry))}"
 
 
 def _problem(text: str, line: int, column: int, problem: str) -> ValueError:
@@ -133,5 +127,5 @@ def _problem(text: str, line: int, column: int, problem: str) -> ValueError:
 
 
 def _pointer(text: str, line: int, column: int) -> str:
-    lines = text.splitlines() or [""]
+    lines = text.split("\n")
     return f"  {lines[min(line, len(lines)) - 1]}\n  {' ' * column}^"

@@ -29,7 +29,7 @@ def gather(value: Any) -> list[Any]:
 def bits(value: Any) -> Any:
     """Something that compares equal exactly where every bit of every tensor does."""
     leaves = [part.value for part in parts(value)]
-    return [x.contiguous().reshape(-1).view(torch.uint8).tolist() if isinstance(x, Tensor) else x for x in leaves]
+    return [x.cpu().contiguous().reshape(-1).view(torch.uint8).tolist() if isinstance(x, Tensor) else x for x in leaves]
 
 
 def run(

@@ -47,6 +47,7 @@ HOSTILE = {
     "allreduce()": (0, "'allreduce' is a ready-made value; write it without parentheses"),
     "fp17(allreduce)": (0, "unknown name 'fp17'; known names are"),
     "3": (0, "this is a int, not a pipeline"),
+    "fp16(\r\n  'ü' .x)": (2, "Attribute is not allowed"),
     "": (0, "invalid syntax"),
     "a; b": (1, "invalid syntax"),
     "x = 1": (2, "invalid syntax"),
