@@ -192,6 +192,28 @@ def test_frozen_shared_and_sparse_parameters(gloo):
     gloo(2, check_frozen_shared_sparse)
 
 
+def check_thawed(rank: int, when: str) -> None:
+    model = make_model()
+    if when == "before DDP":
+        model[2].weight.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    if when == "before register":
+        model[2].weight.requires_grad_(False)
+    elif when == "before DDP":
+        model[2].weight.requires_grad_(True)
+    fnddp.register(ddp, allreduce)
+    if when == "before register":
+        model[2].weight.requires_grad_(True)
+    frozen_before = {"before DDP": "DistributedDataParallel", "before register": "register"}[when]
+    with pytest.raises(ValueError, match=f"parameter '2.weight' was frozen when {frozen_before} was called"):
+        loss_of(ddp(batch(rank, 0))).backward()
+
+
+@pytest.mark.parametrize("when", ["before DDP", "before register"])
+def test_parameters_that_were_frozen_at_set_up_are_not_silently_left_out(gloo, when):
+    gloo(2, check_thawed, when)
+
+
 def check_error_in_a_step(rank: int) -> None:
     model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
     handle = fnddp.register(model, error_feedback(fp16(allreduce, check=True)))

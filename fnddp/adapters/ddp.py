@@ -24,9 +24,10 @@ class Handle:
 
     def __init__(self, model: DistributedDataParallel, sync: Sync) -> None:
         self.sync = sync
-        ignored = set(model.parameters_to_ignore)
+        self._model = model
+        self._ignored = set(model.parameters_to_ignore)
         named = model.module.named_parameters()
-        self._parameters = {name: p for name, p in named if p.requires_grad and name not in ignored}
+        self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._state = sync.init(self._parameters)
         self._pending: list[_Bucket] = []
@@ -58,10 +59,7 @@ class Handle:
 
     def _synchronize(self, buckets: "list[_Bucket]") -> None:
         try:
-            by_name = {self._names[p]: grad for bucket in buckets for p, grad in bucket.gradients()}
-            # In the order of registration, whatever DDP's buckets: the tree is the same in every step.
-            grads: Leaves = {name: by_name[name] for name in self._parameters}
-            mean, state = self.sync(grads, self._state)
+            mean, state = self.sync(self._gradients(buckets), self._state)
         except Exception as error:
             # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
             for bucket in buckets:
@@ -69,8 +67,20 @@ class Handle:
             _raise_after_backward(error)
         else:
             for bucket in buckets:
-                bucket.complete({p: mean[self._names[p]] for p, _ in bucket.gradients()})
+                bucket.complete({p: mean[self._names[p]] for p, _ in bucket.gradients() if p in self._names})
             self._state = state
+
+    def _gradients(self, buckets: "list[_Bucket]") -> Leaves:
+        arrived = {p: grad for bucket in buckets for p, grad in bucket.gradients()}
+        for name, p in self._model.module.named_parameters():
+            if p.requires_grad and (p in self._names) != (p in arrived) and name not in self._ignored:
+                frozen_before = "register" if p in arrived else "DistributedDataParallel"
+                raise ValueError(
+                    f"parameter {name!r} was frozen when {frozen_before} was called, and is not now; "
+                    "wrap the module and register the pipeline again"
+                )
+        # In the order of registration, whatever DDP's buckets: the tree is the same in every step.
+        return {name: arrived[p] for name, p in self._parameters.items()}
 
 
 class _Bucket:
@@ -95,7 +105,8 @@ class _Bucket:
             result = mean[self.parameters[0]].to_sparse(self.buffer.sparse_dim())
         elif mean is not None:
             for parameter, view in self.gradients():
-                view.copy_(mean[parameter])
+                if parameter in mean:
+                    view.copy_(mean[parameter])
         self.future.set_result(result)
 
 
