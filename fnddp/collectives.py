@@ -94,6 +94,8 @@ def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
         name, travelling = _live_name(group), [path for path, wire in wires.items() if wire.numel()]
         issued = {path: _ops.all_reduce(wires[path], _WIRE_OP[op], name) for path in travelling}
         wires |= {path: _ops.wait_tensor(wire) for path, wire in issued.items()}
+    else:
+        wires = {path: wire.clone() for path, wire in wires.items()}  # a result never shares memory with an input
     return {path: _decode(wires[path], leaf, op, n) for path, leaf in leaves.items()}
 
 

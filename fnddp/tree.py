@@ -25,7 +25,8 @@ Tree: TypeAlias = Any
 Leaves: TypeAlias = dict[str, Tensor]
 """Tensors by leaf path."""
 
-Spec: TypeAlias = optree.PyTreeSpec
+Spec: TypeAlias = optree.PyTreeSpec | None
+"""The structure of a tree; None for a plain dict of tensors by name, which is its own `Leaves`."""
 
 
 def flatten(tree: Tree) -> tuple[Leaves, Spec]:
@@ -44,7 +45,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     >>> unflatten(spec, {path: leaf + 1 for path, leaf in leaves.items()})
     {'layer': {'weight': tensor([2., 2.])}, 'scale': (tensor(2.), None)}
     """
-    values, spec = _flatten_any(tree)
+    values, spec = _named_values(tree)
     leaves: Leaves = {}
     for path, leaf in values:
         if not isinstance(leaf, Tensor):
@@ -59,7 +60,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
 
 def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
     """The tree of shape `spec` whose leaves are the values of `leaves`, in their order."""
-    return optree.tree_unflatten(spec, list(leaves.values()))
+    return dict(leaves) if spec is None else optree.tree_unflatten(spec, list(leaves.values()))
 
 
 def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
@@ -78,7 +79,7 @@ def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
         yield _path(accessor), tuple(annotations), value
 
 
-def structure(tree: Tree) -> Spec:
+def structure(tree: Tree) -> optree.PyTreeSpec:
     """The structure of `tree`, to compare with another's."""
     return optree.tree_structure(tree, namespace=NAMESPACE)
 
@@ -109,7 +110,11 @@ def look_up(table: Mapping[str, Any], path: str, owner: str) -> Any:
     return table[path]
 
 
-def _flatten_any(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
+def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
+    # The usual tree, and what transforms hand to each other. It spares optree's path objects (2 us a leaf), and Dynamo
+    # optree's Python: torch 2.11 cannot trace that of optree 0.20.
+    if type(tree) is dict and all(isinstance(key, str) and isinstance(leaf, Tensor) for key, leaf in tree.items()):
+        return list(tree.items()), None
     values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     return [(_path(accessor), value) for accessor, value in zip(spec.accessors(), values, strict=True)], spec
 

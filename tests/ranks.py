@@ -43,7 +43,9 @@ class RankFailed(AssertionError):
 def run_threads(n: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Runs `fn(rank, *arguments)` on `n` threads, each a rank of torch's threaded process group."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    _install_threaded_pg()
+    world = _install_threaded_pg()
+    if not hasattr(world, "comms"):  # torch 2.11: destroy_process_group asks for it, and threaded worlds lack it
+        type(world).comms = []
     store = dist.HashStore()
     results: list[Any] = [None] * n
     errors: dict[int, BaseException] = {}

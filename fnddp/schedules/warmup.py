@@ -56,7 +56,7 @@ class warmup(Sync):
 
     def exchange(self, grads: Tree, state: WarmupState) -> Exchange:
         if state.step < self.steps:
-            first = self.before.exchange(grads, state.before)
-            return first._replace(state=WarmupState(state.step + 1, first.state, state.inner))
-        then = self.inner.exchange(grads, state.inner)
-        return then._replace(state=state._replace(inner=then.state))
+            mean, sent, before = self.before.exchange(grads, state.before)
+            return Exchange(mean, sent, WarmupState(state.step + 1, before, state.inner))
+        mean, sent, inner = self.inner.exchange(grads, state.inner)
+        return Exchange(mean, sent, WarmupState(state.step, state.before, inner))
