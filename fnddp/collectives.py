@@ -148,12 +148,19 @@ def _live_group(group: str | None) -> dist.ProcessGroup:
 
 
 def _refuse_differentiation() -> None:
-    # torch.func.jvp through a functional collective gives a zero tangent, silently; Dynamo cannot trace the question.
-    if torch.compiler.is_compiling():
-        return
-    interpreter = peek_interpreter_stack()
-    if interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp):
+    # torch.func.jvp through a functional collective gives a zero tangent, silently; under torch.compile, so does grad.
+    if _is_differentiating():
         raise RuntimeError(
             "a gradient synchronization cannot run inside torch.func.grad or jvp: its derivative is not defined; "
             "synchronize the gradients that they return"
         )
+
+
+def _is_differentiating() -> bool:
+    interpreter = peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
+
+
+# Dynamo cannot trace the question, but asks it while tracing: what torch.compiler.assume_constant_result does, without
+# its import of all of torch._dynamo.
+_is_differentiating._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -113,10 +113,14 @@ def look_up(table: Mapping[str, Any], path: str, owner: str) -> Any:
 def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
     # The usual tree, and what transforms hand to each other. It spares optree's path objects (2 us a leaf), and Dynamo
     # optree's Python: torch 2.11 cannot trace that of optree 0.20.
-    if type(tree) is dict and all(isinstance(key, str) and isinstance(leaf, Tensor) for key, leaf in tree.items()):
+    if _is_plain(tree):
         return list(tree.items()), None
     values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     return [(_path(accessor), value) for accessor, value in zip(spec.accessors(), values, strict=True)], spec
+
+
+def _is_plain(tree: Tree) -> bool:
+    return type(tree) is dict and all(isinstance(key, str) and isinstance(leaf, Tensor) for key, leaf in tree.items())
 
 
 def _path(accessor: optree.PyTreeAccessor) -> str:

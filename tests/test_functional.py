@@ -75,6 +75,8 @@ def test_synchronizing_inside_a_derivative_raises():
     ):
         with pytest.raises(RuntimeError, match="cannot run inside torch.func.grad or jvp"):
             differentiate()
+        with pytest.raises(RuntimeError, match="cannot run inside torch.func.grad or jvp"):
+            torch.compile(differentiate, backend="eager")()  # there, without the question, a silent zero
 
 
 def test_gradients_that_require_grad_leave_no_graph():
