@@ -68,10 +68,11 @@ def test_synchronizing_inside_a_derivative_raises():
         mean, _ = allreduce(p, ())
         return mean["w"].sum()
 
+    point = params()
     for differentiate in (
-        lambda: torch.func.grad(inside)(params()),
-        lambda: torch.func.jvp(inside, (params(),), (params(),)),
-        lambda: torch.func.vjp(inside, params()),
+        lambda: torch.func.grad(inside)(point),
+        lambda: torch.func.jvp(inside, (point,), (point,)),
+        lambda: torch.func.vjp(inside, point),
     ):
         with pytest.raises(RuntimeError, match="cannot run inside torch.func.grad or jvp"):
             differentiate()
