@@ -55,6 +55,14 @@ class Pair(NamedTuple):
     b: torch.Tensor | None
 
 
+def test_parameters_of_a_module_leave_no_graph():
+    model = nn.Linear(3, 2)
+    step = fnddp.value_and_grad(lambda p, x: torch.func.functional_call(model, p, x).sum(), allreduce)
+    value, grads, _ = step(dict(model.named_parameters()), (), torch.ones(1, 3))
+    assert not value.requires_grad
+    assert not any(leaf.requires_grad for leaf in grads.values())
+
+
 def test_any_pytree_of_parameters():
     tree = {"list": [torch.ones(2), Pair(torch.ones(3), None)], "tuple": (torch.ones(()),)}
     step = fnddp.value_and_grad(lambda p: sum((leaf**2).sum() for leaf in optree.tree_leaves(p)), fp16(allreduce))

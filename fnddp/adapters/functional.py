@@ -38,6 +38,8 @@ def value_and_grad(
     def run(params: Tree, state: State, *batch: Any, **kwargs: Any) -> tuple[Any, Tree, State]:
         # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
         leaves, spec = tree.flatten(params)
+        # Parameters that require grad would have autograd record a second graph, for nobody.
+        leaves = {path: leaf.detach() for path, leaf in leaves.items()}
 
         def loss_of_leaves(leaves: tree.Leaves, *batch: Any) -> Any:
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
