@@ -1,0 +1,153 @@
+"""Every Python block of README.md and of the documentation runs, and prints what the page says that it prints.
+
+The blocks of a page run in order, in one namespace. A ```text block that follows a ```python block is its output, with
+"..." for anything. A block that is to be shown but not run is not marked python.
+"""
+
+import contextlib
+import doctest
+import io
+import linecache
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fnddp.sync import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the number of the line after the opening fence, its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+class Example(NamedTuple):
+    """Python code, and the output that the page shows for it."""
+
+    code: Block
+    output: Block | None
+
+
+def fenced(text: str) -> Iterator[Block | str]:
+    """The fenced blocks of a page, and the lines between them."""
+    opened: tuple[str, int, int] | None = None
+    inside: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        bare = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if opened is None and bare.startswith("```"):
+            opened, inside = (bare[3:].split()[0] if bare[3:].split() else "", number + 1, indent), []
+        elif opened is not None and bare == "```":
+            yield Block(opened[0], opened[1], "\n".join(inside) + "\n")
+            opened = None
+        elif opened is not None:
+            inside.append(line[opened[2] :])
+        else:
+            yield line
+    assert opened is None, f"line {opened[1] - 1}: the block is not closed"
+
+
+def examples(text: str) -> list[Example]:
+    found: list[Example] = []
+    follows = False  # whether only blank lines came since the last Python block
+    for part in fenced(text):
+        if isinstance(part, str):
+            follows = follows and not part.strip()
+        elif part.language == "text" and follows:
+            found[-1] = found[-1]._replace(output=part)
+            follows = False
+        else:
+            follows = part.language == "python"
+            if follows:
+                found.append(Example(part, None))
+    return found
+
+
+def run(example: Example, page: Path, namespace: dict[str, object]) -> None:
+    # Blank lines before the code make the numbers in tracebacks those of the page.
+    code = compile("\n" * (example.code.line - 1) + example.code.text, str(page), "exec")
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+    except Exception as error:
+        error.add_note(f"{page}:{_line_of(error, page, example.code.line)}: raised here")
+        raise
+    if example.output is None:
+        return
+    checker = doctest.OutputChecker()
+    if not checker.check_output(example.output.text, printed.getvalue(), FLAGS):
+        says, prints = example.output.text, printed.getvalue()
+        pytest.fail(
+            f"{page}:{example.output.line}: the page says\n{says}\nbut the code prints\n{prints}", pytrace=False
+        )
+
+
+def _line_of(error: BaseException, page: Path, otherwise: int) -> int:
+    line, trace = otherwise, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(page):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A module for the page's names (a state's annotations are looked up there). What pages change is undone."""
+    page = types.ModuleType("fnddp_docs_page")
+    monkeypatch.setitem(sys.modules, page.__name__, page)
+    known = dict(registry)
+    with torch.random.fork_rng():
+        yield page
+    registry.clear()
+    registry.update(known)
+    linecache.checkcache()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# Inductor's own imports warn.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_page_runs(page: Path, module: types.ModuleType) -> None:
+    for example in examples(page.read_text()):
+        run(example, page, module.__dict__)
+    assert not dist.is_initialized(), f"{page}: the last block must call dist.destroy_process_group()"
+
+
+def test_blocks_and_their_outputs_are_found() -> None:
+    text = "a\n```python\nprint(1)\n```\n\n```text\n1\n```\n```text\nnot its output\n```\n"
+    text += "- b\n\n    ```python\n    x = 1\n    ```\n"
+    first, second = examples(text)
+    assert first == (Block("python", 3, "print(1)\n"), Block("text", 7, "1\n"))
+    assert second == (Block("python", 15, "x = 1\n"), None)
+
+
+def test_a_failure_names_file_and_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\nx / 0\n```\n")
+    (example,) = examples(page.read_text())
+    with pytest.raises(ZeroDivisionError) as raised:
+        run(example, page, {})
+    assert raised.value.__notes__ == [f"{page}:5: raised here"]
+
+
+def test_another_output_names_file_and_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    (example,) = examples(page.read_text())
+    with pytest.raises(pytest.fail.Exception, match=f"{page}:6: the page says\n2\n\nbut the code prints\n1"):
+        run(example, page, {})
