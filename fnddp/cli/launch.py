@@ -1,0 +1,126 @@
+"""Ranks as processes of this machine, watched by the parent: however one of them ends, none stays and nothing hangs."""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from fnddp.cli.rank import LOOPBACK, Done, Raised, Work, run_rank
+
+SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
+
+
+class RankError(RuntimeError):
+    """A rank ended before its work was done; the message names it and says how."""
+
+
+@dataclass(frozen=True)
+class Vanished:
+    """A rank's pipe ended without a word: it was killed, or it crashed."""
+
+
+def run_ranks(world_size: int, work: Work, *arguments: Any) -> Generator[Any]:
+    """Runs `work(*arguments)` on `world_size` gloo ranks, each a process of its own.
+
+    Closing the iterator, or any exception at it (Ctrl-C), ends the ranks.
+
+    Args:
+        world_size: Number of ranks.
+        work: A module-level function that returns an iterable. It runs with the default process group set up.
+        arguments: Picklable.
+
+    Returns:
+        What rank 0's iterable yields, as it comes.
+
+    Raises:
+        RankError: A rank raised or was killed.
+    """
+    # The parent holds the store that ranks meet at, on a port that the system chooses: no port is ever taken twice.
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        with sigint_blocked():
+            for rank in range(world_size):
+                pipe, remote = context.Pipe()
+                process = context.Process(
+                    target=run_rank, args=(rank, world_size, store.port, remote, work, arguments), name=f"rank {rank}"
+                )
+                process.start()
+                remote.close()  # now only the rank holds it, so the pipe ends when the rank does
+                processes.append(process)
+                pipes.append(pipe)
+        yield from _watch(processes, pipes)
+    finally:
+        with sigint_blocked():
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+                process.close()
+            for pipe in pipes:
+                pipe.close()
+
+
+@contextmanager
+def sigint_blocked() -> Generator[None]:
+    """Holds Ctrl-C back until the end of the block. Processes started inside never see it: it is the parent's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[Any]:
+    working = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while working:
+        for pipe, message in _messages(working, timeout=None):
+            rank = working[pipe]
+            if isinstance(message, Done):
+                del working[pipe]
+            elif isinstance(message, Raised | Vanished):
+                raise RankError(_first_failure(processes, working, pipe, message))
+            elif rank == 0:
+                yield message
+
+
+def _first_failure(
+    processes: list[BaseProcess], working: dict[Connection, int], pipe: Connection, failure: Raised | Vanished
+) -> str:
+    failures: dict[int, Raised | Vanished] = {working.pop(pipe): failure}
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while working and time.monotonic() < deadline:
+        for pipe, message in _messages(working, timeout=deadline - time.monotonic()):
+            if isinstance(message, Raised | Vanished):
+                failures[working.pop(pipe)] = message
+    for rank, message in sorted(failures.items()):
+        if isinstance(message, Vanished):  # it had no time to speak, and what others say of it explains less
+            processes[rank].join()
+            return f"rank {rank} {_how_it_ended(processes[rank].exitcode or 0)}"
+    raised = {rank: message for rank, message in failures.items() if isinstance(message, Raised)}
+    first = min(raised, key=lambda rank: raised[rank].when)
+    return f"rank {first} raised {raised[first].message}"
+
+
+def _how_it_ended(exitcode: int) -> str:
+    if exitcode < 0:
+        return f"was ended by {signal.Signals(-exitcode).name} ({signal.strsignal(-exitcode)})"
+    return f"exited with code {exitcode} before it was done"
+
+
+def _messages(pipes: Iterable[Connection], timeout: float | None) -> Iterator[tuple[Connection, Any]]:
+    for pipe in wait(list(pipes), timeout):
+        assert isinstance(pipe, Connection)
+        try:
+            yield pipe, pipe.recv()
+        except (EOFError, ConnectionResetError):
+            yield pipe, Vanished()

@@ -1,0 +1,73 @@
+"""A rank that was started as a process: it joins the others, works, and tells its parent how that went."""
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stopped, ends the run
+
+Work = Callable[..., Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A rank's last words: when it raised (on the clock that all processes of a machine share), and what."""
+
+    when: float
+    message: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """A rank has done all its work."""
+
+
+def run_rank(rank: int, world_size: int, port: int, pipe: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
+    """Sends what `work(*arguments)` yields to the parent, then `Done`, or `Raised` if it raises. It does not return.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Where the parent holds the store.
+        pipe: To the parent.
+        work: What to do, with a gloo process group set up.
+        arguments: Of `work`.
+    """
+    try:
+        # Ranks of one machine meet on the loopback device, whatever the host's name resolves to.
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback_device()
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=TIMEOUT)
+        for event in work(*arguments):
+            pipe.send(event)
+        pipe.send(Done())
+        pipe.recv()  # stays until the parent lets go: leaving would break connections that others still read from
+    except BaseException as error:
+        _say(pipe, Raised(time.monotonic(), _last_words(error)))
+    os._exit(1)  # at once: others wait for this rank, and a process group in use may not come down
+
+
+def _say(pipe: Connection, message: Raised) -> None:
+    with suppress(OSError):  # the parent is gone: nobody is left to tell
+        pipe.send(message)
+
+
+def _last_words(error: BaseException) -> str:
+    what = "".join(traceback.format_exception_only(error)).strip()
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{what}\n  at {where.filename}:{where.lineno}, in {where.name}: {where.line}"
+
+
+def loopback_device() -> str:
+    """The name of this machine's loopback network device."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

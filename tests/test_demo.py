@@ -1,0 +1,222 @@
+"""`fnddp demo`: what it reports, and that however it ends it says so and leaves nothing behind."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from fnddp import allreduce, fp16, parse
+from fnddp.cli import demo, main, report
+from fnddp.cli.train import Result
+
+DEMO = ("-m", "fnddp", "demo")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+PIPELINES = ("allreduce", "error_feedback(powersgd(fp16(allreduce), rank=2))")
+PARAMETERS = 85_002
+SECONDS = 60  # for a demo of a few steps, on a machine that is busy with other things
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a foreground process group of its own, as in a terminal
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo on two ranks that will not end by itself soon, when its ranks have begun to train."""
+    process = start(*DEMO, "--steps", 1_000_000, "--out", tmp_path / "out")
+    try:
+        until(lambda: sum(is_connected(pid) for pid in descendants(process.pid)) == 2)
+        yield process
+    finally:
+        finish(process)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, oldest first."""
+    try:
+        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [one for child in map(int, below) for one in (child, *descendants(child))]
+
+
+def is_connected(pid: int) -> bool:
+    try:
+        return any("pt_gloo_runloop" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def check_files(folder: Path, steps: int) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["curves.png", "results.json"]
+    height, width, _ = imread(folder / "curves.png").shape
+    assert height > 500
+    assert width > 1000
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["ranks"], results["steps"], results["parameters"]) == (2, steps, PARAMETERS)
+    plain, low_rank = results["pipelines"]
+    assert parse(plain["pipeline"]) == allreduce
+    assert plain["bytes_per_step"] == 4 * PARAMETERS
+    assert plain["bytes_total"] == 4 * PARAMETERS * steps
+    # fp16 factors of rank 2 for 256x64, 256x256 and 10x256, and the biases
+    assert low_rank["bytes_per_step"] == 2 * (2 * (256 + 64 + 256 + 256 + 10 + 256) + 256 + 256 + 10)
+    assert low_rank["reduction"] == pytest.approx(62.5, abs=0.1)
+    for pipeline in (plain, low_rank):
+        assert len(pipeline["loss_by_step"]) == len(pipeline["bytes_sent_by_step"]) == steps
+        assert pipeline["loss_by_step"][-1] < pipeline["loss_by_step"][0]
+        assert 0.2 < pipeline["test_accuracy"] <= 1
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_starts_its_own_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    code, said, errors = finish(start(*DEMO, "--steps", 30, "--out", out, "--pipelines", *PIPELINES))
+    assert (code, errors) == (0, "")
+    for expected in (*PIPELINES, "340,008", "5,436", "62.5x", "the same on all ranks", str(out)):
+        assert expected in said
+    check_files(out, steps=30)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_uses_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    code, said, errors = finish(start(*TORCHRUN, *DEMO, "--steps", 30, "--out", tmp_path, "--pipelines", *PIPELINES))
+    assert code == 0, errors
+    assert said.count("62.5x") == 1  # rank 0 alone reports
+    check_files(tmp_path, steps=30)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_ctrl_c(training: subprocess.Popen[str], tmp_path: Path, whole_group: bool) -> None:
+    processes = descendants(training.pid)
+    if whole_group:
+        os.killpg(training.pid, signal.SIGINT)
+    else:
+        training.send_signal(signal.SIGINT)
+    training.wait(timeout=10)
+    until(lambda: not any(map(is_alive, processes)), seconds=5)
+    code, _, errors = finish(training)
+    assert (code, errors) == (130, "fnddp demo: interrupted; all ranks are ended\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_killed_rank(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    processes = descendants(training.pid)
+    _, second = [pid for pid in processes if is_connected(pid)]
+    os.kill(second, signal.SIGKILL)
+    training.wait(timeout=10)
+    until(lambda: not any(map(is_alive, processes)), seconds=5)
+    code, _, errors = finish(training)
+    assert (code, errors) == (1, "fnddp demo: rank 1 was ended by SIGKILL (Killed)\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_killed_parent(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    processes = descendants(training.pid)
+    training.kill()
+    until(lambda: not any(map(is_alive, processes)), seconds=20)
+    code, _, errors = finish(training)
+    assert (code, errors) == (-signal.SIGKILL, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main.main(["demo", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert capsys.readouterr().err == (
+        f"fnddp demo: cannot write to {tmp_path}/file/out: Not a directory; choose another folder with --out\n"
+    )
+    assert main.main(["demo", "--out", str(tmp_path / "file")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fp16(allreduc)", "fnddp demo: parse: unknown name 'allreduc'; known names are"),
+        ("powersgd(allreduce, rank=0)", "\n  powersgd(allreduce, rank=0)\n  ^\n"),
+        ("partition({'encoder.*': allreduce})", "fnddp demo: partition: leaf '0.weight' matches none"),
+    ],
+)
+def test_wrong_pipeline(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["demo", "--out", str(tmp_path), "--pipelines", "allreduce", text]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", [["--ranks", "0"], ["--ranks", "two"], ["--steps", "-1"], ["--seed", "-1"]])
+def test_wrong_number(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["demo", *option])
+    assert stopped.value.code == 2
+    assert f"argument {option[0]}: must be a whole number of at least" in capsys.readouterr().err
+
+
+def test_ranks_must_be_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert demo.check_ranks(None) == demo.check_ranks(4) == 4
+    with pytest.raises(demo.WrongArgument, match="--ranks 2, but the launcher has started 4"):
+        demo.check_ranks(2)
+
+
+def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich" or name == "fnddp.cli.demo"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("fnddp.cli.demo")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main.main(["demo"]) == 1
+    assert "needs rich" in (errors := capsys.readouterr().err)
+    assert "pip install 'fnddp[demo]'" in errors
+
+
+def test_a_run_that_diverged_or_sent_nothing_is_reported(tmp_path: Path) -> None:
+    diverged = Result(0, PARAMETERS, [2.3, math.nan, math.inf], [4, 4, 4], accuracy=0.1, step_seconds=0.001)
+    assert diverged.reduction is None
+    assert report.table(["x"], [diverged]).row_count == 1
+    report.write(tmp_path, [repr(fp16(allreduce))], [diverged], ranks=2, seed=0)
+    (pipeline,) = json.loads((tmp_path / "results.json").read_text())["pipelines"]
+    assert pipeline["loss_by_step"] == [2.3, None, None]

@@ -1,0 +1,52 @@
+"""The examples run as their docstrings say: alone, and on two ranks under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SAYS = {
+    "functional.py": "of the test set",
+    "existing_ddp.py": "the resumed run has the same parameters to the bit: yes",
+    "own_transform.py": "sampled(allreduce, 0.1) keeps the laws",
+}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.timeout(120)
+def test_alone() -> None:
+    processes = {name: start(EXAMPLES / name) for name in SAYS}  # together: most of their time is imports
+    for name, process in processes.items():
+        text = said(process)
+        assert SAYS[name] in text
+        assert "world size 1" in text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", SAYS)
+def test_under_torchrun(name: str) -> None:
+    text = said(start(*TORCHRUN, EXAMPLES / name))
+    assert text.count(SAYS[name]) == 1  # rank 0 alone speaks
+    assert "world size 2" in text
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
