@@ -4,6 +4,7 @@ from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
 from fnddp.agreement import RankMismatchError, verify
+from fnddp.compositions import batched_powersgd
 from fnddp.memory.error_feedback import error_feedback
 from fnddp.parse import parse
 from fnddp.reducers.all_reduce import all_reduce, allreduce
@@ -11,7 +12,6 @@ from fnddp.schedules.partition import partition
 from fnddp.schedules.warmup import warmup
 from fnddp.state import load_state_dict, state_dict
 from fnddp.sync import Exchange, Local, Replicated, State, Sync, transform
-from fnddp.transforms.batched_powersgd import batched_powersgd
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import bf16, cast, fp16
 from fnddp.transforms.powersgd import powersgd

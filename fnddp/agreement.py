@@ -114,5 +114,9 @@ def _state_lines(state: State | None) -> Iterator[tuple[str, str]]:
 def _value(value: Tensor | int) -> str:
     if not isinstance(value, Tensor):
         return f" = {value}"
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if value.is_meta:
+        return ""
+    data = (
+        value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    )
     return f" with digest {hashlib.sha256(data).hexdigest()[:16]}"

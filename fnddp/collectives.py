@@ -79,8 +79,8 @@ def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
     """Reduces every leaf over the ranks of `group`: all are issued, in the order of their paths, then all are awaited.
 
     A mean is divided before it is summed, so what fits the dtype never overflows in the sum (torch's hooks do the
-    same). Integers travel as int64; their mean is rounded to the nearest, halves up, and the mean of a bool is the
-    majority, ties True. Leaves without elements do not travel.
+    same). Integers travel as int64, which their sum must fit; their mean is rounded to the nearest, halves up, and the
+    mean of a bool is the majority, ties True. Leaves without elements do not travel.
 
     Raises:
         RuntimeError: Inside torch.func.grad or jvp, or on a failed collective.

@@ -5,7 +5,7 @@ from typing import Any
 
 from fnddp.sync import Sync, registry
 
-MAX_LENGTH = 10_000
+MAX_LENGTH = 100_000
 MAX_DEPTH = 100
 
 
@@ -71,10 +71,10 @@ class _Reader:
             case ast.Call(func=ast.Name(id=name)):
                 return self.call(node, name, depth)
             case ast.Dict(keys=keys, values=values):
-                return {
-                    self.read(self.key(node, key), depth + 1): self.read(value, depth + 1)
-                    for key, value in zip(keys, values, strict=True)
-                }
+                names = [self.key(node, key).value for key in keys]
+                if len(set(names)) < len(names):
+                    raise self.problem(node, "a key occurs twice")
+                return {name: self.read(value, depth + 1) for name, value in zip(names, values, strict=True)}
             case ast.Tuple(elts=parts):
                 return tuple(self.read(part, depth + 1) for part in parts)
             case ast.List(elts=parts):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnddp import tree
-from fnddp.sync import LOCAL, State
+from fnddp.sync import LOCAL, REPLICATED, State
 
 
 class Part(NamedTuple):
@@ -34,13 +34,21 @@ def parts(state: State) -> Iterator[Part]:
     The kind is how the field that holds the leaf is annotated (`Replicated[...]` or `Local[...]`); what no annotation
     speaks of is taken for local.
 
+    Raises:
+        ValueError: Two leaves have the same path.
+
     >>> from fnddp import allreduce, error_feedback, fp16
     >>> state = error_feedback(fp16(allreduce)).init({"fc.weight": torch.ones(2)})
     >>> [part.key for part in parts(state)]
     ['local/residual.fc.weight']
     """
+    seen: set[str] = set()
     for path, annotations, value in tree.annotated_items(state):
-        yield Part(annotations[0] if annotations else LOCAL, path, value)
+        if path in seen:
+            raise ValueError(f"two parts of the state have the path {path!r}; rename one of the keys that lead to them")
+        seen.add(path)
+        kinds = [mark for mark in annotations if mark in (REPLICATED, LOCAL)]
+        yield Part(kinds[0] if kinds else LOCAL, path, value)
 
 
 def state_dict(state: State) -> dict[str, Any]:
@@ -92,7 +100,7 @@ def _loaded(part: Part, value: Any) -> Any:
         )
     if isinstance(part.value, Tensor):
         # Copied into the template's layout: a saved view must not keep its whole storage alive.
-        return torch.empty_like(part.value).copy_(value)
+        return torch.empty_like(part.value).copy_(value.detach())
     return value
 
 

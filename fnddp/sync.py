@@ -5,6 +5,9 @@ so an expression compares, hashes, prints as the call that built it, and parses 
 """
 
 import abc
+import math
+import numbers
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
@@ -65,12 +68,12 @@ class Sync(abc.ABC):
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, field.name)
-            if field.type is Sync and not isinstance(value, Sync):
-                made = f"; call it: {value.__name__}(...)" if isinstance(value, type) else ""
-                raise TypeError(
-                    f"{type(self).__name__}: {field.name} must be a pipeline such as allreduce, got {value!r}{made}"
-                )
+            # A string in modules that postpone annotations.
+            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+            if field.init and kind.rpartition(".")[2] in _CHECKS:
+                check = _CHECKS[kind.rpartition(".")[2]]
+                value = check(f"{type(self).__name__}: {field.name}", getattr(self, field.name))
+                object.__setattr__(self, field.name, value)
 
     @abc.abstractmethod
     def init(self, grads: Tree) -> State:
@@ -100,6 +103,10 @@ class Sync(abc.ABC):
             TypeError: A leaf is not a tensor.
             ValueError: The state belongs to another tree.
         """
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):  # it would compute factors in half precision
+                with torch.autocast(device, enabled=False):
+                    return self(grads, state)
         with torch.no_grad():
             exchange = self.exchange(grads, state)
         return exchange.mean, exchange.state
@@ -182,6 +189,37 @@ def _map_syncs(fn: Callable[[Sync], Sync], value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_map_syncs(fn, part) for part in value)
     return value
+
+
+def _checked_sync(what: str, value: Any) -> Sync:
+    if isinstance(value, Sync):
+        return value
+    made = f"; call it: {value.__name__}(...)" if isinstance(value, type) else ""
+    raise TypeError(f"{what} must be a pipeline such as allreduce, got {value!r}{made}")
+
+
+def _checked_int(what: str, value: Any) -> int:
+    try:
+        number = operator.index(value)  # of numpy's integers too, which print otherwise
+    except TypeError:
+        raise TypeError(f"{what} must be an int, got {value!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{what} must fit 64 bits, got a number of {number.bit_length()}")
+    return number
+
+
+def _checked_float(what: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{what} must be a finite number, got {value!r}")
+    return value if type(value) is int else float(value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "Sync": _checked_sync,
+    "int": _checked_int,
+    "float": _checked_float,
+    "bool": lambda what, value: bool(value),
+}
 
 
 def _show(value: Any) -> str:

@@ -100,14 +100,21 @@ def is_inexact(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def look_up(table: Mapping[str, Any], path: str, owner: str) -> Any:
-    """`table[path]`, or a ValueError that says what to do."""
-    if path not in table:
-        raise ValueError(
-            f"{owner}: the state has no entry for leaf {path!r} (it has {list(table)}); "
-            "it was made for another tree: call init on this one"
-        )
-    return table[path]
+def check_entries(owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises a ValueError that names the first leaf for which a state's `entries` are not those of `shapes`."""
+    for path, shape in shapes.items():
+        if path not in entries or entries[path].shape != shape:
+            has = f"an entry of shape {tuple(entries[path].shape)}" if path in entries else "no entry"
+            raise ValueError(
+                f"{owner}: the state has {has} for leaf {path!r}, which needs one of shape {tuple(shape)}; "
+                "it was made for another tree: call init on this one"
+            )
+    for path in entries:
+        if path not in shapes:
+            raise ValueError(
+                f"{owner}: the state has an entry for {path!r}, which is no leaf that needs one; "
+                "it was made for another tree: call init on this one"
+            )
 
 
 def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:

@@ -1,10 +1,16 @@
 """`verify`: a difference on one rank is the same named error on all of them."""
 
+from functools import partial
+from typing import NamedTuple
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import fnddp
-from fnddp import allreduce, error_feedback, fp16, powersgd, verify
+from fnddp import allreduce, error_feedback, fp16, from_hook, powersgd, verify
 from tests.ranks import run_threads
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
@@ -87,6 +93,25 @@ def test_on_gloo_processes(gloo):
     messages = gloo(3, outcome, "shape")
     assert len(set(messages)) == 1
     assert DIFFERENCES["shape"] in messages[0]
+
+
+def check_hooks_agree(rank: int) -> None:
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    for hook in (from_hook(powerSGD_hook, state), from_hook(partial(fp16_compress_hook), dist.group.WORLD)):
+        verify(error_feedback(hook), tree())
+
+
+def test_hooks_with_states_agree(gloo):
+    gloo(2, check_hooks_agree)
+
+
+def test_states_that_do_not_lie_in_memory_as_they_are():
+    for value in (torch.ones(2, dtype=torch.complex64).conj(), torch.empty(2, device="meta")):
+        verify(allreduce, tree(), Marked(value))
+
+
+class Marked(NamedTuple):
+    value: fnddp.Replicated[torch.Tensor]
 
 
 def test_several_ranks_may_differ():

@@ -54,7 +54,8 @@ HOSTILE = {
     "fp16(\x00)": (0, "null bytes"),
     "fp16(" * 150 + "allreduce" + ")" * 150: (None, ""),
     "-" * 5000 + "1": (None, ""),
-    "x" * 20_000: (None, "the text has 20000 characters, more than 10000"),
+    "x" * 200_000: (None, "the text has 200000 characters, more than 100000"),
+    "partition({'a': allreduce, 'a': allreduce})": (10, "a key occurs twice"),
 }
 
 

@@ -1,8 +1,11 @@
 """`register` on torch's DDP: the same numbers as the functional loop, whatever DDP's options and buckets."""
 
 import copy
+import gc
 import io
+import weakref
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -239,6 +242,42 @@ def test_a_step_that_fails_raises_on_all_ranks_and_leaves_no_trace(gloo):
     gloo(2, check_error_in_a_step)
 
 
+def check_error_on_one_rank(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    ddp = DistributedDataParallel(make_model(), process_group=group)
+    handle = fnddp.register(ddp, error_feedback(allreduce))
+    if rank == 0:
+        handle._state = handle.state._replace(residual={})  # an error on this rank alone
+    before = bits(handle.state)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"error_feedback: the state has no entry for leaf '0.weight'"):
+            loss_of(ddp(batch(rank, 0))).backward()
+        with pytest.raises(RuntimeError, match=r"an earlier step failed on this rank \(ValueError: error_feedback"):
+            ddp(batch(rank, 1))  # neither DDP's collectives nor ours may meet rank 1's first step
+    else:
+        with pytest.raises(RuntimeError, match="(?i)timed out|closed"):  # gloo's
+            loss_of(ddp(batch(rank, 0))).backward()
+    assert bits(handle.state) == before
+
+
+def test_an_error_on_one_rank_never_mixes_steps(gloo):
+    gloo(2, check_error_on_one_rank)
+
+
+def check_model_is_freed(rank: int) -> None:
+    model = DistributedDataParallel(make_model())
+    fnddp.register(model, error_feedback(allreduce))
+    loss_of(model(batch(rank, 0))).backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_registered_model_can_be_freed(gloo):
+    gloo(1, check_model_is_freed)
+
+
 def check_uneven_inputs(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     handle = fnddp.register(model, fnddp.parse(COMPRESSED))
@@ -292,8 +331,13 @@ def check_bad_use(rank: int) -> None:
         fnddp.register(make_model(), allreduce)
     model = DistributedDataParallel(make_model())
     handle = fnddp.register(model, allreduce)
-    with pytest.raises(ValueError, match="the state of allreduce for this model has the tree"):
+    with pytest.raises(ValueError, match="the state of allreduce for this model is"):
         handle.state = {"other": 1}
+    other = DistributedDataParallel(make_model())
+    with_memory = fnddp.register(other, error_feedback(allreduce))
+    state = with_memory.state._replace(residual={name: r.sum() for name, r in with_memory.state.residual.items()})
+    with pytest.raises(ValueError, match=r"'residual.0.weight': 'float32\[64, 16\]'"):
+        with_memory.state = state
     with pytest.raises(RuntimeError, match="can only be called once"):
         fnddp.register(model, allreduce)
 

@@ -1,5 +1,7 @@
 """Saving and loading states: keys, marks and errors. That resuming is exact is a law (test_laws)."""
 
+from typing import Annotated, NamedTuple
+
 import pytest
 import torch
 
@@ -70,6 +72,25 @@ def test_loading_copies_and_keeps_the_templates_layout():
     loaded.residual["conv"] += 1
     assert not saved["local/residual.conv"].any()
     assert loaded.residual["conv"].stride() == params["conv"].stride()
+
+
+def test_paths_that_collide_are_an_error():
+    with pytest.raises(ValueError, match=r"two parts of the state have the path 'a.b'"):
+        state_dict({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+
+
+class Commented(NamedTuple):
+    step: Annotated[fnddp.Replicated[int], "counts exchanges"]
+
+
+def test_other_annotations_are_not_marks():
+    assert state_dict(Commented(3)) == {"replicated/step": 3}
+
+
+def test_what_is_loaded_has_no_graph():
+    saved = {"local/residual.w": torch.ones(2, requires_grad=True)}
+    state = load_state_dict(error_feedback(allreduce).init({"w": torch.ones(2)}), saved)
+    assert not state.residual["w"].requires_grad
 
 
 def test_partition_patterns_are_in_the_path():

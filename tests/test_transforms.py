@@ -1,5 +1,8 @@
 """What the laws do not say about single transforms: options, edge cases, errors."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from fnddp import (
     warmup,
 )
 from fnddp.random import normal
+from fnddp.sync import registry
 from fnddp.transforms.bucketize import assign_buckets
 from fnddp.transforms.orthogonalize import orthogonalize
 from tests.pipelines import EXAMPLES
@@ -121,11 +125,22 @@ def test_device_meshes(gloo):
         (
             lambda: cast(allreduce, torch.int8),
             ValueError,
-            "real floating-point dtype such as 'bfloat16', got torch.int8",
+            "dtype must be one of float16, bfloat16, float32, float64, got torch.int8",
         ),
         (lambda: cast(allreduce, "complex64"), ValueError, "got 'complex64'"),
         (lambda: cast(allreduce, "load"), ValueError, "got 'load'"),
         (lambda: bucketize(allreduce, cap_mb=0), ValueError, "must be positive"),
+        (
+            lambda: bucketize(allreduce, cap_mb=math.inf),
+            ValueError,
+            "bucketize: cap_mb must be a finite number, got inf",
+        ),
+        (lambda: powersgd(allreduce, rank=2.0), TypeError, "powersgd: rank must be an int, got 2.0"),
+        (lambda: powersgd(allreduce, seed=[1]), TypeError, "powersgd: seed must be an int"),
+        (lambda: powersgd(allreduce, seed=2**64), ValueError, "seed must fit 64 bits"),
+        (lambda: warmup(allreduce, steps=2.5), TypeError, "warmup: steps must be an int, got 2.5"),
+        (lambda: error_feedback(allreduce, decay="1"), ValueError, "decay must be a finite number, got '1'"),
+        (lambda: cast(allreduce, "float8_e4m3fn"), ValueError, "dtype must be one of float16"),
         (lambda: powersgd(allreduce, rank=0), ValueError, "rank must be at least 1, got 0"),
         (lambda: powersgd(allreduce, orthogonalization="svd"), ValueError, "got 'svd'"),
         (lambda: powersgd(allreduce, epsilon=-1), ValueError, "at least 0"),
@@ -135,6 +150,9 @@ def test_device_meshes(gloo):
         (lambda: warmup(allreduce, -1), ValueError, "steps must be at least 0, got -1"),
         (lambda: partition({}), ValueError, "no rules"),
         (lambda: partition({"*": "allreduce"}), TypeError, "a rule is a pattern and a pipeline"),
+        (lambda: partition("ab"), TypeError, "rules must be a dict of pipelines by pattern, got 'ab'"),
+        (lambda: partition((("*", allreduce), ("*", allreduce))), ValueError, "a pattern occurs twice"),
+        (lambda: partition({"*" * 2000: allreduce}), ValueError, "a pattern has 2000 characters"),
         (lambda: from_hook(3), TypeError, "expected hook"),
     ],
 )
@@ -158,8 +176,12 @@ def test_bad_leaves_are_named(text):
 def test_a_state_of_another_tree_is_named():
     for sync in (error_feedback(fp16(allreduce)), powersgd(allreduce)):
         state = sync.init({"other": torch.ones(20, 20)})
-        with pytest.raises(ValueError, match=r"no entry for leaf 'w' \(it has \['other'\]\).*call init on this one"):
+        with pytest.raises(ValueError, match=r"no entry for leaf 'w', which .* of shape .20, .*call init on this one"):
             sync({"w": torch.ones(20, 20)}, state)
+        with pytest.raises(ValueError, match=r"an entry of shape .* for leaf 'other', which needs one of shape"):
+            sync({"other": torch.ones(21, 21)}, state)
+        with pytest.raises(ValueError, match=r"an entry for 'other', which is no leaf that needs one"):
+            sync({}, state)
 
 
 def test_init_reads_no_values():
@@ -454,6 +476,53 @@ def test_from_hook_needs_a_process_group():
         RuntimeError, match=r"needs a process group: call torch.distributed.init_process_group\(\) first"
     ):
         from_hook(lambda state, bucket: None)({"w": torch.ones(1)}, ())
+
+
+# all transforms
+
+
+def test_numbers_of_numpy_are_plain_numbers():
+    rank, decay = np.int64(4), np.float32(0.5)
+    sync = error_feedback(powersgd(warmup(allreduce, np.int32(3)), rank=rank, warm_start=np.True_), decay=decay)
+    assert repr(sync) == "error_feedback(powersgd(warmup(allreduce, 3), rank=4), decay=0.5)"
+    assert fnddp.parse(repr(sync)) == sync
+
+
+def test_rules_may_be_pairs():
+    sync = partition([["*.bias", allreduce], ["*", fp16(allreduce)]])
+    assert sync == partition({"*.bias": allreduce, "*": fp16(allreduce)})
+    assert hash(sync) == hash(fnddp.parse(repr(sync)))
+    assert sync.over("7") == partition({"*.bias": all_reduce("7"), "*": fp16(all_reduce("7"))})
+
+
+def test_autocast_does_not_reach_the_factors():
+    gradients = {"w": torch.outer(torch.arange(1.0, 33.0), torch.arange(1.0, 25.0))}
+    sync = powersgd(allreduce, rank=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean, _ = sync(gradients, sync.init(gradients))
+        assert torch.is_autocast_enabled("cpu")
+    torch.testing.assert_close(mean["w"], gradients["w"], rtol=1e-4, atol=1e-3)
+
+
+def test_pipelines_in_modules_that_postpone_annotations():
+    @fnddp.transform
+    class postponed(fnddp.Sync):
+        inner: "fnddp.Sync"
+        times: "int" = 1
+
+        def init(self, grads):
+            return self.inner.init(grads)
+
+        def exchange(self, grads, state):
+            return self.inner.exchange(grads, state)
+
+    try:
+        with pytest.raises(TypeError, match="postponed: inner must be a pipeline"):
+            postponed("allreduce")
+        with pytest.raises(TypeError, match="postponed: times must be an int"):
+            postponed(allreduce, 1.5)
+    finally:
+        del registry["postponed"]
 
 
 # registry

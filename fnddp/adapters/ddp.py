@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fnddp import tree
 from fnddp.agreement import agree, description
 from fnddp.collectives import group_name
+from fnddp.state import describe, parts
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves
 
@@ -24,13 +25,14 @@ class Handle:
 
     def __init__(self, model: DistributedDataParallel, sync: Sync) -> None:
         self.sync = sync
-        self._model = model
+        self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
         named = model.module.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._state = sync.init(self._parameters)
         self._pending: list[_Bucket] = []
+        self._failure: Exception | None = None
 
     @property
     def state(self) -> State:
@@ -40,9 +42,11 @@ class Handle:
     @state.setter
     def state(self, state: State) -> None:
         have, want = [tree.structure(s) for s in (state, self._state)]
+        if have == want:
+            have, want = [{part.path: describe(part.value) for part in parts(s)} for s in (state, self._state)]
         if have != want:
             raise ValueError(
-                f"the state of {self.sync!r} for this model has the tree {want}, got {have}; "
+                f"the state of {self.sync!r} for this model is {want}, got {have}; "
                 "load a saved one with fnddp.load_state_dict(handle.state, saved)"
             )
         self._state = state
@@ -59,8 +63,11 @@ class Handle:
 
     def _synchronize(self, buckets: "list[_Bucket]") -> None:
         try:
+            self._refuse_after_failure()
             mean, state = self.sync(self._gradients(buckets), self._state)
         except Exception as error:
+            if not isinstance(error, FloatingPointError):  # of a check, which fails on all ranks or on none
+                self._failure = self._failure or error
             # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
             for bucket in buckets:
                 bucket.complete()
@@ -70,9 +77,18 @@ class Handle:
                 bucket.complete({p: mean[self._names[p]] for p, _ in bucket.gradients() if p in self._names})
             self._state = state
 
+    def _refuse_after_failure(self, *_: object) -> None:
+        # The other ranks may still wait in the collectives of the step that failed here. Going on would pair those
+        # with the next step's (DDP has collectives in forward too), and train on wrong numbers without a word.
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step failed on this rank ({type(self._failure).__name__}: {self._failure}), so ranks may "
+                "be out of step; restart from a checkpoint, with the process group set up again"
+            ) from self._failure
+
     def _gradients(self, buckets: "list[_Bucket]") -> Leaves:
         arrived = {p: grad for bucket in buckets for p, grad in bucket.gradients()}
-        for name, p in self._model.module.named_parameters():
+        for name, p in self._module.named_parameters():
             if p.requires_grad and (p in self._names) != (p in arrived) and name not in self._ignored:
                 frozen_before = "register" if p in arrived else "DistributedDataParallel"
                 raise ValueError(
@@ -119,7 +135,9 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     gradients. DDP has one hook slot, for good: the wrong choice if another hook is in it.
 
     All ranks must call it. An error in the pipeline is raised by `backward()`, on the ranks on which it occurred. The
-    state is then what it was, the gradients are this rank's own: clear them, and the next step works.
+    state is then what it was, and the gradients are this rank's own. After a `FloatingPointError` of `check=True`,
+    which all ranks raise, clear them and go on. After any other error ranks may be out of step: this rank refuses
+    further steps, and ranks that wait for it fail when it ends or when the process group's timeout is over.
 
     Args:
         model: The wrapped module.
@@ -156,6 +174,7 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     agree(set_up, group)
     (handle,) = handles
     model.register_comm_hook(handle, fnddp_hook)
+    model.register_forward_pre_hook(handle._refuse_after_failure)  # pyright: ignore[reportPrivateUsage]
     return handle
 
 

@@ -12,7 +12,7 @@ from fnddp import tree
 from fnddp.collectives import Group
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, State, Sync
-from fnddp.tree import Leaves, Tree, is_inexact
+from fnddp.tree import Leaves, Tree
 
 
 # Not registered: a hook is an object, not text, so parse cannot make one.
@@ -67,7 +67,7 @@ class from_hook(Sync):
         leaves, spec = tree.flatten(grads)
         buckets: dict[tuple[torch.dtype, torch.device], Leaves] = {}
         for path, leaf in leaves.items():
-            if not is_inexact(leaf):
+            if not leaf.is_floating_point():
                 raise ValueError(
                     f"from_hook: leaf {path!r} is {leaf.dtype}; hooks average floating-point gradients only"
                 )
@@ -92,12 +92,11 @@ class from_hook(Sync):
         }
 
     def __repr__(self) -> str:
-        name = (
-            f"{self.hook.__module__}.{self.hook.__qualname__}"
-            if isinstance(self.hook, type(_views))
-            else repr(self.hook)
-        )
-        return f"from_hook({name}, {self.state!r})"
+        # Without addresses, so that equal ranks print equal text.
+        hook: Any = self.hook
+        name = getattr(hook, "__qualname__", None)
+        shown = f"{hook.__module__}.{name}" if name else f"<{type(hook).__name__}>"
+        return f"from_hook({shown}, {'None' if self.state is None else f'<{type(self.state).__name__}>'})"
 
 
 class Bucket:

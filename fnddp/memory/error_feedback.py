@@ -6,7 +6,7 @@ import torch
 
 from fnddp import tree
 from fnddp.sync import Exchange, Local, State, Sync, transform
-from fnddp.tree import Leaves, Tree, is_inexact, look_up
+from fnddp.tree import Leaves, Tree, check_entries, is_inexact
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -65,12 +65,13 @@ class error_feedback(Sync):
 
     def exchange(self, grads: Tree, state: ErrorFeedbackState) -> Exchange:
         leaves, spec = tree.flatten(grads)
+        remembered = {path: leaf for path, leaf in leaves.items() if is_inexact(leaf)}
+        check_entries("error_feedback", state.residual, {path: leaf.shape for path, leaf in remembered.items()})
         x = dict(leaves)
-        for path, leaf in leaves.items():
-            if is_inexact(leaf):
-                x[path] = torch.add(leaf, look_up(state.residual, path, "error_feedback"), alpha=self.decay)
+        for path, leaf in remembered.items():
+            x[path] = torch.add(leaf, state.residual[path], alpha=self.decay)
         inner = self.inner.exchange(x, state.inner)
-        residual = {path: x[path] - inner.sent[path] for path in state.residual}
+        residual = {path: x[path] - inner.sent[path] for path in remembered}
         return Exchange(
             mean=tree.unflatten(spec, inner.mean),
             sent=tree.unflatten(spec, inner.sent),

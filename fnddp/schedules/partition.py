@@ -1,13 +1,16 @@
 """Different leaves, different pipelines."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import field
 from fnmatch import translate
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from fnddp import tree
 from fnddp.sync import Exchange, State, Sync, transform
 from fnddp.tree import Leaves, Tree
+
+MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
 
 Rules: TypeAlias = Mapping[str, Sync] | tuple[tuple[str, Sync], ...]
 
@@ -44,16 +47,25 @@ class partition(Sync):
     """
 
     rules: Rules
-    _compiled: ClassVar[dict[str, re.Pattern[str]]]  # by instance; a ClassVar only so that it is no field
+    _compiled: dict[str, re.Pattern[str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rules = tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules
+        pairs: Any = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
+        if not isinstance(pairs, Iterable) or not all(
+            isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+        ):
+            raise TypeError(f"partition: rules must be a dict of pipelines by pattern, got {self.rules!r}")
+        rules: tuple[tuple[Any, Any], ...] = tuple((pattern, sync) for pattern, sync in pairs)
         object.__setattr__(self, "rules", rules)
         if not rules:
             raise ValueError("partition: no rules; write partition({'*': allreduce})")
         for pattern, sync in rules:
             if not isinstance(pattern, str) or not isinstance(sync, Sync):
                 raise TypeError(f"partition: a rule is a pattern and a pipeline, got {pattern!r}: {sync!r}")
+            if len(pattern) > MAX_PATTERN:
+                raise ValueError(f"partition: a pattern has {len(pattern)} characters, more than {MAX_PATTERN}")
+        if len(dict(rules)) < len(rules):
+            raise ValueError(f"partition: a pattern occurs twice in {[pattern for pattern, _ in rules]}")
         # Compiled here: Dynamo can trace a match, but not the translation of a pattern.
         object.__setattr__(self, "_compiled", {pattern: re.compile(translate(pattern)) for pattern, _ in rules})
 

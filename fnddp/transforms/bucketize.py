@@ -94,15 +94,16 @@ def assign_buckets(leaves: Leaves, cap: int, first_cap: int) -> list[Bucket]:
     """
     closed: list[list[str]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     limits: dict[tuple[torch.dtype, torch.device], int] = {}
     for path in reversed(list(leaves)):
         leaf = leaves[path]
         kind = (leaf.dtype, leaf.device)
-        bucket = filling.setdefault(kind, [])
-        bucket.append(path)
-        size = sum(leaves[member].numel() for member in bucket) * leaf.element_size()
-        if size >= limits.get(kind, first_cap):
+        filling.setdefault(kind, []).append(path)
+        sizes[kind] = sizes.get(kind, 0) + leaf.numel() * leaf.element_size()
+        if sizes[kind] >= limits.get(kind, first_cap):
             closed.append(filling.pop(kind))
+            sizes[kind] = 0
             limits[kind] = cap
     groups = closed + list(filling.values())
     return [Bucket(paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}", paths) for paths in groups]

@@ -9,6 +9,9 @@ from fnddp import tree
 from fnddp.sync import Exchange, State, Sync, transform
 from fnddp.tree import Tree, is_inexact
 
+# What every backend can add up.
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
 
 @transform
 class cast(Sync):
@@ -17,18 +20,19 @@ class cast(Sync):
     Nesting order is meaning: `fp16(powersgd(allreduce))` casts gradients and compresses what is left of them;
     `powersgd(fp16(allreduce))` compresses in full precision and casts only the factors. The wrong choice where the
     gradients' range does not fit the dtype: a value beyond it becomes infinite on the wire, and the mean of its
-    element with it, on every rank. `check=True` raises instead. bf16 has the range of float32.
+    element with it, on every rank; under `error_feedback` its residual is NaN from then on. `check=True` raises
+    instead. bf16 has the range of float32.
 
     Complex leaves are cast as pairs of real numbers. Integer and bool leaves pass through.
 
     Args:
         inner: What carries the payload.
-        dtype: A real floating-point dtype, or its name ("bfloat16").
+        dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
         check: After each exchange, raise if a leaf of the mean is not finite. Every rank sees the same mean, so all
             ranks raise, without another collective. It reads values, so it cannot be traced: for debugging.
 
     Raises:
-        ValueError: `dtype` is not a real floating-point dtype.
+        ValueError: `dtype` is another one.
         FloatingPointError: With `check`, at the exchange; names the leaves.
 
     >>> from fnddp import allreduce
@@ -50,9 +54,9 @@ class cast(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"cast: dtype must be a real floating-point dtype such as 'bfloat16', got {self.dtype!r}")
+        dtype = DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
+        if dtype not in DTYPES.values():
+            raise ValueError(f"cast: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "dtype", dtype)
 
     def init(self, grads: Tree) -> State:

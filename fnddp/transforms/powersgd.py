@@ -10,7 +10,7 @@ from fnddp import random, tree
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, Replicated, State, Sync, transform
 from fnddp.transforms.orthogonalize import METHODS, normalize_columns, orthogonalize
-from fnddp.tree import Leaves, Tree, is_inexact, look_up
+from fnddp.tree import Leaves, Tree, check_entries, is_inexact
 
 
 class PowerSGDState(NamedTuple):
@@ -173,7 +173,9 @@ class powersgd(Sync):
     def _queries(self, leaves: Leaves, state: PowerSGDState) -> Leaves:
         paths = [path for path, leaf in leaves.items() if self._is_low_rank(leaf)]
         if self.warm_start:
-            return {path: look_up(state.q, path, "powersgd") for path in paths}
+            shapes = {path: (_matrix_shape(leaves[path])[1], self._rank_of(leaves[path])) for path in paths}
+            check_entries("powersgd", state.q, shapes)
+            return {path: state.q[path] for path in paths}
         return {path: self._draw(path, leaves[path], state.step) for path in paths}
 
     def _draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
