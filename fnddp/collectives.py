@@ -9,6 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+# torch.func's first call imports it, and its default arguments hold on to the default group of that moment: imported
+# after init_process_group, it keeps gloo's threads alive beyond destroy_process_group, and ranks abort at exit.
+import torch.distributed.nn.functional  # pyright: ignore[reportUnusedImport]
 from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.distributed import distributed_c10d as c10d
