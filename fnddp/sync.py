@@ -175,6 +175,15 @@ def transform(cls: type[T]) -> type[T]:
     return made
 
 
+def require_sums(owner: str, inner: Sync, why: str) -> None:
+    """Raises a TypeError if a reducer in `inner` takes a max or min: for transforms whose payloads must add."""
+    if inner.ops & {"max", "min"}:
+        raise TypeError(
+            f"{owner}: {inner!r} takes a max or min, {why}; "
+            "use a mean or sum, or give those leaves their own pipeline with partition({...})"
+        )
+
+
 def _syncs_in(value: Any) -> Iterator[Sync]:
     if isinstance(value, Sync):
         yield value

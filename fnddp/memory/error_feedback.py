@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fnddp import tree
-from fnddp.sync import Exchange, Local, State, Sync, transform
+from fnddp.sync import Exchange, Local, State, Sync, require_sums, transform
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact
 
 
@@ -52,11 +52,7 @@ class error_feedback(Sync):
         super().__post_init__()
         if not 0 <= self.decay <= 1:
             raise ValueError(f"error_feedback: decay must be in [0, 1], got {self.decay!r}")
-        if self.inner.ops & {"max", "min"}:
-            raise TypeError(
-                f"error_feedback: {self.inner!r} takes a max or min, whose losses do not add up; "
-                "use a mean or sum, or give those leaves their own pipeline with partition({...})"
-            )
+        require_sums("error_feedback", self.inner, "whose losses do not add up")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnddp import random, tree
 from fnddp.layout import in_format_of
-from fnddp.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.sync import Exchange, Replicated, State, Sync, require_sums, transform
 from fnddp.transforms.orthogonalize import METHODS, normalize_columns, orthogonalize
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact
 
@@ -87,11 +87,7 @@ class powersgd(Sync):
             raise ValueError(f"powersgd: min_compression_rate and epsilon must be at least 0, got {self!r}")
         if self.orthogonalization not in METHODS:
             raise ValueError(f"powersgd: orthogonalization must be one of {METHODS}, got {self.orthogonalization!r}")
-        if self.inner.ops & {"max", "min"}:
-            raise TypeError(
-                f"powersgd: {self.inner!r} takes a max or min, but the factors P and Q must add across ranks; "
-                "use a mean or sum, or give those leaves their own pipeline with partition({...})"
-            )
+        require_sums("powersgd", self.inner, "but the factors P and Q must add across ranks")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
