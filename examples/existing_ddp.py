@@ -57,6 +57,11 @@ def main() -> None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    train_and_resume()  # its models are gone when it returns: a DDP model that lives keeps gloo's threads alive
+    dist.destroy_process_group()
+
+
+def train_and_resume() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = digits.load()
     shard = train_set.shard(rank, world_size)
@@ -79,7 +84,6 @@ def main() -> None:
     if rank == 0:
         print(f"{training.handle.sync}, world size {world_size}: {accuracy:.2%} of the test set")
         print(f"the resumed run has the same parameters to the bit: {'yes' if same else 'no'}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
