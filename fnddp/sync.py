@@ -175,6 +175,15 @@ def transform(cls: type[T]) -> type[T]:
     return made
 
 
+def require_state(owner: str, state: State, kind: type) -> None:
+    """Raises a ValueError unless `state` is what the transform `owner` makes in its init."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"{owner}: the state is a {type(state).__name__}, not a {kind.__name__}: "
+            "it was made for another pipeline; call init on this one"
+        )
+
+
 def require_sums(owner: str, inner: Sync, why: str) -> None:
     """Raises a TypeError if a reducer in `inner` takes a max or min: for transforms whose payloads must add."""
     if inner.ops & {"max", "min"}:

@@ -184,6 +184,15 @@ def test_a_state_of_another_tree_is_named():
             sync({}, state)
 
 
+@pytest.mark.parametrize("make", [error_feedback, powersgd, lambda s: warmup(s, 1), lambda s: partition({"*": s})])
+def test_a_state_of_another_pipeline_is_named(make):
+    for state in ((), None, squared(error_feedback(allreduce)).init({"w": torch.ones(2)})):
+        sync = make(allreduce)
+        if type(state) is not type(sync.init({"w": torch.ones(2)})):
+            with pytest.raises(ValueError, match="it was made for another pipeline; call init on this one"):
+                sync({"w": torch.ones(2)}, state)
+
+
 def test_init_reads_no_values():
     gradients = {
         "w": torch.empty(20, 30, device="meta"),

@@ -167,6 +167,11 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     handles: list[Handle] = []
 
     def set_up() -> dict[str, str]:
+        hooks = model._comm_hooks  # pyright: ignore[reportPrivateUsage]
+        if hooks:
+            raise RuntimeError(
+                f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
+            )
         handle = Handle(model, sync.over(group, unnamed_only=True))
         handles.append(handle)
         return description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]

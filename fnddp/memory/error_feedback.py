@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fnddp import tree
-from fnddp.sync import Exchange, Local, State, Sync, require_sums, transform
+from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact
 
 
@@ -60,6 +60,7 @@ class error_feedback(Sync):
         return ErrorFeedbackState(residual, self.inner.init(grads))
 
     def exchange(self, grads: Tree, state: ErrorFeedbackState) -> Exchange:
+        require_state("error_feedback", state, ErrorFeedbackState)
         leaves, spec = tree.flatten(grads)
         remembered = {path: leaf for path, leaf in leaves.items() if is_inexact(leaf)}
         check_entries("error_feedback", state.residual, {path: leaf.shape for path, leaf in remembered.items()})

@@ -7,7 +7,7 @@ from fnmatch import translate
 from typing import Any, NamedTuple, TypeAlias
 
 from fnddp import tree
-from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.sync import Exchange, State, Sync, require_state, transform
 from fnddp.tree import Leaves, Tree
 
 MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
@@ -75,6 +75,7 @@ class partition(Sync):
         return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in self._pairs})
 
     def exchange(self, grads: Tree, state: PartitionState) -> Exchange:
+        require_state("partition", state, PartitionState)
         leaves, spec = tree.flatten(grads)
         parts = self._split(leaves)
         done = {pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in self._pairs}

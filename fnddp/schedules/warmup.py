@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.tree import Tree
 
 
@@ -55,6 +55,7 @@ class warmup(Sync):
         return WarmupState(0, self.before.init(grads), self.inner.init(grads))
 
     def exchange(self, grads: Tree, state: WarmupState) -> Exchange:
+        require_state("warmup", state, WarmupState)
         if state.step < self.steps:
             mean, sent, before = self.before.exchange(grads, state.before)
             return Exchange(mean, sent, WarmupState(state.step + 1, before, state.inner))

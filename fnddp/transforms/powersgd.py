@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnddp import random, tree
 from fnddp.layout import in_format_of
-from fnddp.sync import Exchange, Replicated, State, Sync, require_sums, transform
+from fnddp.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
 from fnddp.transforms.orthogonalize import METHODS, normalize_columns, orthogonalize
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact
 
@@ -107,6 +107,7 @@ class powersgd(Sync):
         )
 
     def exchange(self, grads: Tree, state: PowerSGDState) -> Exchange:
+        require_state("powersgd", state, PowerSGDState)
         leaves, spec = tree.flatten(grads)
         groups = self._group(leaves)
         query = self._queries(leaves, state)
