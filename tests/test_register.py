@@ -243,7 +243,7 @@ def test_a_step_that_fails_raises_on_all_ranks_and_leaves_no_trace(gloo):
 
 
 def check_error_on_one_rank(rank: int) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     ddp = DistributedDataParallel(make_model(), process_group=group)
     handle = fnddp.register(ddp, error_feedback(allreduce))
     if rank == 0:
@@ -255,7 +255,7 @@ def check_error_on_one_rank(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"an earlier step failed on this rank \(ValueError: error_feedback"):
             ddp(batch(rank, 1))  # neither DDP's collectives nor ours may meet rank 1's first step
     else:
-        with pytest.raises(RuntimeError, match="(?i)timed out|closed"):  # gloo's
+        with pytest.raises(RuntimeError, match="(?i)timed out|timeout|closed"):  # gloo's
             loss_of(ddp(batch(rank, 0))).backward()
     assert bits(handle.state) == before
 
