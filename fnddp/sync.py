@@ -5,15 +5,13 @@ so an expression compares, hashes, prints as the call that built it, and parses 
 """
 
 import abc
-import math
-import numbers
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 
+from fnddp.options import checked_float, checked_int
 from fnddp.tree import Tree
 
 if TYPE_CHECKING:
@@ -70,8 +68,8 @@ class Sync(abc.ABC):
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             # A string in modules that postpone annotations.
             kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
-            if field.init and kind.rpartition(".")[2] in _CHECKS:
-                check = _CHECKS[kind.rpartition(".")[2]]
+            check = _CHECKS.get(kind.rpartition(".")[2])
+            if field.init and check is not None:
                 value = check(f"{type(self).__name__}: {field.name}", getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
 
@@ -216,26 +214,10 @@ def _checked_sync(what: str, value: Any) -> Sync:
     raise TypeError(f"{what} must be a pipeline such as allreduce, got {value!r}{made}")
 
 
-def _checked_int(what: str, value: Any) -> int:
-    try:
-        number = operator.index(value)  # of numpy's integers too, which print otherwise
-    except TypeError:
-        raise TypeError(f"{what} must be an int, got {value!r}") from None
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{what} must fit 64 bits, got a number of {number.bit_length()}")
-    return number
-
-
-def _checked_float(what: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, got {value!r}")
-    return value if type(value) is int else float(value)
-
-
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "Sync": _checked_sync,
-    "int": _checked_int,
-    "float": _checked_float,
+    "int": checked_int,
+    "float": checked_float,
     "bool": lambda what, value: bool(value),
 }
 

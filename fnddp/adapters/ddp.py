@@ -1,6 +1,6 @@
 """A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its one hook slot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -70,11 +70,12 @@ class Handle:
                 self._failure = self._failure or error
             # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
             for bucket in buckets:
-                bucket.complete()
+                bucket.complete({})
             _raise_after_backward(error)
         else:
+            mean_of = {p: mean[name] for name, p in self._parameters.items()}
             for bucket in buckets:
-                bucket.complete({p: mean[self._names[p]] for p, _ in bucket.gradients() if p in self._names})
+                bucket.complete(mean_of)
             self._state = state
 
     def _refuse_after_failure(self, *_: object) -> None:
@@ -115,14 +116,14 @@ class _Bucket:
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.parameters, self.views, strict=True))
 
-    def complete(self, mean: dict[Tensor, Tensor] | None = None) -> None:
+    def complete(self, mean_of: Mapping[Tensor, Tensor]) -> None:
+        """Hands DDP the means of the parameters in `mean_of`; the others keep this rank's own gradients."""
         result = self.buffer
-        if mean is not None and self.buffer.is_sparse:
-            result = mean[self.parameters[0]].to_sparse(self.buffer.sparse_dim())
-        elif mean is not None:
-            for parameter, view in self.gradients():
-                if parameter in mean:
-                    view.copy_(mean[parameter])
+        for parameter, view in self.gradients():
+            if parameter in mean_of and self.buffer.is_sparse:
+                result = mean_of[parameter].to_sparse(self.buffer.sparse_dim())
+            elif parameter in mean_of:
+                view.copy_(mean_of[parameter])
         self.future.set_result(result)
 
 

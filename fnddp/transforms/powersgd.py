@@ -129,19 +129,18 @@ class powersgd(Sync):
         q_round = self.inner.exchange({**empty, **_unstack(q, groups, leaves)}, state.q_round)
 
         mean, sent = dict(p_round.mean), dict(p_round.sent)
-        next_q: Leaves = {}
         for group, paths in groups.items():
-            q_mean = _stack(_compute(q_round.mean[path]) for path in paths)
-            q_sent = _stack(_compute(q_round.sent[path]) for path in paths)
-            for i, path in enumerate(paths):
-                mean[path] = _outer(p_hat[group][i], q_mean[i], leaves[path])
-                sent[path] = _outer(p_hat[group][i], q_sent[i], leaves[path])
-                next_q[path] = normalize_columns(q_mean[i], fallback=query[path])
+            for product, q_of in ((mean, q_round.mean), (sent, q_round.sent)):
+                q_group = _stack(_compute(q_of[path]) for path in paths)
+                for path, matrix in zip(paths, p_hat[group] @ q_group.mH, strict=True):
+                    product[path] = _leaf(matrix, leaves[path])
+        # state.q is empty without warm start
+        next_q = {path: normalize_columns(_compute(q_round.mean[path]), fallback=query[path]) for path in state.q}
         return Exchange(
             mean=tree.unflatten(spec, mean),
             sent=tree.unflatten(spec, sent),
             state=PowerSGDState(
-                q={path: next_q[path] for path in state.q},
+                q=next_q,
                 step=state.step if self.warm_start else state.step + 1,
                 p_round=p_round.state,
                 q_round=q_round.state,
@@ -199,8 +198,8 @@ def _compute(tensor: Tensor) -> Tensor:
     return tensor.to(_compute_dtype(tensor.dtype))
 
 
-def _outer(p_hat: Tensor, q: Tensor, like: Tensor) -> Tensor:
-    return in_format_of(like, (p_hat @ q.mH).to(like.dtype).reshape(like.shape))
+def _leaf(matrix: Tensor, like: Tensor) -> Tensor:
+    return in_format_of(like, matrix.to(like.dtype).reshape(like.shape))
 
 
 def _nothing_like(leaf: Tensor) -> Tensor:
