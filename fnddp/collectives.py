@@ -5,6 +5,10 @@ has one rank and a collective is a copy, so a pipeline runs, and loses what it l
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +32,40 @@ _ops: Any = torch.ops._c10d_functional
 
 _WIRE_OP = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
 OPS = tuple(_WIRE_OP)
+_C10D_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+DEFAULT_GROUP = "default"
+"""How the default group is called in a graph that is traced within `planned_world`."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    size: int | None
+
+
+_planned: ContextVar[_Planned | None] = ContextVar("_planned", default=None)
+
+
+@contextmanager
+def planned_world(size: int | None) -> Iterator[None]:
+    """Within the block a pipeline can be traced, never run, as if every group had `size` ranks.
+
+    With None groups have the ranks that they have. Either way the traced collectives name groups as the pipeline does.
+    torch's fake process group would do the same for a whole process, and only where none is initialized.
+    """
+    token = _planned.set(_Planned(size))
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def _planning() -> _Planned | None:
+    return _planned.get()
+
+
+_planning._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  # see _is_differentiating
 
 
 def group_name(group: Group) -> str | None:
@@ -60,6 +98,9 @@ def world_size(group: str | None) -> int:
     Raises:
         RuntimeError: A launcher started several ranks but the process group is not initialized, or a group is named.
     """
+    planned = _planning()
+    if planned is not None and planned.size is not None:
+        return planned.size
     if dist.is_initialized():
         # By name: Dynamo cannot trace the resolution of a named group.
         return c10d._get_group_size_by_name(_live_name(group))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
@@ -94,13 +135,43 @@ def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
     n = world_size(group)
     # By path, not by insertion: dicts that were filled in another order on another rank still match.
     wires = {path: _encode(path, leaves[path], op, n) for path in sorted(leaves)}
-    if dist.is_initialized():
-        name, travelling = _live_name(group), [path for path, wire in wires.items() if wire.numel()]
+    planned = _planning()
+    if dist.is_initialized() or (planned is not None and planned.size is not None):
+        name = _live_name(group) if planned is None else group or DEFAULT_GROUP
+        travelling = [path for path, wire in wires.items() if wire.numel()]
         issued = {path: _ops.all_reduce(wires[path], _WIRE_OP[op], name) for path in travelling}
         wires |= {path: _ops.wait_tensor(wire) for path, wire in issued.items()}
     else:
         wires = {path: wire.clone() for path, wire in wires.items()}  # a result never shares memory with an input
     return {path: _decode(wires[path], leaf, op, n) for path, leaf in leaves.items()}
+
+
+def start_all_reduce(buffer: Tensor, op: str, group: str | None) -> dist.Work:
+    """Starts the reduction of `buffer` over the ranks of `group`, in place.
+
+    For buffers that nobody else reads: on a large payload the functional collectives spend more time in their copy
+    than in the sum. The buffer is neither read nor written until the work is waited for.
+
+    Args:
+        buffer: Dense and contiguous; of a dtype that the backend reduces.
+        op: "sum", "max" or "min".
+        group: The name of a process group; None for the default one.
+
+    Raises:
+        ValueError: `op` is none of these (no backend takes the mean of every dtype: divide first), or
+            torch.distributed is not initialized.
+    """
+    if op not in _C10D_OP:
+        raise ValueError(f"start_all_reduce: op must be one of {', '.join(_C10D_OP)}, got {op!r}")
+    work = dist.all_reduce(buffer, _C10D_OP[op], group=_live_group(group), async_op=True)
+    assert work is not None  # None for a rank outside of the group, which has no name for it
+    return work
+
+
+def wire_device(group: str | None) -> torch.device:
+    """Where the payloads of `group` live: the current CUDA device for NCCL, the CPU otherwise."""
+    on_cuda = "nccl" in dist.get_backend(_live_group(group))
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def all_gather_object(value: Any, group: str | None) -> list[Any]:
@@ -116,11 +187,9 @@ def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
     """`value` of every rank, of the same length on all."""
     if not dist.is_initialized():
         return [value]
-    live = _live_group(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(live) else "cpu"
-    mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(wire_device(group))
     gathered = [torch.empty_like(mine) for _ in range(world_size(group))]
-    dist.all_gather(gathered, mine, group=live)
+    dist.all_gather(gathered, mine, group=_live_group(group))
     return [bytes(part.tolist()) for part in gathered]
 
 

@@ -127,6 +127,14 @@ class Sync(abc.ABC):
         """How the payload is reduced over ranks ("mean", "sum", ...), over all reducers inside."""
         return frozenset[str]().union(*(child.ops for child in self.children()))
 
+    @property
+    def traceable(self) -> bool:
+        """Whether `exchange` can run on tensors without values. False for what reads values or runs foreign code.
+
+        A pipeline that is not traceable cannot be lowered: it runs as a whole when all gradients are there.
+        """
+        return all(child.traceable for child in self.children())
+
     def children(self) -> Iterator["Sync"]:
         """The pipelines this one wraps directly."""
         for field in fields(self):  # pyright: ignore[reportArgumentType]

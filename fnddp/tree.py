@@ -79,6 +79,16 @@ def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
         yield _path(accessor), tuple(annotations), value
 
 
+def flatten_any(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves of `tree`, whatever their type, and its structure: for states."""
+    return optree.tree_flatten(tree, namespace=NAMESPACE)
+
+
+def unflatten_any(spec: optree.PyTreeSpec, values: list[Any]) -> Tree:
+    """The inverse of `flatten_any`."""
+    return optree.tree_unflatten(spec, values)
+
+
 def structure(tree: Tree) -> optree.PyTreeSpec:
     """The structure of `tree`, to compare with another's."""
     return optree.tree_structure(tree, namespace=NAMESPACE)

@@ -55,6 +55,10 @@ class from_hook(Sync):
     def ops(self) -> frozenset[str]:
         return frozenset({"mean"})
 
+    @property
+    def traceable(self) -> bool:
+        return False
+
     def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
         return self
 

@@ -72,6 +72,10 @@ class cast(Sync):
         return Exchange(tree.unflatten(spec, mean), tree.unflatten(spec, sent), inner.state)
 
     @property
+    def traceable(self) -> bool:
+        return not self.check and super().traceable
+
+    @property
     def _wire_dtype(self) -> torch.dtype:
         assert isinstance(self.dtype, torch.dtype)  # __post_init__ has resolved names
         return self.dtype

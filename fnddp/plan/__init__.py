@@ -1,0 +1,1 @@
+"""Lowering: trace -> simplify -> combine -> order -> reuse -> Plan -> execute. Each pass is a file."""

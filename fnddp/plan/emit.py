@@ -1,0 +1,164 @@
+"""Pass 6: the code of every step, as a function of named values."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fnddp.plan.ir import Collective, launch, output_nodes, take, value
+from fnddp.plan.order import Segment
+from fnddp.plan.reuse import Memory, into
+
+aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the executor does without a break.
+
+    Attributes:
+        slot: Position in the software pipeline.
+        needs: Names of the gradients that must have arrived.
+        waits: Collectives that must be complete.
+        inputs: Names of the values that `run` takes.
+        outputs: Names of the values that it returns.
+        frees: Names of the values that nobody reads after it.
+        run: The computation.
+        launches: The collective that is issued at the end.
+        code: The computation as text, an operation a line.
+    """
+
+    slot: int
+    needs: tuple[str, ...]
+    waits: tuple[int, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    frees: tuple[str, ...]
+    run: Callable[..., tuple[Any, ...]]
+    launches: Collective | None
+    code: tuple[str, ...]
+
+
+def emit(
+    module: fx.GraphModule, segments: Sequence[Segment], memory: Memory, leaf_names: dict[str, str]
+) -> list[Step]:
+    """Turns segments into steps.
+
+    Args:
+        module: The combined graph.
+        segments: Its nodes in order.
+        memory: Where results are written.
+        leaf_names: The name of each leaf's value.
+    """
+    kept = {name for name in map(name_of, output_nodes(module.graph)) if isinstance(name, str)}
+    drafts = [_draft(segment, memory) for segment in segments]
+    last_read = {name: i for i, draft in enumerate(drafts) for name in draft.inputs}
+    read_later = kept | set(last_read)
+    steps: list[Step] = []
+    for i, (segment, draft) in enumerate(zip(segments, drafts, strict=True)):
+        outputs = [node for node in draft.made if node.name in read_later]
+        draft.graph.output(tuple(draft.made[node] for node in outputs))
+        code = fx.GraphModule({}, draft.graph)
+        frees = [name for name in draft.inputs if last_read[name] == i and name not in kept and not _in_buffer(name)]
+        steps.append(
+            Step(
+                slot=segment.slot,
+                needs=tuple(leaf_names[path] for path in segment.needs),
+                waits=tuple(segment.waits),
+                inputs=tuple(draft.inputs),
+                outputs=tuple(node.name for node in outputs),
+                frees=tuple(frees),
+                run=code.forward,
+                launches=None if segment.launches is None else segment.launches.args[1],  # pyright: ignore[reportArgumentType]
+                code=tuple(draft.lines),
+            )
+        )
+    return steps
+
+
+def name_of(node: Any) -> Any:
+    """The name of a node's value: results of collectives are parts of their buffers. Numbers are themselves."""
+    if not isinstance(node, fx.Node):
+        return node
+    if node.target is take:
+        launched, position = node.args
+        return buffer_name(launched.args[1], position)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess, reportArgumentType, reportOptionalSubscript]
+    return node.name
+
+
+def buffer_name(collective: Collective, position: int) -> str:
+    """The name of the payload at `position`."""
+    return f"{collective.name}[{position}]"
+
+
+def _in_buffer(name: str) -> bool:
+    return name.endswith("]")
+
+
+class _draft:
+    """The graph of one step while it is made."""
+
+    def __init__(self, segment: Segment, memory: Memory) -> None:
+        self.graph = fx.Graph()
+        self.inputs: dict[str, fx.Node] = {}
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.lines: list[str] = []
+        for node in segment.nodes:
+            if node.target is not take:
+                self._compute(node, memory)
+        if segment.launches is not None:
+            self._pack_the_rest(segment.launches, memory)
+
+    def value(self, node: fx.Node) -> fx.Node:
+        if node in self.made:
+            return self.made[node]
+        name = name_of(node)
+        if name not in self.inputs:
+            made = self.graph.placeholder(name.replace("[", "_").replace("]", ""))
+            made.meta["val"] = value(node)
+            self.inputs[name] = made
+        return self.inputs[name]
+
+    def payload(self, collective: Collective, position: int) -> fx.Node:
+        name = buffer_name(collective, position)
+        if name not in self.inputs:
+            self.inputs[name] = self.graph.placeholder(name.replace("[", "_").replace("]", ""))
+        return self.inputs[name]
+
+    def _compute(self, node: fx.Node, memory: Memory) -> None:
+        places = memory.payloads.get(node, [])
+        target = memory.target_of(node)
+        if isinstance(target, tuple):
+            destination, shown = self.payload(*target), buffer_name(*target)
+        elif target is not None:
+            destination, shown = self.value(target), name_of(target)
+            if value(target).shape != value(node).shape:
+                destination = self.graph.call_function(aten.view.default, (destination, list(value(node).shape)))
+        else:
+            destination, shown = None, None
+        if destination is None:
+            self.made[node] = self.graph.node_copy(node, self.value)
+            self._say(node, node.name)
+        else:
+            self.made[node] = into(self.graph, node, self.value, destination)
+            self._say(node, shown)
+        for collective, position in places:
+            if (collective, position) != target:
+                self._copy(node, collective, position)
+
+    def _pack_the_rest(self, launched: fx.Node, memory: Memory) -> None:
+        sources, collective = launched.args
+        for position, source in enumerate(sources):  # pyright: ignore[reportArgumentType]
+            if source not in memory.computed:  # a gradient, a part of the state, or the result of another collective
+                self._copy(source, collective, position)  # pyright: ignore[reportArgumentType]
+
+    def _copy(self, source: fx.Node, collective: Collective, position: int) -> None:
+        self.graph.call_function(aten.copy_.default, (self.payload(collective, position), self.value(source)))
+        self.lines.append(f"{buffer_name(collective, position)} = {name_of(source)}")
+
+    def _say(self, node: fx.Node, result: str) -> None:
+        target = str(node.target).removeprefix("aten.").partition(".")[0]
+        arguments = ", ".join([str(name_of(a)) if isinstance(a, fx.Node) else str(a) for a in node.args])
+        self.lines.append(f"{result} = {target}({arguments})")

@@ -1,0 +1,121 @@
+"""What lowering adds to aten: combined collectives, as two operations of a graph.
+
+A graph with them still runs as it stands (blocking, and without reuse of buffers), so that every pass can be tested.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnddp import collectives
+
+# Without a functional view annotation in its schema, but a view all the same.
+_UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One tensor in the flat buffer of a collective.
+
+    Attributes:
+        label: The leaf it comes from, or the first and last of several.
+        shape: Its shape.
+        offset: Where it starts in the buffer, in elements.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One all-reduce of a flat buffer that many payloads share.
+
+    Attributes:
+        index: Its place in the order in which all ranks issue their collectives.
+        kind: "all_reduce".
+        op: "sum", "max" or "min", as the wire adds (a mean is divided before it is summed).
+        group: The process group's name; None for the default one.
+        world_size: Number of ranks in the group.
+        dtype: Of the buffer.
+        device: Of the buffer.
+        depth: 0 for what depends on gradients only, 1 for what depends on results of depth 0, and so on.
+        bucket: The bucket of gradients it carries.
+        slot: When it is issued: the bucket's arrival plus the depth.
+        payloads: What lies in the buffer, without gaps.
+    """
+
+    index: int
+    kind: str
+    op: str
+    group: str | None
+    world_size: int
+    dtype: torch.dtype
+    device: torch.device
+    depth: int
+    bucket: int
+    slot: int
+    payloads: tuple[Payload, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the buffer."""
+        return sum(payload.numel for payload in self.payloads)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes that one rank hands over."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        return f"c{self.index}"
+
+
+def launch(payloads: Sequence[Tensor], collective: Collective) -> list[Tensor]:
+    """Lays the payloads out in one flat buffer and reduces it."""
+    flat = torch.cat([payload.reshape(-1) for payload in payloads])
+    collectives.start_all_reduce(flat, collective.op, collective.group).wait()
+    pieces = flat.split([payload.numel for payload in collective.payloads])
+    return [piece.view(payload.shape) for piece, payload in zip(pieces, collective.payloads, strict=True)]
+
+
+def take(launched: list[Tensor], position: int) -> Tensor:
+    """The reduced payload at `position`."""
+    return launched[position]
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor, symbolic int or tuple that `node` stands for."""
+    return node.meta["val"]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result of `node` shares memory with its first argument."""
+    if node.target is operator.getitem:  # of several results: views if the operation makes views
+        return is_view(node.all_input_nodes[0])
+    if node.target is take or node.target in _UNSAFE_VIEWS:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(
+        ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns
+    )
+
+
+def tensor_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of `graph` that compute something."""
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def output_nodes(graph: fx.Graph) -> list[Any]:
+    """What the graph returns: nodes, or Python numbers."""
+    return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]

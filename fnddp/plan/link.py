@@ -1,0 +1,237 @@
+"""What one collective costs: the alpha-beta-gamma model.
+
+Symbols: n ranks, payload S bytes, latency alpha, bandwidth B, local reduction gamma; g ranks on each of N nodes.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+
+# Messages one after the other in one pass around the ranks (a reduce-scatter or an all-gather).
+_MESSAGES: dict[str, Callable[[int], int]] = {
+    "gloo": lambda n: 2 * (n - 1),  # gloo sends every chunk of a ring in two halves
+    "ring": lambda n: n - 1,
+    "halving_doubling": lambda n: math.ceil(math.log2(n)),
+}
+ALGORITHMS = tuple(_MESSAGES)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+_NUMBER = r"(\d+(?:\.\d+)?)\s*"
+_BITS = re.compile(_NUMBER + r"([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+_BYTES = re.compile(_NUMBER + r"([kMGT]?)B/s")
+_LATENCY = re.compile(_NUMBER + r"([num]?)s")
+_EXPONENT = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}
+_SMALL_EXPONENT = {"": 0, "m": -3, "u": -6, "n": -9}
+
+
+@dataclass(frozen=True, repr=False)
+class Link:
+    """What connects the ranks of a process group, in the numbers that a collective's time follows from.
+
+    An all_reduce of S bytes takes 2 m alpha + (n-1)/n S (1/B + max(1/B, gamma)), where m, the messages in a row, is
+    2(n-1) with "gloo", n-1 with "ring" and log2(n) with "halving_doubling". Where B differs between pairs of ranks, the
+    slowest pair of the ring counts. The wrong model for a network that others use too, and for tree all-reduces,
+    which large NCCL jobs choose for small payloads.
+
+    With `inner` it is one of two levels: g = `ranks_per_node` ranks share a node, whose inside is `inner`, and an
+    all_reduce is a reduce-scatter inside, g all_reduces of S/g across nodes at once, and an all-gather inside.
+
+    Args:
+        bandwidth: B, bytes per second that one rank sends (and receives at the same time). A network card that g ranks
+            of a node share gives each of them 1/g. `math.inf` is allowed.
+        latency: alpha, seconds for one message.
+        gamma: Seconds per byte for adding a received payload. It counts where it exceeds 1/B: gloo and NCCL add one
+            part of the payload while the next one travels.
+        algorithm: "gloo", which is a ring of half chunks (and reduces all where it should reduce and scatter); "ring",
+            as NCCL does on large payloads; or "halving_doubling", as MPI does on small ones (n is rounded up to a
+            power of two).
+        inner: The link inside a node.
+        ranks_per_node: g. A group of at most g ranks is taken to lie on one node.
+
+    Raises:
+        ValueError: A negative number or an unknown algorithm; `inner` without `ranks_per_node`, or the other way round.
+
+    Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005,
+    sections 3 and 4; they add gamma instead of hiding it.
+
+    >>> link = Link(bandwidth=125e6, latency=20e-6)
+    >>> link.seconds("all_reduce", 4_000_000, world_size=2)
+    0.03208
+    >>> print(Link.parse("10gbit:20us"))
+    10 Gbit/s, 20 us a message
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    gamma: float = 0.0
+    algorithm: str = "gloo"
+    inner: "Link | None" = None
+    ranks_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"Link: bandwidth must be positive, got {self.bandwidth!r} bytes/s")
+        for name in ("latency", "gamma"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"Link: {name} must be finite and not negative, got {value!r}")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"Link: algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        if (self.inner is None) != (self.ranks_per_node == 1) or self.ranks_per_node < 1:
+            raise ValueError(
+                f"Link: inner and ranks_per_node go together, got inner={self.inner!r} and "
+                f"ranks_per_node={self.ranks_per_node!r}; give the link inside a node and a number of at least 2, "
+                "or neither"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """A link from its rate and, after a colon, its latency (none: 0).
+
+        Prefixes are decimal. Bits: "200mbit", "1gbit", "25 Gbit/s", in any case; bytes: "115.4GB/s", with a capital B.
+        A rate is taken as it stands: headers of TCP over Ethernet take 4.4 % of it (1448 bytes of 1514 are payload).
+
+        Raises:
+            ValueError: `text` is not of this form. "mbps" is refused: some read it as bits, tc as bytes.
+
+        >>> Link.parse("1gbit")
+        Link(bandwidth=125000000.0)
+        >>> Link.parse("115.4GB/s:2.5us") == Link(bandwidth=115.4e9, latency=2.5e-6)
+        True
+        """
+        rate, colon, latency = (part.strip() for part in text.partition(":"))
+        bits, nbytes, late = _BITS.fullmatch(rate), _BYTES.fullmatch(rate), _LATENCY.fullmatch(latency)
+        found = bits or nbytes
+        if found is None or (colon and late is None):
+            raise ValueError(
+                f"{text!r} is no link: write a rate and perhaps a latency, such as 200mbit, 1gbit, 25gbit:20us or "
+                "115.4GB/s:2.5us"
+            )
+        number, prefix = found.groups()
+        bandwidth = float(f"{number}e{_EXPONENT[prefix.lower()]}") / (8 if bits else 1)
+        return cls(bandwidth, float(f"{late[1]}e{_SMALL_EXPONENT[late[2]]}") if late else 0.0)
+
+    def seconds(self, kind: str, wire_bytes: float, world_size: int) -> float:
+        """The time of one collective on an idle link; 0 for one rank.
+
+        Args:
+            kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+            wire_bytes: What one rank hands over. An all_gather gives back n times that, a reduce_scatter 1/n of it.
+            world_size: n.
+
+        Raises:
+            ValueError: The kind is unknown, or the ranks do not fill nodes.
+
+        >>> Link.parse("1gbit").seconds("all_gather", 1_000_000, world_size=8)
+        0.056
+        """
+        _check(kind, wire_bytes, world_size)
+        if self.inner is None or world_size == 1:
+            return self._flat_seconds(kind, wire_bytes, world_size)
+        if world_size <= self.ranks_per_node:
+            return self.inner.seconds(kind, wire_bytes, world_size)
+        within, across = self._levels(kind, wire_bytes, world_size)
+        return self.inner.seconds(kind, within, self.ranks_per_node) + self._flat_seconds(
+            kind, across, world_size // self.ranks_per_node
+        )
+
+    def link_bytes(self, kind: str, wire_bytes: float, world_size: int) -> int:
+        """The bytes of payload that one rank sends over this link (with `inner`: between nodes), rounded up.
+
+        Args:
+            kind: As for `seconds`.
+            wire_bytes: What one rank hands over.
+            world_size: n.
+
+        Raises:
+            ValueError: As for `seconds`.
+
+        >>> Link.parse("1gbit").link_bytes("all_reduce", 1000, world_size=4)  # 2 * 3/4
+        1500
+        """
+        _check(kind, wire_bytes, world_size)
+        payload, n = wire_bytes, world_size
+        if self.inner is not None and n > 1:
+            if n <= self.ranks_per_node:
+                return 0
+            _, payload = self._levels(kind, wire_bytes, n)
+            n //= self.ranks_per_node
+        kind = self._carried_out_as(kind)
+        times = {"all_reduce": 2.0, "all_gather": float(n)}.get(kind, 1.0)
+        return math.ceil(times * (n - 1) * payload / n)
+
+    def _flat_seconds(self, kind: str, payload: float, n: int) -> float:
+        if n == 1:
+            return 0.0
+        kind = self._carried_out_as(kind)
+        part, move, add = (n - 1) / n, payload / self.bandwidth, payload * max(1 / self.bandwidth, self.gamma)
+        pass_latency = _MESSAGES[self.algorithm](n) * self.latency
+        match kind:
+            case "all_reduce":
+                return 2 * pass_latency + part * (add + move)
+            case "reduce_scatter":
+                return pass_latency + part * add
+            case "all_gather":
+                return pass_latency + (n - 1) * move
+            case _:
+                return (n - 1) * self.latency + part * move
+
+    def _carried_out_as(self, kind: str) -> str:
+        return "all_reduce" if (kind, self.algorithm) == ("reduce_scatter", "gloo") else kind
+
+    def _levels(self, kind: str, payload: float, n: int) -> tuple[float, float]:
+        """What a rank hands over inside its node, and across nodes."""
+        g = self.ranks_per_node
+        if n % g:
+            raise ValueError(
+                f"Link: {n} ranks do not fill nodes of {g}; give the group a link of its own: estimate(..., "
+                "{None: link, name: other})"
+            )
+        if kind == "all_gather":
+            return payload * (n // g), payload  # across nodes first, then what came from there to the neighbours
+        return payload, payload if kind == "all_to_all" else payload / g
+
+    def __repr__(self) -> str:
+        arguments: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.default is MISSING or value != field.default:
+                arguments.append(f"{field.name}={value!r}")
+        return f"Link({', '.join(arguments)})"
+
+    def __str__(self) -> str:
+        text = f"{scaled(8 * self.bandwidth, 'bit/s')}, {duration(self.latency)} a message"
+        return text if self.inner is None else f"{text}; in nodes of {self.ranks_per_node}: {self.inner}"
+
+
+def messages(algorithm: str, world_size: int) -> int:
+    """The messages of an all_reduce that follow one another."""
+    return 2 * _MESSAGES[algorithm](world_size)
+
+
+def _check(kind: str, wire_bytes: float, world_size: int) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"Link: the time of {kind!r} is not known; known: {', '.join(KINDS)}")
+    if world_size < 1 or wire_bytes < 0:
+        raise ValueError(f"Link: no collective has {wire_bytes} bytes on {world_size} ranks")
+
+
+def scaled(value: float, unit: str) -> str:
+    """`value` with four digits and a decimal prefix."""
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """`seconds` with four digits, in s, ms or us.
+
+    >>> duration(0.0351)
+    '35.1 ms'
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us" if seconds else "0 s"

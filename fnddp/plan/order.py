@@ -1,0 +1,133 @@
+"""Pass 4: one total order of everything, the same on all ranks.
+
+A bucket of gradients arrives in the slot of its number; a collective of depth d is issued d slots after its bucket, and
+its result is read one slot later. So a bucket's second round is issued behind the next bucket's first: a software
+pipeline, in which the wire is busy with one bucket while the other is computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fnddp.plan.ir import Collective, launch, take, tensor_nodes
+
+
+@dataclass
+class Segment:
+    """What runs without a break: it waits for gradients and collectives, computes, and may issue one collective.
+
+    Attributes:
+        slot: Position in the software pipeline.
+        needs: Leaves that must have arrived, beyond those that earlier segments needed.
+        waits: Collectives that must be complete, likewise.
+        nodes: What is computed, in this order.
+        launches: The node of the collective that is issued at the end.
+    """
+
+    slot: int
+    needs: list[str] = field(default_factory=list[str])
+    waits: list[int] = field(default_factory=list[int])
+    nodes: list[fx.Node] = field(default_factory=list[fx.Node])
+    launches: fx.Node | None = None
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """When a node runs: slot by slot, collectives of earlier rounds first, leaves as they arrive."""
+
+    slot: int
+    depth: int
+    arrival: float
+    index: int
+
+
+def order(
+    graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int], *, decode_last: bool = False
+) -> list[Segment]:
+    """Sorts the nodes of a combined graph and cuts them into segments.
+
+    Args:
+        graph: From `combine`.
+        paths: The leaves: the graph's first placeholders.
+        buckets: The bucket of each leaf, in the order of arrival.
+        decode_last: Put what no collective depends on behind the last wait, so that until then nothing but
+            communication and what it needs has happened.
+    """
+    positions = _positions(graph, paths, buckets)
+    if decode_last:
+        feeding = _ancestors_of_launches(graph)
+        last = max((position.slot for position in positions.values()), default=0)
+        for node, at in positions.items():
+            if node not in feeding:
+                positions[node] = Position(last + 1, 0, at.arrival, at.index)
+    leaf_of = dict(zip(graph.find_nodes(op="placeholder"), paths, strict=False))
+    return _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of)
+
+
+def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]) -> dict[fx.Node, Position]:
+    arrival = {path: place for place, path in enumerate(buckets)}
+    leaves = iter(paths)
+    at: dict[fx.Node, Position] = {}
+    for index, node in enumerate(graph.nodes):
+        inputs = [at[source] for source in node.all_input_nodes]
+        slot = max((position.slot for position in inputs), default=0)
+        depth = max((position.depth for position in inputs), default=0)
+        latest = max((position.arrival for position in inputs), default=-1.0)
+        if node.op == "placeholder":
+            path = next(leaves, None)  # the state's come after the leaves
+            if path is not None:
+                slot, latest = buckets[path], arrival[path]
+        elif node.target is launch:
+            collective = _collective(node)
+            slot, depth, latest = collective.slot, collective.depth, float("inf")
+        elif node.target is take:
+            launched, position = node.args
+            assert isinstance(launched, fx.Node)
+            collective = _collective(launched)
+            slot, depth = collective.slot + 1, collective.depth + 1
+            payload = launched.args[0][position]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportOptionalSubscript]
+            latest = at[payload].arrival  # pyright: ignore[reportArgumentType]
+        at[node] = Position(slot, depth, latest, index)
+    return at
+
+
+def _cut(
+    nodes: Sequence[fx.Node], at: Mapping[fx.Node, Position], leaf_of: Mapping[fx.Node, str]
+) -> list[Segment]:
+    segments: list[Segment] = []
+    current: Segment | None = None
+    arrived: set[fx.Node] = set()
+    waited: set[int] = set()
+    for node in nodes:
+        needs = [source for source in node.all_input_nodes if source in leaf_of and source not in arrived]
+        waits: list[int] = []
+        if node.target is take:
+            needs, index = [], _collective(node.all_input_nodes[0]).index
+            waits = [] if index in waited else [index]
+        if current is None or ((needs or waits) and current.nodes):
+            current = Segment(at[node].slot)
+            segments.append(current)
+        arrived.update(needs)
+        waited.update(waits)
+        current.needs += [leaf_of[source] for source in needs]
+        current.waits += waits
+        if node.target is launch:
+            current.launches, current = node, None
+        else:
+            current.nodes.append(node)
+    return segments
+
+
+def _ancestors_of_launches(graph: fx.Graph) -> set[fx.Node]:
+    feeding: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.target is launch or any(user in feeding for user in node.users):
+            feeding.add(node)
+    return feeding
+
+
+def _collective(node: fx.Node) -> Collective:
+    collective = node.args[1]
+    assert isinstance(collective, Collective)
+    return collective

@@ -1,0 +1,95 @@
+"""Pass 1: a pipeline as one graph of aten operations and collectives.
+
+The pipeline's own Python runs once, on fake tensors, under make_fx. Python ints of the state enter as symbols, so no
+step number is baked into a graph: a comparison such as `step < steps` becomes a guard, and the outcomes of all guards
+are the phase that the graph is for.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+
+from fnddp import tree
+from fnddp.sync import State, Sync
+from fnddp.tree import Leaves
+
+
+_one_at_a_time = threading.Lock()  # make_fx patches torch for the whole process; ranks may be threads
+
+
+class LoweringError(TypeError):
+    """A pipeline has no static schedule: it reads values, or runs foreign code. It still runs eagerly."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A graph from leaves and state to means and the next state.
+
+    Attributes:
+        module: Its placeholders are the leaves, then the parts of the state; its output is a flat list, means first.
+        leaves: Leaf paths, in the order of the placeholders and of the means.
+        counters: Positions of the Python ints among the parts of the state.
+        holds: Whether this graph is the right one for these values of the counters.
+    """
+
+    module: fx.GraphModule
+    leaves: tuple[str, ...]
+    counters: tuple[int, ...]
+    holds: Callable[[Sequence[int]], bool]
+
+
+def trace(sync: Sync, leaves: Leaves, state: State) -> Trace:
+    """Traces one exchange of `sync`, without what only `sent` needs.
+
+    Args:
+        sync: The pipeline.
+        leaves: Shapes, dtypes, devices and strides are read.
+        state: The same, and the values of its Python ints.
+
+    Raises:
+        LoweringError: The pipeline reads values of tensors, or holds foreign code.
+    """
+    if not sync.traceable:
+        raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
+    parts, spec = tree.flatten_any(state)
+    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
+    symbols: list[sympy.Symbol] = []
+
+    def fake(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return mode.from_tensor(part.detach(), static_shapes=True)
+        source = ConstantSource(f"counter_{len(symbols)}")
+        symbols.append(shapes.create_unspecified_symbol(part, source, DimDynamic.DYNAMIC))  # pyright: ignore[reportArgumentType]
+        return shapes.create_symintnode(symbols[-1], hint=part, source=source)
+
+    def exchange(grads: list[Tensor], parts: list[Any]) -> list[Any]:
+        done = sync.exchange(dict(zip(leaves, grads, strict=True)), tree.unflatten_any(spec, parts))
+        return [*(done.mean[path] for path in leaves), *tree.flatten_any(done.state)[0]]
+
+    fakes = [fake(leaf) for leaf in leaves.values()], [fake(part) for part in parts]
+    try:
+        with _one_at_a_time, torch.no_grad(), mode:
+            module = make_fx(exchange)(*fakes)
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise LoweringError(f"{sync!r} cannot be lowered: it reads the values of tensors ({error})") from error
+    module.graph.eliminate_dead_code()
+    counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
+    guards = sympy.And(*(guard.expr for guard in shapes.guards))
+    return Trace(module, tuple(leaves), counters, _predicate(symbols, guards))
+
+
+def _predicate(symbols: list[sympy.Symbol], guards: Any) -> Callable[[Sequence[int]], bool]:
+    if guards is sympy.true:
+        return lambda values: True
+    holds = sympy.lambdify(symbols, guards, modules="math")
+    return lambda values: bool(holds(*values))
