@@ -3,10 +3,18 @@
 from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
+from fnddp.adapters.jit import jit
+from fnddp.adapters.module import DistributedDataParallel
 from fnddp.agreement import RankMismatchError, verify
 from fnddp.compositions import batched_powersgd
 from fnddp.memory.error_feedback import error_feedback
 from fnddp.parse import parse
+from fnddp.plan.link import Link
+from fnddp.plan.lower import lower
+from fnddp.plan.measure import measure_link
+from fnddp.plan.plan import Plan
+from fnddp.plan.status import StepFailedError
+from fnddp.plan.trace import LoweringError
 from fnddp.reducers.all_reduce import all_reduce, allreduce
 from fnddp.schedules.partition import partition
 from fnddp.schedules.warmup import warmup
@@ -19,12 +27,17 @@ from fnddp.transforms.squared import squared
 from fnddp.wire import WireCounter
 
 __all__ = [
+    "DistributedDataParallel",
     "Exchange",
     "Handle",
+    "Link",
+    "LoweringError",
+    "Plan",
     "Local",
     "RankMismatchError",
     "Replicated",
     "State",
+    "StepFailedError",
     "Sync",
     "WireCounter",
     "all_reduce",
@@ -36,7 +49,10 @@ __all__ = [
     "error_feedback",
     "fp16",
     "from_hook",
+    "jit",
     "load_state_dict",
+    "lower",
+    "measure_link",
     "parse",
     "partition",
     "powersgd",

@@ -115,6 +115,11 @@ def world_size(group: str | None) -> int:
     return 1
 
 
+def current_world() -> tuple[bool, int]:
+    """Whether there is a process group, and the size of the default one: what a plan is made for."""
+    return dist.is_initialized(), world_size(None)
+
+
 def rank(group: str | None) -> int:
     """This process's rank in `group`; 0 without torch.distributed."""
     return dist.get_rank(_live_group(group)) if dist.is_initialized() else 0
@@ -174,6 +179,12 @@ def wire_device(group: str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
+def broadcast(tensors: list[Tensor], group: str | None) -> None:
+    """Makes `tensors` equal to those of the group's first rank, in place, in few large messages."""
+    if dist.is_initialized() and tensors:
+        dist._broadcast_coalesced(_live_group(group), tensors, 25 * 2**20, 0)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
 def all_gather_object(value: Any, group: str | None) -> list[Any]:
     """`value` of every rank, in rank order: for set-up, never inside a step."""
     if not dist.is_initialized():
@@ -218,6 +229,11 @@ def _live_group(group: str | None) -> dist.ProcessGroup:
     if group is None:
         return c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
     return c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+
+
+def is_transforming() -> bool:
+    """Whether this runs inside a torch.func transform, where collectives are not what they seem."""
+    return peek_interpreter_stack() is not None
 
 
 def _refuse_differentiation() -> None:

@@ -89,6 +89,11 @@ def unflatten_any(spec: optree.PyTreeSpec, values: list[Any]) -> Tree:
     return optree.tree_unflatten(spec, values)
 
 
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """`fn` of every tensor among the leaves of `tree`; other leaves are kept."""
+    return optree.tree_map(lambda x: fn(x) if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE)
+
+
 def structure(tree: Tree) -> optree.PyTreeSpec:
     """The structure of `tree`, to compare with another's."""
     return optree.tree_structure(tree, namespace=NAMESPACE)

@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fnddp import tree
 from fnddp.agreement import agree, description
 from fnddp.collectives import group_name
+from fnddp.plan.engine import Engine
+from fnddp.plan.ir import LeafSpec
 from fnddp.state import describe, parts
 from fnddp.sync import State, Sync
-from fnddp.tree import Leaves
 
 
 class Handle:
@@ -31,6 +32,8 @@ class Handle:
         self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._state = sync.init(self._parameters)
+        leaves = {name: LeafSpec.of(p) for name, p in self._parameters.items()}
+        self._engine = Engine(sync, leaves, donate="at_end", learns_order=False)
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
 
@@ -53,51 +56,66 @@ class Handle:
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._pending = []  # of a backward that broke off
+            self._pending, self._failure = [], None
+            self._engine.fail(RuntimeError("its backward did not finish"))  # if the last one broke off
         arrived = _Bucket(bucket)
         self._pending.append(arrived)
-        if bucket.is_last():
-            pending, self._pending = self._pending, []
-            self._synchronize(pending)
+        try:
+            if bucket.index() == 0:
+                self._engine.start(self._state)
+            if self._failure is None:
+                for parameter, grad in arrived.gradients():
+                    self._engine.feed(self._name_of(parameter), grad)
+            if bucket.is_last():
+                self._finish()
+        except Exception as error:
+            self._failure = self._failure or error
+        if bucket.is_last() and self._failure is not None:
+            self._give_up(self._failure)
         return arrived.future
 
-    def _synchronize(self, buckets: "list[_Bucket]") -> None:
-        try:
-            self._refuse_after_failure()
-            mean, state = self.sync(self._gradients(buckets), self._state)
-        except Exception as error:
-            if not isinstance(error, FloatingPointError):  # of a check, which fails on all ranks or on none
-                self._failure = self._failure or error
-            # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
-            for bucket in buckets:
-                bucket.complete({})
-            _raise_after_backward(error)
-        else:
-            mean_of = {p: mean[name] for name, p in self._parameters.items()}
-            for bucket in buckets:
-                bucket.complete(mean_of)
-            self._state = state
+    def _before_forward(self, *_: object) -> None:
+        self._engine.refuse_after_failure()  # DDP has collectives in forward too
 
-    def _refuse_after_failure(self, *_: object) -> None:
-        # The other ranks may still wait in the collectives of the step that failed here. Going on would pair those
-        # with the next step's (DDP has collectives in forward too), and train on wrong numbers without a word.
+    def _finish(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(
-                f"an earlier step failed on this rank ({type(self._failure).__name__}: {self._failure}), so ranks may "
-                "be out of step; restart from a checkpoint, with the process group set up again"
-            ) from self._failure
+            return
+        self._check_all_arrived()
+        mean, state, _ = self._engine.finish()
+        mean_of = {p: mean[name] for p, name in self._names.items()}
+        for bucket in self._pending:
+            bucket.complete(mean_of)
+        self._state = state
+        # DDP's buckets, and their order, are the same on all ranks.
+        self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters])
+        self._pending = []
 
-    def _gradients(self, buckets: "list[_Bucket]") -> Leaves:
-        arrived = {p: grad for bucket in buckets for p, grad in bucket.gradients()}
+    def _give_up(self, error: Exception) -> None:
+        self._engine.fail(error)
+        # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
+        for bucket in self._pending:
+            bucket.complete({})
+        self._pending = []
+        _raise_after_backward(error)
+
+    def _name_of(self, parameter: Tensor) -> str:
+        if parameter in self._names:
+            return self._names[parameter]
+        name = next(name for name, p in self._module.named_parameters() if p is parameter)
+        raise _thawed(name, frozen_before="register")
+
+    def _check_all_arrived(self) -> None:
+        arrived = {p for bucket in self._pending for p in bucket.parameters}
         for name, p in self._module.named_parameters():
-            if p.requires_grad and (p in self._names) != (p in arrived) and name not in self._ignored:
-                frozen_before = "register" if p in arrived else "DistributedDataParallel"
-                raise ValueError(
-                    f"parameter {name!r} was frozen when {frozen_before} was called, and is not now; "
-                    "wrap the module and register the pipeline again"
-                )
-        # In the order of registration, whatever DDP's buckets: the tree is the same in every step.
-        return {name: arrived[p] for name, p in self._parameters.items()}
+            if p.requires_grad and p not in arrived and name not in self._ignored:
+                raise _thawed(name, frozen_before="DistributedDataParallel")
+
+
+def _thawed(name: str, frozen_before: str) -> ValueError:
+    return ValueError(
+        f"parameter {name!r} was frozen when {frozen_before} was called, and is not now; "
+        "wrap the module and register the pipeline again"
+    )
 
 
 class _Bucket:
@@ -122,7 +140,7 @@ class _Bucket:
         for parameter, view in self.gradients():
             if parameter in mean_of and self.buffer.is_sparse:
                 result = mean_of[parameter].to_sparse(self.buffer.sparse_dim())
-            elif parameter in mean_of:
+            elif parameter in mean_of and mean_of[parameter].data_ptr() != view.data_ptr():  # not written there already
                 view.copy_(mean_of[parameter])
         self.future.set_result(result)
 
@@ -180,7 +198,7 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     agree(set_up, group)
     (handle,) = handles
     model.register_comm_hook(handle, fnddp_hook)
-    model.register_forward_pre_hook(handle._refuse_after_failure)  # pyright: ignore[reportPrivateUsage]
+    model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
     return handle
 
 

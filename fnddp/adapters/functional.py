@@ -4,20 +4,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fnddp import tree
+from fnddp import collectives, tree
+from fnddp.plan.engine import Engine, Engines
 from fnddp.sync import State, Sync
-from fnddp.tree import Tree
+from fnddp.tree import Leaves, Tree
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any], sync: Sync, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Tree, State]]:
-    """Differentiates `loss_fn` and synchronizes the result.
+    """Differentiates `loss_fn` and synchronizes the result, while the backward pass runs.
+
+    The pipeline is lowered at the first call; each gradient is handed over when it is ready, and collectives run behind
+    the rest of backward. The numbers are those of `sync(torch.func.grad(loss_fn)(params), state)`; within torch.compile
+    or another torch.func transform that is also what runs.
 
     Start with `state = sync.init(params)`, and call `fnddp.verify(sync, params, state)` once if you want ranks that
     disagree to be told so. The wrong choice for a module with buffers that change in `forward` (BatchNorm): return
-    them as `aux`, or use `register` on a `DistributedDataParallel`.
+    them as `aux`, or use a `DistributedDataParallel`.
+
+    An error on one rank ends the step on all: this one raises it, the others `StepFailedError`. The next call works.
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
@@ -34,18 +42,57 @@ def value_and_grad(
     >>> step(params, allreduce.init(params), torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])}, ())
     """
+    engines = Engines(sync, donate="yes", learns_order=True)
 
     def run(params: Tree, state: State, *batch: Any, **kwargs: Any) -> tuple[Any, Tree, State]:
-        # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
         leaves, spec = tree.flatten(params)
         # Parameters that require grad would have autograd record a second graph, for nobody.
         leaves = {path: leaf.detach() for path, leaf in leaves.items()}
 
-        def loss_of_leaves(leaves: tree.Leaves, *batch: Any) -> Any:
+        def loss_of(leaves: Leaves, *batch: Any) -> Any:
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
 
-        grads, value = torch.func.grad_and_value(loss_of_leaves, has_aux=has_aux)(leaves, *batch)
-        grads, state = sync(tree.unflatten(spec, grads), state)
-        return value, grads, state
+        if torch.compiler.is_compiling() or collectives.is_transforming():
+            # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
+            grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)
+            grads, state = sync(tree.unflatten(spec, grads), state)
+            return value, grads, state
+
+        engine = engines.of(leaves, state)
+        engine.start(state)
+        try:
+            value, aux = _backward(loss_of, leaves, batch, has_aux, engine)
+            done = engine.finish()
+        except BaseException as error:
+            engine.fail(error)
+            raise
+        return (value, aux) if has_aux else value, tree.unflatten(spec, done.mean), done.state
 
     return run
+
+
+def _backward(
+    loss_of: Callable[..., Any], leaves: Leaves, batch: tuple[Any, ...], has_aux: bool, engine: Engine
+) -> tuple[Tensor, Any]:
+    """Value and auxiliary data; gradients go to the engine as they come."""
+
+    def on_grad(path: str) -> Callable[[Tensor], None]:
+        def feed(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            engine.feed(path, grad)
+
+        return feed
+
+    with torch.enable_grad():
+        variables = {path: leaf.requires_grad_() for path, leaf in leaves.items()}
+        for path, variable in variables.items():
+            variable.register_post_accumulate_grad_hook(on_grad(path))
+        result = loss_of(variables, *batch)
+    loss, aux = result if has_aux else (result, None)
+    if not isinstance(loss, Tensor) or loss.ndim > 0:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(f"value_and_grad: loss_fn must return a scalar tensor, got {shown}; take its sum or mean")
+    if loss.requires_grad:  # otherwise no parameter is in it, and all gradients are zero
+        torch.autograd.backward(loss, inputs=list(variables.values()))
+    return loss.detach(), tree.map_tensors(Tensor.detach, aux)

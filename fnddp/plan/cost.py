@@ -1,5 +1,6 @@
 """What a step costs: its collectives one after the other, in a queue behind backward."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -36,7 +37,7 @@ class CollectiveCost:
         slot: Its place in the pipeline.
         wire_bytes: Payload that one rank hands over.
         link_bytes: Payload that one rank sends over the link.
-        seconds: On an idle link.
+        seconds: From the end of the one before it, or from when its bucket is ready.
         end_seconds: When it is done, from the start of backward; without one, from the start of the first collective.
     """
 
@@ -117,7 +118,8 @@ def estimate(
     Collectives are served one after the other, in their order. The gradients of K buckets are taken to be ready at 1/K,
     2/K, ... of backward, and a collective starts once its bucket is ready and the one before it is done. The step thus
     takes at least max(backward, all collectives but the last bucket's) + the last bucket's, whose rounds add up.
-    Backward itself is not slowed down here: on the CPU, measure it with the collectives' threads running.
+    The link's burst is full at the start of the step. Backward is not slowed down here: on the CPU, where collectives
+    take time of their own, measure it while they run.
 
     Args:
         collectives: In the order in which they are issued.
@@ -145,13 +147,20 @@ def estimate(
     buckets = 1 + max((each.slot - each.depth for each in issued), default=0)
     costs: list[CollectiveCost] = []
     clock = 0.0
+    spare: dict[Link, tuple[float, float]] = {}  # what is left of its burst, and when that was
     for each in issued:
         own = link if isinstance(link, Link) else _link_of(each.group, link)
         payload, n = each.wire_bytes, each.world_size
         ready = (backward_seconds or 0.0) * (each.slot - each.depth + 1) / buckets
-        seconds = own.seconds(each.kind, payload, n)
-        clock = max(clock, ready) + seconds
-        sent = own.link_bytes(each.kind, payload, n)
+        start = max(clock, ready)
+        seconds, sent = own.seconds(each.kind, payload, n), own.link_bytes(each.kind, payload, n)
+        if own.burst and own.bandwidth < math.inf:
+            left, since = spare.get(own, (own.burst, 0.0))
+            left = min(own.burst, left + (start - since) * own.bandwidth)
+            at_once = min(left, sent)
+            seconds -= at_once / own.bandwidth
+            spare[own] = left - at_once, start + seconds
+        clock = start + seconds
         costs.append(CollectiveCost(each.kind, each.slot, payload, sent, seconds, clock))
     return Estimate(tuple(costs), backward_seconds, overhead_seconds)
 

@@ -1,6 +1,12 @@
-"""The executor: runs a plan while gradients arrive."""
+"""The executor: runs a plan while gradients arrive.
 
-from collections.abc import Callable
+Steps run strictly in the order of the plan. Execution stops at the first step whose gradients are not there or whose
+collectives are not complete, and goes on at the next feed; `finish` waits. So collectives leave in the same order on
+all ranks, whatever the timing, and nothing blocks inside backward.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,94 +14,188 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
-from fnddp.plan.emit import buffer_name
-from fnddp.plan.ir import Collective
+from fnddp.plan.buffers import Buffers
+from fnddp.plan.emit import Step
+from fnddp.plan.ir import Collective, LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.tree import Leaves
 
 
-class Buffers:
-    """The flat buffers of a plan's collectives. They persist, but a buffer that somebody holds is not written again."""
-
-    def __init__(self) -> None:
-        self._pool: dict[int, list[_Buffer]] = {}
-
-    def take(self, collective: Collective) -> "_Buffer":
-        pool = self._pool.setdefault(collective.index, [])
-        for buffer in pool:
-            if not buffer.is_held():
-                return buffer
-        buffer = _Buffer(collective)
-        self._pool[collective.index] = [*pool[-1:], buffer]  # what is held longer than a step is its holder's
-        return buffer
+class CollectiveError(RuntimeError):
+    """A collective failed: another rank has died or left, or it took longer than the process group's timeout."""
 
 
-class _Buffer:
-    def __init__(self, collective: Collective) -> None:
-        self.flat = torch.empty(collective.numel, dtype=collective.dtype, device=collective.device)
-        self.parts = {
-            buffer_name(collective, i): self.flat[payload.offset : payload.offset + payload.numel].view(payload.shape)
-            for i, payload in enumerate(collective.payloads)
-        }
-        self._own_uses = self._uses()
-
-    def is_held(self) -> bool:
-        return self._uses() > self._own_uses
-
-    def _uses(self) -> int:
-        return torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+def _nothing() -> None:
+    pass
 
 
 class Executor:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._buffers = Buffers()
-        self._index = {i: part for i, part in enumerate(plan.state_names)}
+    """Runs one plan, once for each `start`.
 
-    def start(self, parts: list[Any]) -> None:
+    On CUDA everything is issued on a side stream, waits are stream waits, and the host never blocks.
+
+    Args:
+        plan: What to run.
+        buffers: Where its collectives' buffers come from; plans that follow each other may share them.
+        on_last_launch: Called when the last collective has been issued.
+    """
+
+    def __init__(self, plan: Plan, buffers: Buffers | None = None, on_last_launch: Callable[[], None] = _nothing):
+        self.plan = plan
+        self._buffers = buffers or Buffers()
+        self._on_last_launch = on_last_launch
+        self._read = {name for step in plan.steps for name in step.needs}
+        device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
+        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._works: dict[int, dist.Work] = {}
+        self._values: dict[str, Any] = {}
+        self._flat: dict[int, Tensor] = {}
+        self._next = len(plan.steps)
+        self._to_launch = 0
+        self.missing: dict[str, None] = {}
+
+    @property
+    def has_launched_all(self) -> bool:
+        """Whether every collective of this step has been issued."""
+        return self._to_launch == 0
+
+    def start(self, parts: Sequence[Any]) -> None:
+        """Begins a step.
+
+        Args:
+            parts: The leaves of the pipeline's state.
+        """
         plan = self.plan
-        self._values: dict[str, Any] = {**plan.constants, **dict(zip(plan.state_names, parts, strict=True))}
-        self._flat = {}
+        self._values = {**plan.constants, **dict(zip(plan.state_names, parts, strict=True))}
         for collective in plan.collectives:
             buffer = self._buffers.take(collective)
-            self._values.update(buffer.parts)
             self._flat[collective.index] = buffer.flat
-        self._works: dict[int, dist.Work] = {}
-        self._next = 0
+            self._values.update(buffer.parts)
+        self._next, self._to_launch = 0, len(plan.collectives)
+        self.missing = dict.fromkeys(plan.leaves)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def feed(self, path: str, grad: Tensor) -> None:
-        self._values[self.plan.leaf_names[path]] = grad
+        """Hands over the gradient of a leaf, and runs what can run now. It never blocks on the CPU.
+
+        With a plan that donates, the gradient is the executor's from now on.
+
+        Raises:
+            ValueError: There is no such leaf, it has arrived already, or it differs from what the plan is for.
+        """
+        self._accept(path, grad)
         self._advance(block=False)
 
     def finish(self) -> tuple[Leaves, list[Any]]:
-        for path, name in self.plan.leaf_names.items():
-            if name not in self._values and False:
-                pass
+        """Waits for everything and ends the step. Leaves that have not arrived are zeros.
+
+        Returns:
+            The means by path and the leaves of the next state. They may be parts of the plan's buffers, which are not
+            written again while somebody holds them.
+        """
+        for path in list(self.missing):
+            self._accept(path, self.plan.leaves[path].empty().zero_())
         self._advance(block=True)
-        values = self._values
-        means = {path: values[name] for path, name in self.plan.means.items()}
-        return means, [values[part] if isinstance(part, str) else part for part in self.plan.state]
+        values, stream = self._values, self._stream
+        # New views: whoever holds a mean holds its buffer.
+        means = {path: values[name].view_as(values[name]) for path, name in self.plan.means.items()}
+        state = [values[part] if isinstance(part, str) else part for part in self.plan.state]
+        self._values = {}
+        if stream is not None:
+            current = torch.cuda.current_stream(stream.device)
+            current.wait_stream(stream)
+            for made in [*means.values(), *state]:
+                if isinstance(made, Tensor):
+                    made.record_stream(current)
+        return means, state
+
+    def abort(self) -> None:
+        """Gives the step up without leaving other ranks alone: sends zeros where this rank had still to send.
+
+        Raises:
+            RuntimeError: A collective failed; the ranks are out of step.
+        """
+        for step in self.plan.steps[self._next :]:
+            if step.launches is not None:
+                self._flat[step.launches.index].zero_()
+                self._launch(step.launches)
+        self._next = len(self.plan.steps)
+        for index in list(self._works):
+            self._wait(index)
+        self._values = {}
+        self.missing = {}
+
+    def _accept(self, path: str, grad: Tensor) -> None:
+        leaf = self.plan.leaves.get(path)
+        if leaf is None or path not in self.missing:
+            problem = "has arrived already in this step" if leaf is not None else "is not among the plan's leaves"
+            raise ValueError(f"gradient {path!r} {problem}")
+        if (grad.shape, grad.dtype, grad.device) != (leaf.shape, leaf.dtype, leaf.device):
+            raise ValueError(
+                f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {leaf} on "
+                f"{leaf.device}; lower the pipeline again for the new parameters"
+            )
+        del self.missing[path]
+        name = self.plan.leaf_names[path]
+        if name in self._read:
+            if grad.stride() != leaf.stride:
+                grad = leaf.empty().copy_(grad)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+                grad.record_stream(self._stream)
+            self._values[name] = grad
 
     def _advance(self, block: bool) -> None:
-        steps, values = self.plan.steps, self._values
-        while self._next < len(steps):
-            step = steps[self._next]
-            for name in step.needs:
-                if name not in values:
-                    return
-            for index in step.waits:
-                work = self._works.get(index)
-                if work is not None:
-                    if not block and not work.is_completed():
-                        return
-                    work.wait()
-                    del self._works[index]
-            self._next += 1
-            made = step.run(*[values[name] for name in step.inputs])
-            for name, value in zip(step.outputs, made):
-                values[name] = value
-            for name in step.frees:
-                del values[name]
-            if step.launches is not None:
-                c = step.launches
-                self._works[c.index] = collectives.start_all_reduce(self._flat[c.index], c.op, c.group)
+        with torch.no_grad(), self._on_side_stream():
+            steps = self.plan.steps
+            while self._next < len(steps) and self._is_ready(steps[self._next], block):
+                step = steps[self._next]
+                for index in step.waits:
+                    self._wait(index)
+                self._compute(step)
+                self._next += 1
+                if step.launches is not None:
+                    self._launch(step.launches)
+
+    def _is_ready(self, step: Step, block: bool) -> bool:
+        if any(name not in self._values for name in step.needs):
+            return False
+        if block or self._stream is not None:
+            return True
+        return all(self._works[index].is_completed() for index in step.waits if index in self._works)
+
+    def _compute(self, step: Step) -> None:
+        values = self._values
+        made = step.run(*[values[name] for name in step.inputs])
+        values.update(zip(step.outputs, made, strict=True))
+        for name in step.frees:
+            del values[name]
+
+    def _launch(self, collective: Collective) -> None:
+        flat = self._flat[collective.index]
+        try:
+            self._works[collective.index] = collectives.start_all_reduce(flat, collective.op, collective.group)
+        except RuntimeError as error:
+            raise self._failure(collective.index, error) from error
+        self._to_launch -= 1
+        if self._to_launch == 0:
+            self._on_last_launch()
+
+    def _wait(self, index: int) -> None:
+        try:
+            self._works.pop(index).wait()
+        except RuntimeError as error:
+            raise self._failure(index, error) from error
+
+    def _failure(self, index: int, error: RuntimeError) -> CollectiveError:
+        collective = self.plan.collectives[index]
+        carried = ", ".join([payload.label for payload in collective.payloads][:3])
+        return CollectiveError(
+            f"{collective.kind} {collective.name} of {len(collective.payloads)} payloads ({carried}, ...) over "
+            f"{collective.world_size} ranks failed: {error}. Another rank has failed, left, or not called backward; "
+            "see its own error"
+        )
+
+    def _on_side_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -18,6 +18,31 @@ _UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}
 
 
 @dataclass(frozen=True)
+class LeafSpec:
+    """What a plan knows of a gradient."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, leaf: Tensor) -> "LeafSpec":
+        return cls(leaf.shape, leaf.dtype, leaf.device, leaf.stride())
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """A tensor like it, with arbitrary values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
 class Payload:
     """One tensor in the flat buffer of a collective.
 

@@ -46,6 +46,8 @@ class Link:
         algorithm: "gloo", which is a ring of half chunks (and reduces all where it should reduce and scatter); "ring",
             as NCCL does on large payloads; or "halving_doubling", as MPI does on small ones (n is rounded up to a
             power of two).
+        burst: Payload bytes that pass at once after a pause: a token bucket, as of `tc tbf` or a cloud's allowance. It
+            fills up again at B. Only `estimate` counts it; `seconds` is what the link sustains.
         inner: The link inside a node.
         ranks_per_node: g. A group of at most g ranks is taken to lie on one node.
 
@@ -66,13 +68,14 @@ class Link:
     latency: float = 0.0
     gamma: float = 0.0
     algorithm: str = "gloo"
+    burst: float = 0.0
     inner: "Link | None" = None
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(f"Link: bandwidth must be positive, got {self.bandwidth!r} bytes/s")
-        for name in ("latency", "gamma"):
+        for name in ("latency", "gamma", "burst"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"Link: {name} must be finite and not negative, got {value!r}")
@@ -113,7 +116,7 @@ class Link:
         return cls(bandwidth, float(f"{late[1]}e{_SMALL_EXPONENT[late[2]]}") if late else 0.0)
 
     def seconds(self, kind: str, wire_bytes: float, world_size: int) -> float:
-        """The time of one collective on an idle link; 0 for one rank.
+        """The time of one collective, the others before it done; 0 for one rank.
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".

@@ -1,21 +1,18 @@
 """`lower`: from a pipeline and parameters to a plan, pass by pass."""
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
 
 from fnddp import collectives, tree
 from fnddp.plan.combine import MB, assign_buckets, combine
 from fnddp.plan.emit import emit, name_of
-from fnddp.plan.ir import Collective, launch, output_nodes
+from fnddp.plan.ir import LeafSpec, output_nodes
 from fnddp.plan.order import order
-from fnddp.plan.plan import LeafSpec, Plan
+from fnddp.plan.plan import Plan
 from fnddp.plan.reuse import Donate, Memory
 from fnddp.plan.simplify import simplify
 from fnddp.plan.trace import trace
 from fnddp.sync import State, Sync
-from fnddp.tree import Leaves, Tree
+from fnddp.tree import Tree
 
 
 def lower(
@@ -29,40 +26,96 @@ def lower(
     first_bucket_mb: float = 1,
     donate: Donate = "no",
 ) -> Plan:
+    """Lowers a pipeline to a static schedule: what one rank computes and sends in one step, in which order.
+
+    Nothing is run and nothing is sent: the plan is data, to be printed, costed and drawn. The adapters lower by
+    themselves; use this to look at a pipeline, or to plan for a cluster on a laptop.
+
+    Args:
+        sync: The pipeline.
+        params: Any pytree of parameters or gradients; meta tensors will do.
+        state: The pipeline's state, whose counters choose the phase (a warm-up, or what comes after it); None for the
+            first step.
+        world_size: Plan for groups of this size, without a process group; None for the groups that there are.
+        arrival: Leaf paths in the order in which their gradients are expected; None for the reverse of `params`.
+        bucket_cap_mb: Gradients are bucketed, in the order of arrival, and a bucket is closed once it holds this
+            many MiB. A bucket's payloads travel together.
+        first_bucket_mb: The same for the first bucket.
+        donate: Whether the executor may write over gradients: "no", "at_end" (once all collectives are complete) or
+            "yes".
+
+    Raises:
+        LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
+        ValueError: `arrival` does not name the leaves of `params`, or a size is not positive.
+
+    >>> import torch
+    >>> from fnddp import allreduce, error_feedback, fp16, powersgd
+    >>> params = {"weight": torch.empty(256, 256, device="meta"), "bias": torch.empty(256, device="meta")}
+    >>> plan = lower(error_feedback(powersgd(fp16(allreduce), rank=4)), params, world_size=1024)
+    >>> plan.wire_bytes, plan.rounds, len(plan.collectives)
+    (4608, 2, 2)
+    """
     leaves, _ = tree.flatten(params)
-    state = sync.init(params) if state is None else state
-    expected = list(reversed(leaves)) if arrival is None else list(arrival)
-    specs = {path: spec_of(leaf) for path, leaf in leaves.items()}
-    buckets = assign_buckets(
-        {path: specs[path].nbytes for path in expected}, cap=bucket_cap_mb * MB, first_cap=first_bucket_mb * MB
+    with collectives.planned_world(world_size):
+        state = sync.init(leaves) if state is None else state
+    return lower_leaves(
+        sync,
+        {path: LeafSpec.of(leaf) for path, leaf in leaves.items()},
+        state,
+        world_size=world_size,
+        arrival=arrival,
+        bucket_cap_mb=bucket_cap_mb,
+        first_bucket_mb=first_bucket_mb,
+        donate=donate,
     )
+
+
+def lower_leaves(
+    sync: Sync,
+    leaves: Mapping[str, LeafSpec],
+    state: State,
+    *,
+    world_size: int | None = None,
+    arrival: Sequence[str] | None = None,
+    bucket_cap_mb: float,
+    first_bucket_mb: float,
+    donate: Donate,
+) -> Plan:
+    """`lower`, for leaves by path."""
+    expected = list(reversed(leaves)) if arrival is None else list(arrival)
+    if sorted(expected) != sorted(leaves):
+        raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
+    if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
+        raise ValueError(
+            f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
+        )
+    nbytes = {path: leaves[path].nbytes for path in expected}
+    buckets = assign_buckets(nbytes, cap=bucket_cap_mb * MB, first_cap=first_bucket_mb * MB)
+
     with collectives.planned_world(world_size):
         traced = trace(sync, leaves, state)
         simplify(traced.module.graph)
         module = combine(traced.module, traced.leaves, buckets)
     graph = module.graph
-    inputs = [node.name for node in graph.find_nodes(op="placeholder")]
-    leaf_names = dict(zip(leaves, inputs, strict=False))
     segments = order(graph, traced.leaves, buckets, decode_last=donate == "at_end")
     memory = Memory(graph, segments, traced.leaves, donate)
+    inputs = [node.name for node in graph.find_nodes(op="placeholder")]
+    leaf_names = dict(zip(leaves, inputs, strict=False))
     steps = emit(module, segments, memory, leaf_names)
     results = [name_of(node) for node in output_nodes(graph)]
-    launched = [step.launches for step in steps if step.launches is not None]
     return Plan(
         sync=sync,
-        leaves=specs,
+        leaves=dict(leaves),
         buckets=buckets,
-        collectives=tuple(launched),
+        collectives=tuple(step.launches for step in steps if step.launches is not None),
         steps=tuple(steps),
         means=dict(zip(leaves, results, strict=False)),
         state=tuple(results[len(leaves) :]),
         leaf_names=leaf_names,
         state_names=tuple(inputs[len(leaves) :]),
+        overwrites=frozenset(path for path, name in leaf_names.items() if name in memory.overwritten),
         constants={node.name: getattr(module, str(node.target)) for node in graph.find_nodes(op="get_attr")},
+        counters=traced.counters,
         holds=traced.holds,
         peak_bytes=0,
     )
-
-
-def spec_of(leaf: Tensor) -> LeafSpec:
-    return LeafSpec(leaf.shape, leaf.dtype, leaf.device, leaf.stride())

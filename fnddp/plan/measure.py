@@ -1,10 +1,12 @@
 """The numbers of a `Link`, from all_reduces timed on the running process group."""
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,15 +17,16 @@ from fnddp.plan.link import Link, messages
 _SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
 _MIN_SIZES = 3  # two unknowns, and one to disagree
 _SIZE_SECONDS = 0.25  # to spend on each size, within these bounds
-_MIN_CALLS, _MAX_CALLS = 3, 50
+_MIN_CALLS, _MAX_CALLS = 3, 200
+_SPREAD_FLOOR = 0.01  # the model itself is not better than that
 
 
 def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> Link:
     """Measures the link between the ranks of a process group: call it on all of them, before training or between steps.
 
     All_reduces of 4 KiB to 64 MiB are timed back to back (up to where one takes about 0.2 s), half a second to three
-    seconds in all. The slowest rank's median of each size counts, and alpha and B are fitted to these by least squares
-    of relative errors. The wrong number where the network is busy at other times than now.
+    seconds in all. The slowest rank's median of each size counts, and alpha and B are fitted to these. The
+    wrong number where the network is busy at other times than now.
 
     What it cannot tell: sizes alone do not separate gamma from 1/B, so gamma is 0, and B is the bandwidth that an
     all_reduce of `dtype` achieves, headers and sums included. On links slower than the sum, which hides behind them, B
@@ -53,44 +56,71 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
             'measure_link: one rank has no link to measure; start several, or write one down: Link.parse("1gbit")'
         )
     device = collectives.wire_device(name)
-    samples: list[tuple[int, float]] = []
+    samples: list[Sample] = []
     _timed(torch.zeros(1, dtype=dtype, device=device), name)  # connects
     for size in _SIZES:
         buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
         # The first call is slow in new memory, and tells how many there is time for. Decisions are the same on all
         # ranks: they follow from the slowest.
-        first = _slowest(_timed(buffer, name), name)
+        first = max(collectives.all_gather_object(_timed(buffer, name), name))
         calls = min(max(_MIN_CALLS, round(_SIZE_SECONDS / first)), _MAX_CALLS)
-        samples.append((size, _slowest(statistics.median(_timed(buffer, name) for _ in range(calls)), name)))
-        if len(samples) >= _MIN_SIZES and 4 * samples[-1][1] > _SIZE_SECONDS:
+        mine = _sample(size, [_timed(buffer, name) for _ in range(calls)])
+        samples.append(max(collectives.all_gather_object(mine, name)))
+        if len(samples) >= _MIN_SIZES and 4 * samples[-1].seconds > _SIZE_SECONDS:
             break
     link = fit_link(samples, n, "ring" if device.type == "cuda" else "gloo")
-    return collectives.all_gather_object(link, name)[0]  # other processors may round the fit in another way
+    return collectives.all_gather_object(link, name)[0]  # rank 0's: another machine may round in another way
 
 
-def fit_link(samples: Sequence[tuple[int, float]], world_size: int, algorithm: str = "gloo") -> Link:
-    """The link whose all_reduces take these times, by least squares of relative errors.
+class Sample(NamedTuple):
+    """The time of an all_reduce.
+
+    Attributes:
+        payload_bytes: Of the buffer.
+        seconds: Median.
+        spread: Median deviation from the median, relative to it.
+    """
+
+    payload_bytes: int
+    seconds: float
+    spread: float = 0.0
+
+
+def fit_link(samples: Sequence[Sample], world_size: int, algorithm: str = "gloo") -> Link:
+    """The link whose all_reduces take these times: least absolute errors of the logarithm, in units of the spread.
+
+    On a busy machine a small payload waits for the CPU more often than not. The spread tells which samples to doubt;
+    squared errors would follow these. An optimum of absolute errors passes through samples, so the lines through each
+    two of them, and the ones through each and the origin, are all that is tried.
 
     Args:
-        samples: Payload bytes and seconds. Times that do not grow with the payload give all of the largest one's time
-            to the bandwidth.
+        samples: Of different payloads.
         world_size: Ranks in each of them, at least 2.
         algorithm: As in `Link`.
 
-    >>> fit_link([(1000, 0.00005), (1_000_000, 0.00905)], world_size=2)
-    Link(bandwidth=110999999.99..., latency=1.02...e-05)
+    >>> times = {10_000: 0.0002, 100_000: 0.9, 1_000_000: 0.0101, 4_000_000: 0.0401}
+    >>> print(fit_link([Sample(*each) for each in times.items()], world_size=2))
+    800 Mbit/s, 25 us a message
     """
-    sizes, seconds = np.array(samples, dtype=np.float64).T
-    moved = 2 * (world_size - 1) / world_size * sizes  # bytes that cross the link
-    steps = np.full_like(moved, messages(algorithm, world_size))
-    # Each row divided by its time: relative errors, so that the small sizes speak for alpha.
-    alpha, beta = np.linalg.lstsq(np.stack([steps, moved], axis=1) / seconds[:, None], np.ones_like(seconds))[0]
-    if alpha < 0:
-        moved_per_second = moved / seconds
-        alpha, beta = 0.0, moved_per_second.sum() / (moved_per_second**2).sum()
-    if beta <= 0:
-        alpha, beta = 0.0, seconds[-1] / moved[-1]
-    return Link(bandwidth=float(1 / beta), latency=float(alpha), algorithm=algorithm)
+    in_a_row = messages(algorithm, world_size)
+    on_link = 2 * (world_size - 1) / world_size
+    points = [(on_link * each.payload_bytes, each.seconds, each.spread + _SPREAD_FLOOR) for each in samples]
+    lines = [(0.0, seconds / moved) for moved, seconds, _ in points]
+    for (moved, seconds, _), (more, later, _) in combinations(points, 2):
+        beta = (later - seconds) / (more - moved)
+        lines.append(((seconds - beta * moved) / in_a_row, beta))
+
+    def error(line: tuple[float, float]) -> float:
+        alpha, beta = line
+        return sum(abs(math.log((in_a_row * alpha + beta * moved) / t)) / spread for moved, t, spread in points)
+
+    alpha, beta = min(((alpha, beta) for alpha, beta in lines if alpha >= 0 and beta > 0), key=error)
+    return Link(bandwidth=1 / beta, latency=alpha, algorithm=algorithm)
+
+
+def _sample(size: int, seconds: Sequence[float]) -> Sample:
+    median = statistics.median(seconds)
+    return Sample(size, median, statistics.median(abs(each - median) for each in seconds) / median)
 
 
 def _timed(buffer: Tensor, group: str | None) -> float:
@@ -99,7 +129,3 @@ def _timed(buffer: Tensor, group: str | None) -> float:
     if buffer.is_cuda:
         torch.cuda.synchronize(buffer.device)  # the wait above is the stream's, not the host's
     return time.perf_counter() - begin
-
-
-def _slowest(seconds: float, group: str | None) -> float:
-    return max(collectives.all_gather_object(seconds, group))

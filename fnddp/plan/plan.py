@@ -7,22 +7,8 @@ from typing import Any
 import torch
 
 from fnddp.plan.emit import Step
-from fnddp.plan.ir import Collective
+from fnddp.plan.ir import Collective, LeafSpec
 from fnddp.sync import Sync
-
-
-@dataclass(frozen=True)
-class LeafSpec:
-    """What a plan knows of a gradient."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    stride: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -39,8 +25,10 @@ class Plan:
         state: For each part of the next state its name, or a number.
         leaf_names: For each leaf the name of its gradient.
         state_names: For each part of the state its name.
+        overwrites: Leaves whose gradients are written over.
         constants: Tensors that the pipeline's own code holds, by name.
-        holds: Whether this plan is the one for these values of the state's Python ints.
+        counters: Positions of the Python ints among the parts of the state.
+        holds: Whether this plan is the one for these values of the counters.
         peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
             collectives, temporaries, and what it returns.
     """
@@ -54,7 +42,9 @@ class Plan:
     state: tuple[Any, ...]
     leaf_names: dict[str, str]
     state_names: tuple[str, ...]
+    overwrites: frozenset[str]
     constants: dict[str, torch.Tensor]
+    counters: tuple[int, ...]
     holds: Callable[[Sequence[int]], bool]
     peak_bytes: int
 

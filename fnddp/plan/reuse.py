@@ -39,6 +39,7 @@ class Memory:
     Attributes:
         payloads: The payloads that a node is copied to.
         computed: The nodes that some segment computes.
+        overwritten: Names of the gradients that are written over.
     """
 
     def __init__(self, graph: fx.Graph, segments: Sequence[Segment], paths: Sequence[str], donate: Donate) -> None:
@@ -73,6 +74,7 @@ class Memory:
         self._gradient_of = {
             self._memory(node): leaf for leaf, node in zip(leaves, outputs, strict=False) if isinstance(node, fx.Node)
         }
+        self.overwritten: set[str] = set()
         self._targets: dict[fx.Node, fx.Node | Place] = {}
         for node in nodes:
             self._decide(node)
@@ -91,6 +93,8 @@ class Memory:
             self._targets[node] = target
             memory = self._memory(target)
             self._lies_in[node] = memory
+            if memory in self._leaves:
+                self.overwritten.add(memory.name)
             self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
 
     def _memory(self, node: fx.Node) -> fx.Node:

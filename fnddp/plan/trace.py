@@ -6,7 +6,7 @@ are the phase that the graph is for.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 from fnddp import tree
+from fnddp.plan.ir import LeafSpec
 from fnddp.sync import State, Sync
-from fnddp.tree import Leaves
 
 
 _one_at_a_time = threading.Lock()  # make_fx patches torch for the whole process; ranks may be threads
@@ -47,13 +47,13 @@ class Trace:
     holds: Callable[[Sequence[int]], bool]
 
 
-def trace(sync: Sync, leaves: Leaves, state: State) -> Trace:
+def trace(sync: Sync, leaves: Mapping[str, LeafSpec], state: State) -> Trace:
     """Traces one exchange of `sync`, without what only `sent` needs.
 
     Args:
         sync: The pipeline.
-        leaves: Shapes, dtypes, devices and strides are read.
-        state: The same, and the values of its Python ints.
+        leaves: The gradients.
+        state: Shapes, dtypes and devices of its tensors are read, and the values of its Python ints.
 
     Raises:
         LoweringError: The pipeline reads values of tensors, or holds foreign code.
@@ -62,7 +62,7 @@ def trace(sync: Sync, leaves: Leaves, state: State) -> Trace:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
     parts, spec = tree.flatten_any(state)
     shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
-    mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
+    mode = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
     symbols: list[sympy.Symbol] = []
 
     def fake(part: Any) -> Any:
@@ -76,7 +76,9 @@ def trace(sync: Sync, leaves: Leaves, state: State) -> Trace:
         done = sync.exchange(dict(zip(leaves, grads, strict=True)), tree.unflatten_any(spec, parts))
         return [*(done.mean[path] for path in leaves), *tree.flatten_any(done.state)[0]]
 
-    fakes = [fake(leaf) for leaf in leaves.values()], [fake(part) for part in parts]
+    with mode:
+        grads = [leaf.empty() for leaf in leaves.values()]
+    fakes = grads, [fake(part) for part in parts]
     try:
         with _one_at_a_time, torch.no_grad(), mode:
             module = make_fx(exchange)(*fakes)

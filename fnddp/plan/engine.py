@@ -1,0 +1,222 @@
+"""An engine runs a pipeline on the same leaves step after step: what all adapters share.
+
+It keeps a plan for each phase, learns the order in which gradients arrive, and ends every step on all ranks alike:
+either all of them have the result, or all of them raise.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fnddp import collectives, tree
+from fnddp.plan.buffers import Buffers
+from fnddp.plan.eager import Eager
+from fnddp.plan.execute import CollectiveError, Executor
+from fnddp.plan.ir import LeafSpec
+from fnddp.plan.lower import lower_leaves
+from fnddp.plan.plan import Plan
+from fnddp.plan.reuse import Donate
+from fnddp.plan.status import Status
+from fnddp.plan.trace import LoweringError
+from fnddp.sync import State, Sync
+from fnddp.tree import Leaves
+
+MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
+
+
+class Synchronized(NamedTuple):
+    """What a step gives: the means by path, the next state, and the leaves that arrived on no rank."""
+
+    mean: Leaves
+    state: State
+    unused: frozenset[str]
+
+
+class Engine:
+    """Runs `sync` on `leaves`: `start`, a `feed` for each gradient, `finish`.
+
+    Args:
+        sync: The pipeline.
+        leaves: What the gradients are like.
+        donate: Whether gradients that are fed may be overwritten.
+        bucket_cap_mb, first_bucket_mb: See `lower`.
+        learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
+            order of all later ones.
+    """
+
+    def __init__(
+        self,
+        sync: Sync,
+        leaves: Mapping[str, LeafSpec],
+        *,
+        donate: Donate,
+        bucket_cap_mb: float = 25,
+        first_bucket_mb: float = 1,
+        learns_order: bool,
+    ) -> None:
+        self.sync = sync
+        self.leaves = dict(leaves)
+        self._donate: Donate = donate
+        self._caps = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
+        self._buffers = Buffers()
+        self._arrival: list[str] | None = None
+        self._arriving: list[str] | None = [] if learns_order else None
+        self._runs: list[tuple[Executor, Status]] = []
+        self._running: Executor | Eager | None = None
+        self._status: Status | None = None
+        self._structure: Any = None
+        self._absent: frozenset[str] | None = None  # known once the last gradient has arrived
+        self._failed = False
+        self._broken: BaseException | None = None
+        self.is_open = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the current or last step; None before the first, and for a pipeline that cannot be lowered."""
+        return self._running.plan if isinstance(self._running, Executor) else None
+
+    def start(self, state: State) -> None:
+        """Begins a step from `state`.
+
+        Raises:
+            RuntimeError: An earlier step has left the ranks out of step.
+        """
+        self.refuse_after_failure()
+        parts, self._structure = tree.flatten_any(state)
+        try:
+            self._choose(state, parts)
+        except Exception as error:
+            self._broken = error if collectives.current_world()[1] > 1 else None  # others may have begun
+            raise
+        assert self._running is not None
+        self._running.start(parts)
+        self._absent, self._failed, self.is_open = None, False, True
+
+    def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
+        """Hands over a gradient. See `Executor.feed`.
+
+        Args:
+            path: Of the leaf.
+            grad: Its gradient.
+            keep: Do not write over it, even if the engine's plans do.
+        """
+        assert self._running is not None
+        if keep and self.plan is not None and path in self.plan.overwrites:
+            grad = grad.clone()
+        if self._arriving is not None:
+            self._arriving.append(path)
+        self._running.feed(path, grad)
+
+    def finish(self) -> Synchronized:
+        """Ends the step, on all ranks alike.
+
+        Raises:
+            StepFailedError: Another rank has failed in this step.
+        """
+        running, status = self._running, self._status
+        assert running is not None
+        self._absent = frozenset(running.missing)
+        if isinstance(running, Executor) and running.has_launched_all:
+            self._send_status()
+        mean, parts = running.finish()
+        self.is_open = False
+        unused = self._absent if status is None else status.agree(self._absent)
+        self._learn_order()
+        return Synchronized(mean, tree.unflatten_any(self._structure, parts), unused)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends an open step on this rank because of `error`, and tells the others, which raise `StepFailedError`.
+
+        Where they cannot be told, because a collective failed or because they have been told that all is well, this
+        engine refuses further steps. Does nothing if no step is open.
+        """
+        if not self.is_open:
+            return
+        self.is_open = False
+        running, status = self._running, self._status
+        if not isinstance(running, Executor) or status is None:  # nothing has been sent yet
+            self._broken = None if isinstance(error, FloatingPointError) else error  # of a check: raised on all ranks
+        elif isinstance(error, CollectiveError) or (self._absent is not None and running.has_launched_all):
+            self._broken = error
+        else:
+            self._absent, self._failed = frozenset(), True
+            try:
+                if running.has_launched_all:
+                    self._send_status()
+                running.abort()
+                status.fail(error)
+            except RuntimeError as broken:
+                self._broken = broken
+
+    def refuse_after_failure(self) -> None:
+        """Raises a RuntimeError if this rank may be out of step with the others.
+
+        They may still wait in the collectives of the step that failed here. Going on would pair those with the next
+        step's, and train on wrong numbers without a word.
+        """
+        if self._broken is not None:
+            raise RuntimeError(
+                f"an earlier step failed on this rank ({type(self._broken).__name__}: {self._broken}), so ranks may "
+                "be out of step; restart from a checkpoint, with the process group set up again"
+            ) from self._broken
+
+    def _send_status(self) -> None:
+        # Not before finish: until then this rank may still fail.
+        if self._absent is not None and self._status is not None:
+            self._status.send(self._absent, self._failed)
+
+    def _choose(self, state: State, parts: list[Any]) -> None:
+        for executor, status in self._runs:
+            if executor.plan.holds([parts[i] for i in executor.plan.counters]):
+                self._running, self._status = executor, status
+                return
+        try:
+            plan = lower_leaves(self.sync, self.leaves, state, arrival=self._arrival, donate=self._donate, **self._caps)
+        except LoweringError:
+            self._running, self._status = Eager(self.sync, self.leaves, self._structure), None
+            return
+        self._running, self._status = Executor(plan, self._buffers, self._send_status), Status(plan)
+        self._runs = [(self._running, self._status), *self._runs[: MAX_PHASES - 1]]
+
+    def _learn_order(self) -> None:
+        if self._arriving is None:
+            return
+        arrived = dict.fromkeys(self._arriving)
+        expected = [*arrived, *(path for path in reversed(self.leaves) if path not in arrived)]
+        if self._status is not None:
+            expected = self._status.of_first_rank(expected)
+        self._arriving = None
+        self.expect(expected)
+
+    def expect(self, arrival: list[str]) -> None:
+        """Makes `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
+        if self.plan is not None and arrival != list(self.plan.buckets):
+            self._arrival, self._runs, self._buffers = arrival, [], Buffers()
+
+
+class Engines:
+    """Engines by what they are for: leaves and a state of given shapes, in a world of a given size.
+
+    Args:
+        sync: The pipeline.
+        donate: Whether gradients that are fed may be overwritten.
+        learns_order: See `Engine`.
+    """
+
+    def __init__(self, sync: Sync, *, donate: Donate, learns_order: bool) -> None:
+        self.last: Engine | None = None
+        self._make: Any = partial(Engine, sync, donate=donate, learns_order=learns_order)
+        self._engines: dict[Any, Engine] = {}
+
+    def of(self, leaves: Leaves, state: State) -> Engine:
+        """The engine for such leaves and such a state."""
+        parts, structure = tree.flatten_any(state)
+        specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
+        kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
+        key = (tuple(specs.items()), structure, kinds, collectives.current_world())
+        engine = self._engines.pop(key, None) or self._make(specs)
+        self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
+        self.last = engine
+        return engine

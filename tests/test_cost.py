@@ -1,0 +1,309 @@
+"""The cost model against numbers worked out by hand, and `measure_link` on real ranks. Nothing here depends on time."""
+
+import math
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fnddp
+from fnddp import Link
+from fnddp.plan import measure
+from fnddp.plan.cost import estimate
+from fnddp.plan.link import ALGORITHMS, KINDS
+from fnddp.plan.measure import Sample, fit_link
+from tests.ranks import run_threads
+
+A, B, G = 1e-3, 1e6, 3e-6  # 1 ms, 1 MB/s; the sum, at 3 us a byte, is slower than the link, at 1 us
+S = 8000  # bytes: 8 ms at B
+
+
+@dataclass(frozen=True)
+class Fake:
+    """A plan's collective, as far as the model looks."""
+
+    wire_bytes: int = S
+    slot: int = 0
+    depth: int = 0
+    group: str | None = None
+    world_size: int = 2
+    kind: str = "all_reduce"
+
+
+# 4 ranks: 3/4 of the payload moves (6 ms) in each pass; adding it takes 3 times as long.
+BY_HAND = {
+    ("gloo", "all_reduce"): 12 * A + 6e-3 + 18e-3,  # 4(n-1) messages
+    ("ring", "all_reduce"): 6 * A + 6e-3 + 18e-3,
+    ("halving_doubling", "all_reduce"): 4 * A + 6e-3 + 18e-3,
+    ("gloo", "reduce_scatter"): 12 * A + 6e-3 + 18e-3,  # a whole all_reduce
+    ("ring", "reduce_scatter"): 3 * A + 18e-3,
+    ("halving_doubling", "reduce_scatter"): 2 * A + 18e-3,
+    ("gloo", "all_gather"): 6 * A + 24e-3,  # S is one rank's part: three of them arrive
+    ("ring", "all_gather"): 3 * A + 24e-3,
+    ("halving_doubling", "all_gather"): 2 * A + 24e-3,
+    ("gloo", "all_to_all"): 3 * A + 6e-3,
+    ("ring", "all_to_all"): 3 * A + 6e-3,
+    ("halving_doubling", "all_to_all"): 3 * A + 6e-3,
+}
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), BY_HAND)
+def test_formulas(algorithm, kind):
+    link = Link(B, A, G, algorithm)
+    assert link.seconds(kind, S, 4) == pytest.approx(BY_HAND[algorithm, kind])
+
+
+def test_every_formula_is_checked():
+    assert set(BY_HAND) == {(algorithm, kind) for algorithm in ALGORITHMS for kind in KINDS}
+
+
+def test_a_sum_that_is_faster_than_the_link_costs_nothing():
+    assert Link(B, A, 1 / B).seconds("all_reduce", S, 4) == Link(B, A).seconds("all_reduce", S, 4)
+
+
+def test_h100_pair():
+    # nccl-tests: 1 GiB on two H100 PCIe in 9,306.7 us; its "bus bandwidth" is 115.4 GB/s.
+    link = Link.parse("115.4GB/s")
+    assert link.seconds("all_reduce", 2**30, 2) == pytest.approx(9306.7e-6, rel=1e-3)
+    assert link.link_bytes("all_reduce", 2**30, 2) == 2**30
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"), [("all_reduce", 1500), ("reduce_scatter", 750), ("all_gather", 3000), ("all_to_all", 750)]
+)
+def test_link_bytes(kind, sent):
+    assert Link(B, algorithm="ring").link_bytes(kind, 1000, 4) == sent
+    assert Link(B, algorithm="gloo").link_bytes("reduce_scatter", 1000, 4) == 1500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_rank_costs_nothing_and_more_costs_more(algorithm, kind):
+    link = Link(B, A, algorithm=algorithm)
+    assert link.seconds(kind, S, 1) == link.link_bytes(kind, S, 1) == 0
+    times = [link.seconds(kind, S, n) for n in range(1, 20)]
+    assert times == sorted(times)
+    times = [link.seconds(kind, nbytes, 4) for nbytes in (0, 1, 10, 1000, 10**6)]
+    assert times == sorted(times)
+    assert link.seconds(kind, S, 4) < Link(B / 2, A, algorithm=algorithm).seconds(kind, S, 4)
+    assert link.seconds(kind, S, 4) < Link(B, 2 * A, algorithm=algorithm).seconds(kind, S, 4)
+
+
+def two_levels(inner: Link, g: int, **outer) -> Link:
+    return Link(inner=inner, ranks_per_node=g, algorithm="ring", **outer)
+
+
+def test_hierarchical_by_hand():
+    # g = 4, N = 2: 2(g-1)[a_i + S/(g B_i)] + 2(N-1)[a_o + S/(g N B_o)]
+    link = two_levels(Link(10 * B, A / 10, algorithm="ring"), 4, bandwidth=B, latency=A)
+    by_hand = 6 * (A / 10 + S / (4 * 10 * B)) + 2 * (A + S / (4 * 2 * B))
+    assert link.seconds("all_reduce", S, 8) == pytest.approx(by_hand)
+    assert link.link_bytes("all_reduce", S, 8) == S / 4  # 2 * 1/2 of S/4
+    assert link.link_bytes("all_reduce", S, 4) == 0
+    assert link.seconds("all_reduce", S, 3) == link.inner.seconds("all_reduce", S, 3)
+    assert link.seconds("all_reduce", S, 1) == 0
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_equal_levels_move_bytes_as_one_does(kind):
+    flat = Link(B, algorithm="ring")
+    assert two_levels(flat, 4, bandwidth=B).seconds(kind, S, 12) == pytest.approx(flat.seconds(kind, S, 12))
+
+
+def test_two_levels_take_fewer_messages():
+    flat = Link(math.inf, A, algorithm="ring")
+    link = two_levels(flat, 4, bandwidth=math.inf, latency=A)
+    assert flat.seconds("all_reduce", S, 12) == pytest.approx(22 * A)
+    assert link.seconds("all_reduce", S, 12) == pytest.approx((2 * 3 + 2 * 2) * A)
+
+
+def test_parse():
+    assert Link.parse("1gbit") == Link.parse("1 Gbit/s") == Link.parse("1000mbit") == Link(125e6)
+    assert Link.parse("25gbit:20us") == Link(3.125e9, 20e-6)
+    assert Link.parse("1.5 kB/s : 2ms") == Link(1500, 2e-3)
+    assert Link.parse("8bit:1s") == Link(1, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "fast", "1", "gbit", "100mbps", "1gb/s", "1gbit:", "1gbit:20", "1gbit:us", "1.2.3gbit", "-1gbit", ":1us"],
+)
+def test_what_is_no_link(text):
+    with pytest.raises(ValueError, match="is no link: write a rate and perhaps a latency, such as 200mbit"):
+        Link.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"bandwidth": 0}, "bandwidth must be positive, got 0 bytes/s"),
+        ({"bandwidth": math.nan}, "bandwidth must be positive"),
+        ({"latency": -1}, "latency must be finite and not negative, got -1"),
+        ({"gamma": math.inf}, "gamma must be finite"),
+        ({"burst": -1}, "burst must be finite"),
+        ({"algorithm": "tree"}, "algorithm must be one of gloo, ring, halving_doubling, got 'tree'"),
+        ({"ranks_per_node": 8}, "inner and ranks_per_node go together"),
+        ({"inner": Link(B)}, "inner and ranks_per_node go together"),
+        ({"ranks_per_node": 0}, "inner and ranks_per_node go together"),
+    ],
+)
+def test_wrong_links(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Link(**{"bandwidth": B, **wrong})
+
+
+def test_wrong_questions():
+    with pytest.raises(ValueError, match="the time of 'gossip' is not known; known: all_reduce"):
+        Link(B).seconds("gossip", S, 2)
+    with pytest.raises(ValueError, match="no collective has 8000 bytes on 0 ranks"):
+        Link(B).link_bytes("all_reduce", S, 0)
+    with pytest.raises(ValueError, match="6 ranks do not fill nodes of 4"):
+        two_levels(Link(B), 4, bandwidth=B).seconds("all_reduce", S, 6)
+
+
+def test_a_link_prints_as_the_call_that_made_it():
+    for link in (Link.parse("25gbit:20us"), two_levels(Link(B), 4, bandwidth=B, latency=A, gamma=G)):
+        assert eval(repr(link)) == link
+    assert repr(Link(125e6, 2e-5)) == "Link(bandwidth=125000000.0, latency=2e-05)"
+    assert str(two_levels(Link(1e9, 1e-6), 8, bandwidth=B)) == (
+        "8 Mbit/s, 0 s a message; in nodes of 8: 8 Gbit/s, 1 us a message"
+    )
+
+
+SMALL = (4**6, 4**7, 4**8)  # payloads for measure_link, which takes seconds otherwise
+RING = Link(B)  # S on two ranks: 8 ms
+
+
+@pytest.mark.parametrize(
+    ("backward", "step"),
+    [
+        (None, 0.024),  # nothing to hide behind
+        (0.0, 0.024),
+        (0.300, 0.308),  # only the last bucket is left
+        (0.024, 0.032),  # each bucket is done as the next one arrives
+        (0.012, 0.028),  # backward ends early: the first arrives at 4 ms, then 24 ms of collectives
+    ],
+)
+def test_exposed_tail(backward, step):
+    costs = estimate([Fake(slot=slot) for slot in range(3)], RING, backward_seconds=backward)
+    assert costs.communication_seconds == pytest.approx(0.024)
+    assert costs.step_seconds == pytest.approx(step)
+    assert costs.exposed_seconds == pytest.approx(step - (backward or 0))
+    # never below max(backward, all but the last bucket's) + the last bucket's
+    assert costs.step_seconds >= max(backward or 0, 0.016) + 0.008 - 1e-9
+
+
+def test_dependent_rounds_of_the_last_bucket_add_up():
+    # Two buckets of two rounds, as PowerSGD's: the first bucket's second round runs with the second one's first.
+    rounds = [Fake(slot=0), Fake(slot=1), Fake(slot=1, depth=1), Fake(slot=2, depth=1)]
+    costs = estimate(rounds, RING, backward_seconds=1.0)
+    # Issued in order: the first bucket's second round is behind the second bucket's first, which comes with the end.
+    assert costs.exposed_seconds == pytest.approx(0.024)
+    one_bucket = estimate([Fake(), Fake(slot=1, depth=1)], RING, backward_seconds=1.0, overhead_seconds=0.5)
+    assert one_bucket.exposed_seconds == pytest.approx(0.016)
+    assert one_bucket.step_seconds == pytest.approx(1.516)
+
+
+def test_a_burst_passes_once_and_fills_up_again():
+    link = replace(RING, burst=4000.0)  # half of S
+    seconds = [cost.seconds for cost in estimate([Fake()] * 3, link).collectives]
+    assert seconds == pytest.approx([0.004, 0.008, 0.008])
+    late = estimate([Fake(slot=slot) for slot in range(2)], link, backward_seconds=1.0)
+    assert [cost.seconds for cost in late.collectives] == pytest.approx([0.004, 0.004])
+    assert estimate([Fake(wire_bytes=1000)] * 4, link).communication_seconds == pytest.approx(0)
+    assert estimate([Fake()], Link(math.inf, burst=1.0)).communication_seconds == 0
+
+
+def test_links_by_group():
+    mixed = [Fake(), Fake(group="nodes"), Fake(world_size=1)]
+    costs = estimate(mixed, {None: RING, "nodes": Link(2 * B)})
+    assert [cost.seconds for cost in costs.collectives] == pytest.approx([0.008, 0.004, 0])
+    with pytest.raises(ValueError, match=r"process group 'nodes' has no link; links are given for \[None\]"):
+        estimate(mixed, {None: RING})
+
+
+def test_estimate_of_nothing():
+    nothing = estimate([], RING, backward_seconds=0.5)
+    assert (nothing.wire_bytes, nothing.link_bytes, nothing.exposed_seconds) == (0, 0, 0)
+    assert nothing.step_seconds == 0.5
+
+
+def test_an_estimate_prints_as_a_table():
+    costs = estimate([Fake(world_size=4), Fake(slot=1)], RING, backward_seconds=0.02, overhead_seconds=0.001)
+    assert str(costs).splitlines() == [
+        "collective  slot  payload  on the link   time  done at",
+        "all_reduce     0     8 kB        12 kB  12 ms    22 ms",
+        "all_reduce     1     8 kB         8 kB   8 ms    30 ms",
+        "total               16 kB        20 kB  20 ms",
+        "step 31 ms = backward 20 ms + exposed 10 ms + encode and decode 1 ms",
+    ]
+    assert "step" not in str(estimate([Fake()], RING))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("latency", [0.0, 5e-5])
+def test_a_fit_finds_the_link(algorithm, n, latency):
+    link = Link(24e6, latency, algorithm=algorithm)
+    samples = [Sample(4**k, link.seconds("all_reduce", 4**k, n)) for k in range(6, 12)]
+    found = fit_link(samples, n, algorithm)
+    assert found.algorithm == algorithm
+    assert found.bandwidth == pytest.approx(link.bandwidth)
+    assert found.latency == pytest.approx(link.latency, abs=1e-12)
+    # A sample that waited for the CPU, and one that fitted into a token bucket, change nothing.
+    spoilt = [samples[0], samples[1]._replace(seconds=0.5, spread=0.9), samples[2]._replace(seconds=1e-5), *samples[3:]]
+    assert fit_link(spoilt, n, algorithm).bandwidth == pytest.approx(link.bandwidth)
+
+
+def test_a_fit_of_times_that_do_not_grow():
+    found = fit_link([Sample(1000, 0.3), Sample(2000, 0.2), Sample(4000, 0.1)], 2)
+    assert found.bandwidth > 0
+    assert found.latency >= 0
+
+
+def measure_twice(rank: int) -> list[Link]:
+    torch.set_num_threads(1)
+    ranks = dist.new_group(list(range(dist.get_world_size())))
+    with patch.object(measure, "_SIZES", SMALL), patch.object(measure, "_SIZE_SECONDS", 0.02):
+        return [fnddp.measure_link(), fnddp.measure_link(ranks, dtype=torch.float16)]
+
+
+def check_measured(ranks: list[list[Link]]) -> None:
+    assert all(links == ranks[0] for links in ranks)
+    for link in ranks[0]:
+        assert 0 < link.bandwidth < math.inf
+        assert (link.gamma, link.algorithm) == (0, "gloo")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_measure_the_same_link(gloo, n):
+    check_measured(gloo(n, measure_twice))
+
+
+def test_threads_measure_the_same_link(monkeypatch):
+    monkeypatch.setattr(measure, "_SIZES", SMALL)  # the threads' too
+    check_measured(run_threads(2, lambda rank: [fnddp.measure_link()]))
+
+
+def test_one_rank_has_no_link():
+    with pytest.raises(RuntimeError, match="one rank has no link to measure; start several, or write one down"):
+        fnddp.measure_link()
+
+
+def reduce_in_place(rank: int) -> list[list[float]]:
+    results = []
+    for op in ("sum", "max", "min"):
+        buffer = torch.tensor([1.0, -2.0]) * (rank + 1)
+        fnddp.collectives.start_all_reduce(buffer, op, None).wait()
+        results.append(buffer.tolist())
+    with pytest.raises(ValueError, match="op must be one of sum, max, min, got 'mean'"):
+        fnddp.collectives.start_all_reduce(torch.ones(1), "mean", None)
+    return results
+
+
+def test_start_all_reduce(gloo):
+    expected = [[[3.0, -6.0], [2.0, -2.0], [1.0, -4.0]]] * 2
+    assert gloo(2, reduce_in_place) == expected
+    assert run_threads(2, reduce_in_place) == expected
