@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fnddp import layout
 from fnddp.tree import Leaves, is_inexact
@@ -171,6 +172,12 @@ def start_all_reduce(buffer: Tensor, op: str, group: str | None) -> dist.Work:
     work = dist.all_reduce(buffer, _C10D_OP[op], group=_live_group(group), async_op=True)
     assert work is not None  # None for a rank outside of the group, which has no name for it
     return work
+
+
+def start_status(flags: Tensor, group: str | None) -> dist.Work:
+    """Starts the maximum of a few flags over the ranks of `group`, in place: a control message, which is no payload."""
+    with _disable_current_modes():  # WireCounter's
+        return start_all_reduce(flags, "max", group)
 
 
 def wire_device(group: str | None) -> torch.device:

@@ -12,6 +12,7 @@ from fnddp.agreement import agree, description
 from fnddp.collectives import group_name
 from fnddp.plan.engine import Engine
 from fnddp.plan.ir import LeafSpec
+from fnddp.plan.reuse import Donation
 from fnddp.state import describe, parts
 from fnddp.sync import State, Sync
 
@@ -33,7 +34,7 @@ class Handle:
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._state = sync.init(self._parameters)
         leaves = {name: LeafSpec.of(p) for name, p in self._parameters.items()}
-        self._engine = Engine(sync, leaves, donate="at_end", learns_order=False)
+        self._engine = Engine(sync, leaves, donation=Donation(gradients="at_end", state=True), learns_order=False)
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnddp import collectives, tree
 from fnddp.plan.engine import Engine, Engines
+from fnddp.plan.reuse import Donation
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves, Tree
 
@@ -42,7 +43,7 @@ def value_and_grad(
     >>> step(params, allreduce.init(params), torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])}, ())
     """
-    engines = Engines(sync, donate="yes", learns_order=True)
+    engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True)
 
     def run(params: Tree, state: State, *batch: Any, **kwargs: Any) -> tuple[Any, Tree, State]:
         leaves, spec = tree.flatten(params)

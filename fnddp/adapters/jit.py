@@ -6,6 +6,7 @@ import torch
 from fnddp import collectives, tree
 from fnddp.plan.engine import Engines
 from fnddp.plan.plan import Plan
+from fnddp.plan.reuse import Donation
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
 
@@ -32,7 +33,7 @@ class jit:
 
     def __init__(self, sync: Sync) -> None:
         self.sync = sync
-        self._engines = Engines(sync, donate="no", learns_order=False)
+        self._engines = Engines(sync, donation=Donation(), learns_order=False)
 
     def init(self, grads: Tree) -> State:
         """See `Sync.init`."""

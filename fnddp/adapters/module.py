@@ -13,6 +13,7 @@ from fnddp.agreement import agree, description
 from fnddp.plan.engine import Engine
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
+from fnddp.plan.reuse import Donation
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import State, Sync
 
@@ -89,7 +90,7 @@ class DistributedDataParallel(nn.Module):
             collectives.broadcast([p.detach() for p in module.parameters()] + self._buffers_to_sync(), self._group)
         caps = {} if bucket_cap_mb is None else {"bucket_cap_mb": float(bucket_cap_mb)}
         leaves = {name: LeafSpec.of(p) for name, p in self._parameters_by_name.items()}
-        self._engine = Engine(self.sync, leaves, donate="yes", learns_order=True, **caps)
+        self._engine = Engine(self.sync, leaves, donation=Donation(gradients="yes", state=True), learns_order=True, **caps)
         self._kept: set[str] = set()
         self._sparse: dict[str, int] = {}
         for name, parameter in self._parameters_by_name.items():

@@ -13,17 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from fnddp.cli import digits, report
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.launch import RankError, run_ranks
 from fnddp.cli.train import Event, Result, train
 from fnddp.parse import parse
 from fnddp.sync import Sync
 
-FAILED, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
 DEFAULT_RANKS = 2
-
-
-class WrongArgument(ValueError):
-    """What was asked for cannot be run; the message is for the user."""
 
 
 def run(pipelines: Sequence[str], ranks: int | None, steps: int, out: Path, seed: int) -> int:
@@ -66,7 +62,7 @@ def check_pipeline(text: str) -> Sync:
         sync = parse(text)
         sync.init(dict(digits.make_model(seed=0).named_parameters()))
     except (TypeError, ValueError) as error:
-        raise WrongArgument("\n".join([str(error), *getattr(error, "__notes__", [])])) from error
+        raise WrongArgument.of(error) from error
     return sync
 
 
@@ -146,6 +142,4 @@ def _events(syncs: list[Sync], world_size: int, steps: int, seed: int) -> Genera
 
 
 def _stop(code: int, message: object, reports: bool) -> int:
-    if reports:
-        print(f"fnddp demo: {message}", file=sys.stderr)
-    return code
+    return stop("demo", code, message) if reports else code

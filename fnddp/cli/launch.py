@@ -3,7 +3,7 @@
 import multiprocessing
 import signal
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fnddp.cli.network import Host
 from fnddp.cli.rank import LOOPBACK, Done, Raised, Work, run_rank
 
 SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
@@ -26,8 +27,10 @@ class Vanished:
     """A rank's pipe ended without a word: it was killed, or it crashed."""
 
 
-def run_ranks(world_size: int, work: Work, *arguments: Any) -> Generator[Any]:
-    """Runs `work(*arguments)` on `world_size` gloo ranks, each a process of its own.
+def run_ranks(
+    world_size: int, work: Work, *arguments: Any, hosts: Sequence[Host] = (), backend: str = "gloo"
+) -> Generator[Any]:
+    """Runs `work(*arguments)` on `world_size` ranks, each a process of its own.
 
     Closing the iterator, or any exception at it (Ctrl-C), ends the ranks.
 
@@ -35,6 +38,8 @@ def run_ranks(world_size: int, work: Work, *arguments: Any) -> Generator[Any]:
         world_size: Number of ranks.
         work: A module-level function that returns an iterable. It runs with the default process group set up.
         arguments: Picklable.
+        hosts: One for each rank; none for the machine's own network.
+        backend: Of the process group.
 
     Returns:
         What rank 0's iterable yields, as it comes.
@@ -49,10 +54,12 @@ def run_ranks(world_size: int, work: Work, *arguments: Any) -> Generator[Any]:
     pipes: list[Connection] = []
     try:
         with sigint_blocked():
-            for rank in range(world_size):
+            for rank, host in zip(range(world_size), hosts or [None] * world_size, strict=True):
                 pipe, remote = context.Pipe()
                 process = context.Process(
-                    target=run_rank, args=(rank, world_size, store.port, remote, work, arguments), name=f"rank {rank}"
+                    target=run_rank,
+                    args=(rank, world_size, store.port, remote, work, arguments, host, backend),
+                    name=f"rank {rank}",
                 )
                 process.start()
                 remote.close()  # now only the rank holds it, so the pipe ends when the rank does

@@ -1,10 +1,13 @@
 """The `fnddp` command."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from fnddp.cli.network import parse_rate
 
 DEMO_EXTRA = {"rich", "matplotlib", "sklearn"}
 DEFAULT_PIPELINES = (
@@ -22,8 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     _add_demo(commands)
+    _add_plan(commands)
+    _add_bench(commands)
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)  # imports its own command: what that needs is an optional extra
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in DEMO_EXTRA:
+            raise
+        needs = f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
+        print(f"fnddp {arguments.command}: {needs}", file=sys.stderr)
+        return 1
 
 
 def _add_demo(commands: Any) -> None:
@@ -43,17 +55,12 @@ def _add_demo(commands: Any) -> None:
         "--out", type=Path, default=Path("fnddp-demo"), metavar="DIR", help="where curves.png and results.json go"
     )
     demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the initial parameters and the batches")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(command="demo", run=_demo)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    try:
-        from fnddp.cli import demo  # what it needs is an optional extra
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in DEMO_EXTRA:
-            raise
-        print(f"fnddp demo: needs {error.name}, which is not installed: pip install 'fnddp[demo]'", file=sys.stderr)
-        return 1
+    from fnddp.cli import demo
+
     return demo.run(
         pipelines=arguments.pipelines,
         ranks=arguments.ranks,
@@ -61,6 +68,145 @@ def _demo(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         seed=arguments.seed,
     )
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="compute what pipelines would send and take on a cluster, without one",
+        description="Lowers each pipeline for a model and any number of ranks, and compares bytes, collectives, memory "
+        "and the time of communication, computed for each link (latency and bandwidth of a ring). Nothing is run.",
+    )
+    plan.add_argument(
+        "pipelines", nargs="*", default=DEFAULT_PIPELINES, metavar="PIPELINE", help="for example 'fp16(allreduce)'"
+    )
+    plan.add_argument(
+        "--model",
+        default="transformer",
+        metavar="NAME",
+        help="transformer, gpt2, resnet18, or FILE.py:fn, where fn() returns a module (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--ranks", type=_positive, default=8, metavar="N", help="number of ranks, thousands too (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--link",
+        action="append",
+        metavar="RATE[:LATENCY]",
+        help="of each rank, such as 200mbit, 25gbit:20us or 100GB/s; once for each link to compare; no "
+        "latency unless given (default: 1gbit)",
+    )
+    plan.add_argument(
+        "--step",
+        type=_natural,
+        metavar="N",
+        help="plan the step at which every step counter in the pipelines' states is N: 0 looks at the start of a "
+        "warm-up (default: after all warm-ups)",
+    )
+    plan.add_argument(
+        "--backward",
+        type=_positive_float,
+        metavar="SECONDS",
+        help="that backward takes, to compute the step, and what of communication is exposed (default: none is hidden)",
+    )
+    plan.add_argument(
+        "--bucket-cap-mb",
+        type=_positive_float,
+        default=25.0,
+        metavar="MB",
+        help="MiB of gradients whose payloads travel together (default: 25)",
+    )
+    printed = plan.add_mutually_exclusive_group()
+    printed.add_argument("--show", action="store_true", help="print each plan in full, too")
+    printed.add_argument("--json", action="store_true", help="print JSON instead")
+    plan.add_argument("--svg", type=Path, metavar="FILE", help="write the timeline of the plan of one pipeline")
+    plan.set_defaults(command="plan", run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from fnddp.cli import plan
+
+    return plan.run(
+        arguments.pipelines,
+        model=arguments.model,
+        ranks=arguments.ranks,
+        links=arguments.link or ["1gbit"],
+        step=arguments.step,
+        backward=arguments.backward,
+        bucket_cap_mb=arguments.bucket_cap_mb,
+        show=arguments.show,
+        json=arguments.json,
+        svg=arguments.svg,
+    )
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time training steps with pipelines against torch's own DDP",
+        description="Runs real training steps (forward, loss, backward with synchronization), one arm after the other "
+        "in each round, on ranks that it starts on this machine: each pipeline, and each peer. Compares within "
+        "rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    bench.add_argument("pipelines", nargs="+", metavar="PIPELINE", help="for example 'fp16(allreduce)'")
+    bench.add_argument("--ranks", type=_positive, default=2, metavar="N", help="number of ranks")
+    bench.add_argument(
+        "--link", type=_rate, default="loopback", metavar="RATE", help="of each rank's link, such as 200mbit or 1gbit"
+    )
+    bench.add_argument(
+        "--against",
+        default="ddp,fp16_hook,none",
+        metavar="PEER,...",
+        help="ddp: torch's; fp16_hook, bf16_hook, powersgd_hook: the same with a hook; none: no synchronization",
+    )
+    bench.add_argument(
+        "--model", default="transformer", metavar="NAME", help="transformer, gpt2, resnet18, or FILE.py:fn"
+    )
+    bench.add_argument("--pairs", type=_positive, default=30, metavar="N", help="timed rounds")
+    bench.add_argument(
+        "--engine",
+        choices=("ddp", "register", "value_and_grad"),
+        default="ddp",
+        help="how pipelines run: fnddp's DistributedDataParallel, in torch's, or in functional steps",
+    )
+    bench.add_argument(
+        "--compile", action="store_true", help="compile all steps; pipelines then run in functional ones, whole"
+    )
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo, or NCCL")
+    bench.add_argument(
+        "--out", type=Path, default=Path("fnddp-bench"), metavar="DIR", help="where ratios.png and results.json go"
+    )
+    bench.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the parameters and the arms' order")
+    bench.set_defaults(command="bench", run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from fnddp.cli import bench
+
+    return bench.run(
+        arguments.pipelines,
+        ranks=arguments.ranks,
+        link=arguments.link,
+        against=arguments.against,
+        model=arguments.model,
+        pairs=arguments.pairs,
+        engine=arguments.engine,
+        compiled=arguments.compile,
+        device=arguments.device,
+        out=arguments.out,
+        seed=arguments.seed,
+    )
+
+
+def _rate(text: str) -> str | None:
+    if text == "loopback":
+        return None
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _positive(text: str) -> int:
@@ -75,4 +221,14 @@ def _at_least(least: int, text: str) -> int:
     number = int(text) if text.lstrip("-").isdecimal() else None
     if number is None or number < least:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    return number
+
+
+def _positive_float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
     return number

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fnddp.cli.network import Host
+
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stopped, ends the run
 
@@ -32,7 +34,16 @@ class Done:
     """A rank has done all its work."""
 
 
-def run_rank(rank: int, world_size: int, port: int, pipe: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
+def run_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    pipe: Connection,
+    work: Work,
+    arguments: tuple[Any, ...],
+    host: Host | None,
+    backend: str,
+) -> None:
     """Sends what `work(*arguments)` yields to the parent, then `Done`, or `Raised` if it raises. It does not return.
 
     Args:
@@ -40,14 +51,19 @@ def run_rank(rank: int, world_size: int, port: int, pipe: Connection, work: Work
         world_size: Number of ranks.
         port: Where the parent holds the store.
         pipe: To the parent.
-        work: What to do, with a gloo process group set up.
+        work: What to do, with the default process group set up.
         arguments: Of `work`.
+        host: Where this rank's network is; None for the machine's own.
+        backend: Of the process group.
     """
     try:
-        # Ranks of one machine meet on the loopback device, whatever the host's name resolves to.
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback_device()
+        # The connection to the store stays the machine's own, also on a host that cannot reach the parent.
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=TIMEOUT)
+        if host is not None:
+            host.enter()
+        # Ranks of one machine meet on the loopback device, whatever the host's name resolves to.
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback_device() if host is None else host.interface
+        dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=TIMEOUT)
         for event in work(*arguments):
             pipe.send(event)
         pipe.send(Done())

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fnddp.plan.ir import Collective, launch, output_nodes, take, value
+from fnddp.plan.ir import Collective, LeafSpec, launch, output_nodes, take, value
 from fnddp.plan.order import Segment
-from fnddp.plan.reuse import Memory, into
+from fnddp.plan.reuse import Memory, Result, into
 
 aten: Any = torch.ops.aten
 
@@ -121,8 +121,7 @@ class _draft:
             self.inputs[name] = made
         return self.inputs[name]
 
-    def payload(self, collective: Collective, position: int) -> fx.Node:
-        name = buffer_name(collective, position)
+    def placed(self, name: str) -> fx.Node:
         if name not in self.inputs:
             self.inputs[name] = self.graph.placeholder(name.replace("[", "_").replace("]", ""))
         return self.inputs[name]
@@ -131,7 +130,10 @@ class _draft:
         places = memory.payloads.get(node, [])
         target = memory.target_of(node)
         if isinstance(target, tuple):
-            destination, shown = self.payload(*target), buffer_name(*target)
+            destination, shown = self.placed(buffer_name(*target)), buffer_name(*target)
+        elif isinstance(target, Result):
+            destination, shown = self.placed(target.name), target.name
+            destination = self.graph.call_function(aten.view.default, (destination, list(value(node).shape)))
         elif target is not None:
             destination, shown = self.value(target), name_of(target)
             if value(target).shape != value(node).shape:
@@ -155,10 +157,14 @@ class _draft:
                 self._copy(source, collective, position)  # pyright: ignore[reportArgumentType]
 
     def _copy(self, source: fx.Node, collective: Collective, position: int) -> None:
-        self.graph.call_function(aten.copy_.default, (self.payload(collective, position), self.value(source)))
+        self.graph.call_function(aten.copy_.default, (self.placed(buffer_name(collective, position)), self.value(source)))
         self.lines.append(f"{buffer_name(collective, position)} = {name_of(source)}")
 
-    def _say(self, node: fx.Node, result: str) -> None:
-        target = str(node.target).removeprefix("aten.").partition(".")[0]
-        arguments = ", ".join([str(name_of(a)) if isinstance(a, fx.Node) else str(a) for a in node.args])
-        self.lines.append(f"{result} = {target}({arguments})")
+    def _say(self, node: fx.Node, written: str) -> None:
+        called = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+        arguments = [str(name_of(a)) if isinstance(a, fx.Node) else str(a) for a in node.args]
+        arguments += [f"{key}={a}" for key, a in node.kwargs.items() if key in ("dtype", "alpha", "beta") and a != 1]
+        name = written if all(user.target is launch for user in node.users) else node.name
+        made = f": {LeafSpec.of(value(node))}" if isinstance(value(node), torch.Tensor) else ""
+        place = "" if written in (name, node.name) else f" in {written}"
+        self.lines.append(f"{name}{made} = {called}({', '.join(arguments).replace('torch.', '')}){place}")

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fnddp import collectives, tree
 from fnddp.plan.buffers import Buffers
+from fnddp.plan.debug import debug_level, make_executor
 from fnddp.plan.eager import Eager
 from fnddp.plan.execute import CollectiveError, Executor
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower_leaves
 from fnddp.plan.plan import Plan
-from fnddp.plan.reuse import Donate
+from fnddp.plan.reuse import Donation
 from fnddp.plan.status import Status
 from fnddp.plan.trace import LoweringError
 from fnddp.sync import State, Sync
@@ -40,7 +41,7 @@ class Engine:
     Args:
         sync: The pipeline.
         leaves: What the gradients are like.
-        donate: Whether gradients that are fed may be overwritten.
+        donation: What a step may write over.
         bucket_cap_mb, first_bucket_mb: See `lower`.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
             order of all later ones.
@@ -51,16 +52,17 @@ class Engine:
         sync: Sync,
         leaves: Mapping[str, LeafSpec],
         *,
-        donate: Donate,
+        donation: Donation,
         bucket_cap_mb: float = 25,
         first_bucket_mb: float = 1,
         learns_order: bool,
     ) -> None:
         self.sync = sync
         self.leaves = dict(leaves)
-        self._donate: Donate = donate
+        self._donation = donation
         self._caps = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
         self._buffers = Buffers()
+        self._debug = debug_level()
         self._arrival: list[str] | None = None
         self._arriving: list[str] | None = [] if learns_order else None
         self._runs: list[tuple[Executor, Status]] = []
@@ -173,11 +175,12 @@ class Engine:
                 self._running, self._status = executor, status
                 return
         try:
-            plan = lower_leaves(self.sync, self.leaves, state, arrival=self._arrival, donate=self._donate, **self._caps)
+            plan = lower_leaves(self.sync, self.leaves, state, arrival=self._arrival, donation=self._donation, **self._caps)
         except LoweringError:
             self._running, self._status = Eager(self.sync, self.leaves, self._structure), None
             return
-        self._running, self._status = Executor(plan, self._buffers, self._send_status), Status(plan)
+        executor = make_executor(self._debug, plan, self._buffers, self._send_status)
+        self._running, self._status = executor, Status(plan)
         self._runs = [(self._running, self._status), *self._runs[: MAX_PHASES - 1]]
 
     def _learn_order(self) -> None:
@@ -201,13 +204,13 @@ class Engines:
 
     Args:
         sync: The pipeline.
-        donate: Whether gradients that are fed may be overwritten.
+        donation: What a step may write over.
         learns_order: See `Engine`.
     """
 
-    def __init__(self, sync: Sync, *, donate: Donate, learns_order: bool) -> None:
+    def __init__(self, sync: Sync, *, donation: Donation, learns_order: bool) -> None:
         self.last: Engine | None = None
-        self._make: Any = partial(Engine, sync, donate=donate, learns_order=learns_order)
+        self._make: Any = partial(Engine, sync, donation=donation, learns_order=learns_order)
         self._engines: dict[Any, Engine] = {}
 
     def of(self, leaves: Leaves, state: State) -> Engine:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
-from fnddp.plan.buffers import Buffers
+from fnddp.plan.buffers import Buffers, storage_uses
 from fnddp.plan.emit import Step
 from fnddp.plan.ir import Collective, LeafSpec
 from fnddp.plan.plan import Plan
@@ -44,7 +44,7 @@ class Executor:
         self.plan = plan
         self._buffers = buffers or Buffers()
         self._on_last_launch = on_last_launch
-        self._read = {name for step in plan.steps for name in step.needs}
+        self._read = {name for step in plan.steps for name in step.needs} | {*plan.means.values(), *plan.state}
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)
         self._works: dict[int, dist.Work] = {}
@@ -71,6 +71,11 @@ class Executor:
             buffer = self._buffers.take(collective)
             self._flat[collective.index] = buffer.flat
             self._values.update(buffer.parts)
+        for name, path in plan.results.items():
+            self._values[name] = self._buffers.mean(path, plan.leaves[path])
+        for name in plan.overwrites_state:
+            if storage_uses(self._values[name]) > 1:  # somebody else reads it
+                self._values[name] = self._values[name].clone()
         self._next, self._to_launch = 0, len(plan.collectives)
         self.missing = dict.fromkeys(plan.leaves)
         if self._stream is not None:

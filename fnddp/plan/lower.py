@@ -2,17 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor, fx
+
 from fnddp import collectives, tree
 from fnddp.plan.combine import MB, assign_buckets, combine
 from fnddp.plan.emit import emit, name_of
-from fnddp.plan.ir import LeafSpec, output_nodes
+from fnddp.plan.fuse import fuse
+from fnddp.plan.ir import LeafSpec, output_nodes, value
 from fnddp.plan.order import order
 from fnddp.plan.plan import Plan
-from fnddp.plan.reuse import Donate, Memory
+from fnddp.plan.reuse import Donation, Memory, Result
 from fnddp.plan.simplify import simplify
 from fnddp.plan.trace import trace
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
+
+KEEP = Donation()
 
 
 def lower(
@@ -24,7 +29,7 @@ def lower(
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float = 25,
     first_bucket_mb: float = 1,
-    donate: Donate = "no",
+    donation: Donation = KEEP,
 ) -> Plan:
     """Lowers a pipeline to a static schedule: what one rank computes and sends in one step, in which order.
 
@@ -41,8 +46,7 @@ def lower(
         bucket_cap_mb: Gradients are bucketed, in the order of arrival, and a bucket is closed once it holds this
             many MiB. A bucket's payloads travel together.
         first_bucket_mb: The same for the first bucket.
-        donate: Whether the executor may write over gradients: "no", "at_end" (once all collectives are complete) or
-            "yes".
+        donation: What the executor may write over; nothing, unless an adapter owns gradients or state.
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
@@ -66,7 +70,7 @@ def lower(
         arrival=arrival,
         bucket_cap_mb=bucket_cap_mb,
         first_bucket_mb=first_bucket_mb,
-        donate=donate,
+        donation=donation,
     )
 
 
@@ -79,7 +83,7 @@ def lower_leaves(
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float,
     first_bucket_mb: float,
-    donate: Donate,
+    donation: Donation,
 ) -> Plan:
     """`lower`, for leaves by path."""
     expected = list(reversed(leaves)) if arrival is None else list(arrival)
@@ -94,11 +98,11 @@ def lower_leaves(
 
     with collectives.planned_world(world_size):
         traced = trace(sync, leaves, state)
-        simplify(traced.module.graph)
+        fuse(simplify(traced.module.graph))
         module = combine(traced.module, traced.leaves, buckets)
     graph = module.graph
-    segments = order(graph, traced.leaves, buckets, decode_last=donate == "at_end")
-    memory = Memory(graph, segments, traced.leaves, donate)
+    segments = order(graph, traced.leaves, buckets, decode_last=_waits_for_the_end(graph, len(leaves), donation))
+    memory = Memory(graph, segments, traced.leaves, donation)
     inputs = [node.name for node in graph.find_nodes(op="placeholder")]
     leaf_names = dict(zip(leaves, inputs, strict=False))
     steps = emit(module, segments, memory, leaf_names)
@@ -114,8 +118,17 @@ def lower_leaves(
         leaf_names=leaf_names,
         state_names=tuple(inputs[len(leaves) :]),
         overwrites=frozenset(path for path, name in leaf_names.items() if name in memory.overwritten),
+        overwrites_state=frozenset(name for name in inputs[len(leaves) :] if name in memory.overwritten),
+        results={Result(i).name: path for i, path in enumerate(leaves) if i in memory.results},
         constants={node.name: getattr(module, str(node.target)) for node in graph.find_nodes(op="get_attr")},
         counters=traced.counters,
         holds=traced.holds,
         peak_bytes=0,
     )
+
+
+def _waits_for_the_end(graph: fx.Graph, leaves: int, donation: Donation) -> bool:
+    """Whether something is written over that a step which fails must leave alone."""
+    state = [node for node in output_nodes(graph)[leaves:] if isinstance(node, fx.Node)]
+    makes_state = any(node.op == "call_function" and isinstance(value(node), Tensor) for node in state)
+    return donation.gradients == "at_end" or (donation.state and makes_state)

@@ -5,12 +5,12 @@ its result is read one slot later. So a bucket's second round is issued behind t
 pipeline, in which the wire is busy with one bucket while the other is computed.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from fnddp.plan.ir import Collective, launch, take, tensor_nodes
+from fnddp.plan.ir import Collective, launch, output_nodes, take, tensor_nodes
 
 
 @dataclass
@@ -34,11 +34,15 @@ class Segment:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """When a node runs: slot by slot, collectives of earlier rounds first, leaves as they arrive."""
+    """When a node runs: slot by slot, collectives of earlier rounds first, leaves as they arrive.
+
+    What only a mean needs comes after what the state needs: a mean may then lie where its gradient was remembered.
+    """
 
     slot: int
     depth: int
     arrival: float
+    only_for_mean: bool
     index: int
 
 
@@ -55,12 +59,15 @@ def order(
             communication and what it needs has happened.
     """
     positions = _positions(graph, paths, buckets)
-    if decode_last:
-        feeding = _ancestors_of_launches(graph)
-        last = max((position.slot for position in positions.values()), default=0)
-        for node, at in positions.items():
-            if node not in feeding:
-                positions[node] = Position(last + 1, 0, at.arrival, at.index)
+    outputs = output_nodes(graph)
+    feeding = _ancestors([node for node in graph.nodes if node.target is launch])
+    remembering = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
+    last = max((position.slot for position in positions.values()), default=0)
+    for node, at in positions.items():
+        if node not in feeding:
+            positions[node] = replace(at, only_for_mean=node not in remembering)
+            if decode_last:
+                positions[node] = replace(positions[node], slot=last + 1, depth=0)
     leaf_of = dict(zip(graph.find_nodes(op="placeholder"), paths, strict=False))
     return _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of)
 
@@ -88,7 +95,7 @@ def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
             slot, depth = collective.slot + 1, collective.depth + 1
             payload = launched.args[0][position]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportOptionalSubscript]
             latest = at[payload].arrival  # pyright: ignore[reportArgumentType]
-        at[node] = Position(slot, depth, latest, index)
+        at[node] = Position(slot, depth, latest, False, index)
     return at
 
 
@@ -119,12 +126,15 @@ def _cut(
     return segments
 
 
-def _ancestors_of_launches(graph: fx.Graph) -> set[fx.Node]:
-    feeding: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.target is launch or any(user in feeding for user in node.users):
-            feeding.add(node)
-    return feeding
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    return found
 
 
 def _collective(node: fx.Node) -> Collective:

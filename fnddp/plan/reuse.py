@@ -1,11 +1,13 @@
-"""Pass 5: where results are written.
+"""Pass 6: where results are written.
 
-Payloads are written into the flat buffers of their collectives by the operation that computes them. An elementwise
-operation writes over its first operand when nobody reads that again. A mean may be written over the gradient that it
-replaces. All of it is decided here, once; none of it changes a bit of any result.
+Payloads are written into the flat buffers of their collectives by the operation that computes them. Means have memory
+of their own that persists across steps (`Result`), which until then holds what a mean is computed from. The next state
+is written over the last one, once all collectives are complete. An operation on elements writes over its operand when
+nobody reads that again. All of it is decided here, once; none of it changes a bit of any result.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -16,21 +18,47 @@ from fnddp.plan.order import Segment
 
 aten: Any = torch.ops.aten
 
-Donate: TypeAlias = Literal["no", "at_end", "yes"]
-"""Whether gradients may be overwritten: never, once all collectives are complete, or as soon as nobody reads them."""
+@dataclass(frozen=True)
+class Donation:
+    """What a step may write over.
 
-# What can write its result into given memory. All but the products are elementwise: they may also write over an operand.
+    Attributes:
+        gradients: "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them).
+        state: Whether the state may be, once all collectives are complete. A step that fails leaves it alone.
+    """
+
+    gradients: Literal["no", "at_end", "yes"] = "no"
+    state: bool = False
+
+
+# What can write its result into given memory. All but the products act on elements: they may also write over an operand.
 _ELEMENTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
     aten.sub.Tensor: aten.sub.out,
     aten.mul.Tensor: aten.mul.out,
     aten.div.Tensor: aten.div.out,
+    aten.addmm.default: aten.addmm.out,  # on the elements of its first operand
 }
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out}
 _COPIES = {aten._to_copy.default, aten.clone.default}
+_WRITERS = {*_ELEMENTWISE, *_PRODUCTS, *_COPIES}
 
 Place: TypeAlias = tuple[Collective, int]
 """A payload of a collective."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The persistent memory of the mean of the leaf at `index`."""
+
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"mean[{self.index}]"
+
+
+Target: TypeAlias = fx.Node | Result | Place
 
 
 class Memory:
@@ -39,22 +67,20 @@ class Memory:
     Attributes:
         payloads: The payloads that a node is copied to.
         computed: The nodes that some segment computes.
-        overwritten: Names of the gradients that are written over.
+        overwritten: Names of the gradients and parts of the state that are written over.
+        results: Leaves (by index) whose mean has memory of its own.
     """
 
-    def __init__(self, graph: fx.Graph, segments: Sequence[Segment], paths: Sequence[str], donate: Donate) -> None:
+    def __init__(self, graph: fx.Graph, segments: Sequence[Segment], paths: Sequence[str], donation: Donation) -> None:
         nodes = [node for s in segments for node in [*s.nodes, s.launches] if node is not None]
         inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
         outputs = output_nodes(graph)
         leaves = inputs[: len(paths)]
         waiting = [s.nodes[0] for s in segments if s.waits and s.nodes]
         self._when = {node: i for i, node in enumerate(nodes)}
-        self._leaves = set(leaves)
-        self._writable_from = {
-            "no": float("inf"),
-            "at_end": max([self._when[node] for node in waiting], default=0),
-            "yes": -1.0,
-        }[donate]
+        self._leaves = {leaf: i for i, leaf in enumerate(leaves)}
+        self._donation = donation
+        self._complete = max([self._when[node] for node in waiting], default=0)  # when all collectives are
         self.payloads: dict[fx.Node, list[Place]] = {}
         for node in nodes:
             if node.target is launch:
@@ -63,71 +89,105 @@ class Memory:
                     self.payloads.setdefault(source, []).append((collective, position))  # pyright: ignore[reportArgumentType]
         self.computed = {node for node in nodes if node.target is not launch and node.target is not take}
 
-        self._lies_in = {node: node.all_input_nodes[0] for node in nodes if is_view(node)}
-        self._last_read: dict[fx.Node, float] = {}
+        self._lies_in: dict[fx.Node, fx.Node | Result] = {node: node.all_input_nodes[0] for node in nodes if is_view(node)}
+        self._last_read: dict[fx.Node | Result, float] = {}
         for node in nodes:
             for source in node.all_input_nodes:
                 self._last_read[self._memory(source)] = self._when[node]
         for node in outputs:
             if isinstance(node, fx.Node):
                 self._last_read[self._memory(node)] = float("inf")
-        self._gradient_of = {
-            self._memory(node): leaf for leaf, node in zip(leaves, outputs, strict=False) if isinstance(node, fx.Node)
+        means, state = outputs[: len(leaves)], outputs[len(leaves) :]
+        self._mean_of = {self._memory(node): i for i, node in enumerate(means) if isinstance(node, fx.Node)}
+        self._part_of = {
+            self._memory(node): part
+            for node, part in zip(state, inputs[len(leaves) :], strict=False)
+            if isinstance(node, fx.Node)
         }
         self.overwritten: set[str] = set()
-        self._targets: dict[fx.Node, fx.Node | Place] = {}
+        self.results: set[int] = set()
+        self._targets: dict[fx.Node, Target] = {}
         for node in nodes:
             self._decide(node)
 
-    def target_of(self, node: fx.Node) -> fx.Node | Place | None:
-        """What the result of `node` is written over: a payload, another node's result, or nothing."""
+    def target_of(self, node: fx.Node) -> Target | None:
+        """What the result of `node` is written over, if anything."""
         return self._targets.get(node)
 
+    def _memory(self, node: fx.Node) -> fx.Node | Result:
+        """The memory that the result of `node` lies in, called by the node that made it."""
+        memory: fx.Node | Result = node
+        while isinstance(memory, fx.Node) and memory in self._lies_in:
+            memory = self._lies_in[memory]
+        return memory
+
     def _decide(self, node: fx.Node) -> None:
+        if node.target not in _WRITERS:
+            return
         places = self.payloads.get(node, [])
-        if len(places) == 1 and len(node.users) == 1 and (node.target in _ELEMENTWISE or node.target in _COPIES):
+        if len(places) == 1 and len(node.users) == 1 and node.target not in _PRODUCTS:
             self._targets[node] = places[0]
             return
-        target = self._operand(node) or self._gradient(node)
-        if target is not None:
-            self._targets[node] = target
-            memory = self._memory(target)
-            self._lies_in[node] = memory
-            if memory in self._leaves:
-                self.overwritten.add(memory.name)
-            self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
+        target = self._part(node) or self._result(node) or self._operand(node) or self._gradient(node)
+        if target is None:
+            return
+        memory = target if isinstance(target, Result) else self._memory(target)
+        self._targets[node] = target
+        self._lies_in[node] = memory
+        self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
+        if isinstance(memory, Result):
+            self.results.add(memory.index)
+        elif memory.op == "placeholder":
+            self.overwritten.add(memory.name)
 
-    def _memory(self, node: fx.Node) -> fx.Node:
-        """The node that made the memory in which the result of `node` lies."""
-        while node in self._lies_in:
-            node = self._lies_in[node]
-        return node
+    def _part(self, node: fx.Node) -> fx.Node | None:
+        """The part of the state that `node` is the next value of."""
+        part = self._part_of.get(node)
+        if not self._donation.state or part is None or self._when[node] < self._complete:
+            return None
+        return part if _same_kind(value(part), value(node)) and self._is_free(part, node) else None
+
+    def _result(self, node: fx.Node) -> Result | None:
+        """The memory of a mean, for the mean or for what it is computed from."""
+        index = self._mean_of.get(node)
+        if index is None and self._donation.state:
+            index = next((self._leaves[source] for source in node.all_input_nodes if source in self._leaves), None)
+        if index is None or self._donation.gradients == "at_end":  # where means go over gradients
+            return None
+        leaf = value(list(self._leaves)[index])
+        return Result(index) if _same_kind(leaf, value(node)) and self._is_free(Result(index), node) else None
 
     def _operand(self, node: fx.Node) -> fx.Node | None:
+        """The operand of `node`, if it is ours and nobody reads it again."""
         operand = node.args[0] if node.target in _ELEMENTWISE else None
         if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
             return None
         memory = self._memory(operand)
-        if not isinstance(value(memory), Tensor) or value(memory).numel() != value(node).numel():
-            return None
-        if any(self._memory(other) is memory for other in node.all_input_nodes if other is not operand):
-            return None
-        return operand if self._last_read[memory] == self._when[node] and self._is_ours(memory, node) else None
+        if isinstance(memory, fx.Node):
+            in_graph = memory.op == "call_function" and memory.target is not launch
+            gradient = memory in self._leaves and self._donation.gradients == "yes"
+            whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
+            if not (in_graph or gradient) or not whole:
+                return None
+        return operand if self._is_free(memory, node) else None
 
     def _gradient(self, node: fx.Node) -> fx.Node | None:
-        leaf = self._gradient_of.get(node)
-        writes = node.target in _COPIES or node.target in _ELEMENTWISE or node.target in _PRODUCTS
-        if leaf is None or not writes or not self._is_ours(leaf, node) or self._memory(leaf) is not leaf:
+        """The gradient that `node` is the mean of."""
+        index = self._mean_of.get(node)
+        if index is None or self._donation.gradients == "no" or self._when[node] < self._complete:
             return None
-        if not _same_kind(value(leaf), value(node)) or not value(leaf).is_contiguous() or not value(node).is_contiguous():
-            return None
-        read_now = node.target in _PRODUCTS and leaf in [self._memory(source) for source in node.all_input_nodes]
-        return leaf if self._last_read.get(leaf, -1) <= self._when[node] and not read_now else None
+        leaf = list(self._leaves)[index]
+        fits = _same_kind(value(leaf), value(node)) and value(leaf).is_contiguous()
+        return leaf if fits and self._memory(leaf) is leaf and self._is_free(leaf, node) else None
 
-    def _is_ours(self, memory: fx.Node, node: fx.Node) -> bool:
-        if memory in self._leaves:
-            return self._when[node] >= self._writable_from
-        return memory.op == "call_function" and memory.target is not launch
+    def _is_free(self, memory: fx.Node | Result, node: fx.Node) -> bool:
+        """Whether `node` may write there: nobody reads it later, and `node` itself only element by element."""
+        now = self._when[node]
+        if self._last_read.get(memory, -1) < now:
+            return True
+        reads = [source for source in node.all_input_nodes if self._memory(source) == memory]
+        in_place = reads == [node.args[0]] and _same_layout(value(reads[0]), value(node))
+        return self._last_read[memory] == now and node.target in _ELEMENTWISE and in_place
 
 
 def into(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], fx.Node], destination: fx.Node) -> fx.Node:
@@ -140,8 +200,17 @@ def into(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], fx.Node],
 
 
 def _same_kind(a: Any, b: Any) -> bool:
-    return isinstance(b, Tensor) and (a.numel(), a.dtype, a.device) == (b.numel(), b.dtype, b.device)
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.numel(), a.dtype, a.device) == (b.numel(), b.dtype, b.device)
+        and b.is_contiguous()
+    )
 
 
 def _same_layout(a: Any, b: Any) -> bool:
-    return isinstance(a, Tensor) and _same_kind(a, b) and (a.shape, a.stride()) == (b.shape, b.stride())
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
+    )

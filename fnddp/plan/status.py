@@ -36,7 +36,7 @@ class Status:
         if self._groups:
             flags = [int(failed), *(int(path not in missing) for path in self._leaves)]
             self._flags = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-            self._work = collectives.start_all_reduce(self._flags, "max", self._groups[0])
+            self._work = collectives.start_status(self._flags, self._groups[0])
 
     def agree(self, missing: frozenset[str]) -> frozenset[str]:
         """The leaves that have arrived on no rank.
@@ -73,7 +73,7 @@ class Status:
         self._work.wait()
         self._work = None
         for group in self._groups[1:]:
-            collectives.start_all_reduce(self._flags, "max", group).wait()
+            collectives.start_status(self._flags, group).wait()
         return self._flags.tolist()
 
     def _explanation(self, error: BaseException | None) -> str:

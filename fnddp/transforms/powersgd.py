@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from fnddp import random, tree
 from fnddp.layout import in_format_of
@@ -114,7 +115,7 @@ class powersgd(Sync):
 
         m = {group: _stack(_matrix(leaves[path]) for path in paths) for group, paths in groups.items()}
         q = {group: _stack(query[path] for path in paths) for group, paths in groups.items()}
-        p = {group: m[group] @ q[group] for group in groups}  # p: [matrices, rows, rank]
+        p = {group: _times(m[group], q[group]) for group in groups}  # p: [rows, rank], or a stack of them
 
         # Leaves that are not compressed travel whole with P and are empty with Q: both rounds have the same paths.
         p_round = self.inner.exchange({**leaves, **_unstack(p, groups, leaves)}, state.p_round)
@@ -124,7 +125,7 @@ class powersgd(Sync):
             )
             for group, paths in groups.items()
         }
-        q = {group: m[group].mH @ p_hat[group] for group in groups}  # q: [matrices, columns, rank]
+        q = {group: _transposed_times(m[group], p_hat[group]) for group in groups}  # q: [columns, rank]
         empty = {path: _nothing_like(leaf) for path, leaf in leaves.items()}
         q_round = self.inner.exchange({**empty, **_unstack(q, groups, leaves)}, state.q_round)
 
@@ -132,7 +133,7 @@ class powersgd(Sync):
         for group, paths in groups.items():
             for product, q_of in ((mean, q_round.mean), (sent, q_round.sent)):
                 q_group = _stack(_compute(q_of[path]) for path in paths)
-                for path, matrix in zip(paths, p_hat[group] @ q_group.mH, strict=True):
+                for path, matrix in zip(paths, _split(p_hat[group] @ q_group.mH), strict=True):
                     product[path] = _leaf(matrix, leaves[path])
         # state.q is empty without warm start
         next_q = {path: normalize_columns(_compute(q_round.mean[path]), fallback=query[path]) for path in state.q}
@@ -208,10 +209,25 @@ def _nothing_like(leaf: Tensor) -> Tensor:
 
 def _stack(tensors: Iterable[Tensor]) -> Tensor:
     tensors = list(tensors)
-    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _split(stack: Tensor) -> list[Tensor]:
+    return list(stack) if stack.ndim > 2 else [stack]
 
 
 def _unstack(stacks: dict[str, Tensor], groups: dict[str, list[str]], like: Leaves) -> Leaves:
     return {
-        path: stacks[group][i].to(like[path].dtype) for group, paths in groups.items() for i, path in enumerate(paths)
+        path: matrix.to(like[path].dtype)
+        for group, paths in groups.items()
+        for path, matrix in zip(paths, _split(stacks[group]), strict=True)
     }
+
+
+# The two products with a skinny factor read m along its rows: on a CPU three to five times faster than m @ q and m.T @ p.
+def _times(m: Tensor, q: Tensor) -> Tensor:
+    return m @ q if m.ndim > 2 else linear(m, q.mT.contiguous())
+
+
+def _transposed_times(m: Tensor, p: Tensor) -> Tensor:
+    return (p.mH @ m).mH

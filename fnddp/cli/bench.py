@@ -1,0 +1,160 @@
+"""`fnddp bench`: check what was asked for, time real training steps on all ranks, report."""
+
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from fnddp.cli import bench_report
+from fnddp.cli.bench_arms import PEERS, Setup, why_not
+from fnddp.cli.bench_rank import WARM_UP, Event, Round, Times, measure
+from fnddp.cli.bench_report import Run
+from fnddp.cli.demo import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, check_folder
+from fnddp.cli.launch import RankError, run_ranks
+from fnddp.cli.models import ModelError, load
+from fnddp.cli.network import NetworkError, shaped_hosts
+from fnddp.parse import parse
+from fnddp.sync import Sync
+
+
+def run(
+    pipelines: Sequence[str],
+    *,
+    ranks: int,
+    link: str | None,
+    against: str,
+    model: str,
+    pairs: int,
+    engine: str,
+    compiled: bool,
+    device: str,
+    out: Path,
+    seed: int,
+) -> int:
+    """Times training steps with each of `pipelines` and each peer, prints a table, writes `ratios.png`, `results.json`.
+
+    Args:
+        pipelines: As `fnddp.parse` reads them.
+        ranks: Number of processes to start.
+        link: Rate of each rank's link, such as "200mbit"; None for loopback.
+        against: Peers, with commas between them.
+        model: As `fnddp.cli.models.load` takes it.
+        pairs: Timed rounds.
+        engine: How a pipeline is run.
+        compiled: Compile all steps.
+        device: "cpu" or "cuda".
+        out: Folder for the files, made if need be.
+        seed: Of initial parameters and the order of arms.
+
+    Returns:
+        The exit code of the command.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        parameters = check_model(model)
+        syncs = [check_pipeline(text, parameters) for text in pipelines]
+        check_machine(device, link)
+        peers = check_peers(against, device, console)
+        check_folder(out)
+        setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed)
+        times = _measure(setup, ranks, link, console)
+        size = sum(p.numel() for p in parameters.values())
+        done = Run(setup, ranks, link, size, shlex.join(["fnddp", *sys.argv[1:]]), times)
+        console.print(", ".join(f"{key}: {value}" for key, value in done.conditions.items()), markup=False)
+        console.print(bench_report.table(done))
+        bench_report.write(out, done)
+        console.print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}", soft_wrap=True)
+        return 0
+    except (WrongArgument, ModelError) as error:
+        return _stop(WRONG_ARGUMENTS, error)
+    except (RankError, NetworkError, OSError) as error:
+        return _stop(FAILED, error)
+    except KeyboardInterrupt:
+        return _stop(INTERRUPTED, "interrupted; all ranks are ended")
+
+
+def check_model(model: str) -> dict[str, Tensor]:
+    """The parameters of the workload `model`, without values.
+
+    Raises:
+        ModelError: There is no such workload, or there is nothing to train it on.
+    """
+    workload = load(model)
+    workload.task()
+    return workload.parameters()
+
+
+def check_pipeline(text: str, parameters: dict[str, Tensor]) -> Sync:
+    """The pipeline that `text` writes, if it fits `parameters`.
+
+    Raises:
+        WrongArgument: It does not parse, or cannot be initialized.
+    """
+    try:
+        sync = parse(text)
+        sync.init(parameters)
+    except (TypeError, ValueError) as error:
+        raise WrongArgument("\n".join([str(error), *getattr(error, "__notes__", [])])) from error
+    return sync
+
+
+def check_machine(device: str, link: str | None) -> None:
+    """Raises a WrongArgument if the ranks cannot be started as asked for."""
+    if dist.is_torchelastic_launched():
+        raise WrongArgument("it starts its own ranks; run it without a launcher")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise WrongArgument("--device cuda, but there is no CUDA device here")
+    if device == "cuda" and link is not None:
+        raise WrongArgument("--link shapes what gloo sends; leave it out with --device cuda")
+
+
+def check_peers(against: str, device: str, console: Console) -> list[str]:
+    """The peers in `against` that can run on `device`; says which cannot, and why.
+
+    Raises:
+        WrongArgument: One is unknown, or none is left.
+    """
+    names = [name.strip() for name in against.split(",")]
+    if unknown := [name for name in names if name not in PEERS]:
+        raise WrongArgument(f"--against: unknown peer {unknown[0]!r}; known ones are {', '.join(PEERS)}")
+    reasons = {name: why_not(name, device) for name in names}
+    for name, reason in reasons.items():
+        if reason is not None:
+            console.print(f"{name} is left out: {reason}", soft_wrap=True)
+    peers = [name for name, reason in reasons.items() if reason is None]
+    if not peers:
+        raise WrongArgument(f"--against {against}: no peer is left to compare with; add ddp")
+    return peers
+
+
+def _measure(setup: Setup, ranks: int, link: str | None, console: Console) -> list[Times]:
+    with ExitStack() as stack:
+        hosts = stack.enter_context(shaped_hosts(ranks, link)) if link else []
+        backend = "nccl" if setup.device == "cuda" else "gloo"
+        events = stack.enter_context(closing(run_ranks(ranks, measure, setup, hosts=hosts, backend=backend)))
+        return _show_progress(events, WARM_UP + setup.pairs, console)
+
+
+def _show_progress(events: Iterable[Event], rounds: int, console: Console) -> list[Times]:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn())
+    times: list[Times] = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=rounds)
+        for event in events:
+            if isinstance(event, Round):
+                bars.update(task, completed=event.done)
+            else:
+                times = event
+    return times
+
+
+def _stop(code: int, message: object) -> int:
+    print(f"fnddp bench: {message}", file=sys.stderr)
+    return code

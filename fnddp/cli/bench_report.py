@@ -1,0 +1,190 @@
+"""What a benchmark shows: a table, a picture of the paired ratios, and every raw time as JSON."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from fnddp.cli.bench_arms import Setup
+from fnddp.cli.bench_rank import WARM_UP, Times
+from fnddp.cli.report import COLOURS
+
+RATIOS, RESULTS = "ratios.png", "results.json"
+
+
+class Ratio(NamedTuple):
+    """Quartiles of the ratio of two arms' times, taken round by round."""
+
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A benchmark that was run, and what it was run on.
+
+    Attributes:
+        setup: What was asked for.
+        ranks: Number of ranks.
+        link: Rate of each rank's link; None for loopback.
+        parameters: Elements that are trained.
+        command: What was typed.
+        times: Of each arm.
+    """
+
+    setup: Setup
+    ranks: int
+    link: str | None
+    parameters: int
+    command: str
+    times: list[Times]
+
+    def ratio(self, arm: int, peer: int) -> Ratio:
+        """What `arm` takes of the time of `peer`."""
+        pairs = zip(self.times[arm].steps, self.times[peer].steps, strict=True)
+        return Ratio(*map(float, np.percentile([ours / theirs for ours, theirs in pairs], (25, 50, 75))))
+
+    def link_bytes(self, arm: int) -> float:
+        """Bytes that a rank sends through its network interface in a step; the median. On loopback, its share."""
+        return median(self.times[arm].link_bytes) / (1 if self.link else self.ranks)
+
+    @property
+    def peers(self) -> list[int]:
+        """Which arms are peers."""
+        return list(range(len(self.setup.pipelines), len(self.setup.names)))
+
+    @property
+    def conditions(self) -> dict[str, object]:
+        """All that a reader has to know to repeat it."""
+        return {
+            "command": self.command,
+            "model": self.setup.model,
+            "parameters": self.parameters,
+            "ranks": self.ranks,
+            "link": self.link,
+            "engine": "compiled" if self.setup.compiled else self.setup.engine,
+            "device": torch.cuda.get_device_name() if self.setup.device == "cuda" else "cpu",
+            "backend": "nccl" if self.setup.device == "cuda" else "gloo",
+            "pairs": self.setup.pairs,
+            "untimed_rounds": WARM_UP,
+            "seed": self.setup.seed,
+            "torch": torch.__version__,
+            "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
+        }
+
+
+def table(run: Run) -> Table:
+    """The comparison, a row for each arm."""
+    interface = (
+        "through each rank's link"
+        if run.link
+        else "through loopback, by all that runs on this machine, over the number of ranks"
+    )
+    rows = Table(
+        box=box.SIMPLE_HEAD,
+        caption="ms: median of the steps, until the last rank was done\n"
+        "time / PEER: median and quartiles of the ratio in the same round; below 1 is faster than the peer\n"
+        "wire: bytes that a rank hands to its collectives in one step, counted (papers count so)\n"
+        f"link: bytes sent in a step, with headers, {interface}",
+        caption_justify="left",
+    )
+    rows.add_column("arm", overflow="fold")
+    headings = ("ms", *(f"time / {run.setup.names[peer]}" for peer in run.peers), "wire", "link")
+    for heading in headings:
+        rows.add_column(heading, justify="right", no_wrap=True)
+    for arm, (name, times) in enumerate(zip(run.setup.names, run.times, strict=True)):
+        ratios = ["1" if peer == arm else escape(str(run.ratio(arm, peer))) for peer in run.peers]
+        bytes_sent = (f"{times.wire_bytes:,}", f"{run.link_bytes(arm):,.0f}")
+        rows.add_row(escape(name), f"{median(times.steps) * 1e3:.1f}", *ratios, *bytes_sent)
+    return rows
+
+
+def write(out: Path, run: Run) -> None:
+    """Writes the picture and the numbers behind it into the folder `out`.
+
+    Raises:
+        OSError: It cannot be written to.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    picture(run).savefig(out / RATIOS, dpi=150)
+    (out / RESULTS).write_text(json.dumps(as_json(run), indent=1) + "\n")
+
+
+def as_json(run: Run) -> dict[str, object]:
+    """Conditions and raw times."""
+    names = run.setup.names
+    return {
+        **run.conditions,
+        "arms": [
+            {
+                "arm": name,
+                "peer": arm in run.peers,
+                "median_seconds": median(times.steps),
+                "ratios": {names[peer]: run.ratio(arm, peer)._asdict() for peer in run.peers},
+                "wire_bytes": times.wire_bytes,
+                "link_bytes": run.link_bytes(arm),
+                "interface_bytes_by_step": times.link_bytes,
+                "seconds_by_rank_and_step": times.seconds,
+            }
+            for arm, (name, times) in enumerate(zip(names, run.times, strict=True))
+        ],
+    }
+
+
+def picture(run: Run) -> Figure:
+    """The paired ratios, a panel for each peer."""
+    count = len(run.times)
+    widest = max(map(len, run.setup.names))
+    figure = Figure(figsize=(1 + 0.08 * widest + 4 * len(run.peers), 1.9 + 0.42 * count), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels: Sequence[Axes] = figure.subplots(1, len(run.peers), sharey=True, squeeze=False)[0]
+    for axes, peer in zip(panels, run.peers, strict=True):
+        ratios = [run.ratio(arm, peer) for arm in range(count)]
+        for arm, ratio in enumerate(ratios):
+            _draw(axes, arm, ratio, COLOURS[arm % len(COLOURS)])
+        axes.axvline(1, color="0.4", linewidth=1, linestyle=":")
+        axes.set_xlim(0, 1.2 * max(ratio.high for ratio in ratios))  # room for the numbers
+        axes.set_xlabel(f"time of a step / {run.setup.names[peer]}")
+        axes.grid(axis="x", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(count), run.setup.names, family="monospace", size=9)
+    panels[0].invert_yaxis()
+    link = f"{run.link} links" if run.link else "loopback"
+    figure.suptitle(
+        f"{run.setup.model}, {run.parameters / 1e6:.1f} M parameters, {run.ranks} ranks, {link}: "
+        f"median and quartiles of {run.setup.pairs} paired steps",
+        size=10,
+    )
+    return figure
+
+
+def _draw(axes: Axes, y: int, ratio: Ratio, colour: str) -> None:
+    axes.barh(y, ratio.median, height=0.55, color=colour, alpha=0.35)
+    axes.plot([ratio.low, ratio.high], [y, y], color=colour, linewidth=5, solid_capstyle="butt")
+    axes.text(ratio.high, y, f" {ratio.median:.2f}", va="center", size=9)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )

@@ -1,0 +1,176 @@
+"""Several hosts with slow links on one machine: Linux network namespaces, joined by a bridge in one of their own.
+
+Nothing of the machine's own network is touched. The links are shaped by `tc tbf`: what a host sends leaves at a rate.
+"""
+
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
+PREFIX = "fnddp"  # of their names: fnddp-PID-RANDOM-HOST
+INTERFACE = "eth0"  # within a host
+BURST, QUEUE = "256kb", "100ms"
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+MAX_HOSTS = 254
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+
+
+class NetworkError(RuntimeError):
+    """Hosts cannot be made here; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace, with one network device that leads to the other hosts."""
+
+    namespace: str
+    interface: str = INTERFACE
+
+    def enter(self) -> None:
+        """Moves the calling thread to this host: sockets that it opens from now on are the host's."""
+        libc = ctypes.CDLL(None, use_errno=True)  # os.setns comes with Python 3.12
+        with (NAMESPACES / self.namespace).open() as namespace:
+            if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"cannot enter the network namespace {self.namespace}: {os.strerror(error)}")
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second, from a text such as "200mbit" or "2.5gbit" (decimal units: bit, kbit, mbit, gbit).
+
+    Raises:
+        ValueError: It is not a rate.
+
+    >>> parse_rate("200mbit")
+    200000000
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?bit)", text.strip().lower())
+    rate = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if rate < 8:  # tc counts in bytes
+        raise ValueError(f"a rate is a number and bit, kbit, mbit or gbit, such as 200mbit or 2.5gbit; got {text!r}")
+    return rate
+
+
+@contextmanager
+def shaped_hosts(n: int, rate: str) -> Generator[list[Host]]:
+    """Makes `n` hosts on one switch, each of which sends at most `rate`. However the block ends, they are gone.
+
+    While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. What a run
+    that was killed has left behind is removed by the next.
+
+    Args:
+        n: Number of hosts.
+        rate: Such as "200mbit".
+
+    Raises:
+        NetworkError: Not Linux, not root, or iproute2 is missing or was refused.
+        ValueError: `rate` is not a rate, or there are too many hosts.
+    """
+    bits = parse_rate(rate)
+    if not 1 <= n <= MAX_HOSTS:
+        raise ValueError(f"a network has 1 to {MAX_HOSTS} hosts, got {n}")
+    check_available()
+    _remove_stale()
+    name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
+    with _sigterm_raises():
+        try:
+            with _signals_held():
+                hosts = _make(name, n, bits)
+            yield hosts
+        finally:
+            with _signals_held():
+                _remove(f"{name}-*")
+
+
+def check_available() -> None:
+    """Raises a NetworkError unless this machine and user can have network namespaces."""
+    if sys.platform != "linux":
+        raise NetworkError(f"a shaped link needs the network namespaces of Linux, and this is {sys.platform}")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise NetworkError(f"a shaped link needs {' and '.join(missing)}, of iproute2: apt-get install iproute2")
+    if os.geteuid() != 0:
+        raise NetworkError("a shaped link needs root, to make network namespaces: run the command with sudo")
+
+
+def sent_bytes(interface: str) -> int:
+    """Bytes that this process' host has sent through `interface` so far, with headers."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface:
+            return int(counts.split()[8])  # after eight columns of received ones
+    raise ValueError(f"this host has no network interface {interface!r}")
+
+
+def _make(name: str, n: int, bits: int) -> list[Host]:
+    switch, hosts = f"{name}-switch", [Host(f"{name}-{i}") for i in range(n)]
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "bridge", "up")
+    for i, host in enumerate(hosts):
+        inside, port = ("-n", host.namespace), f"port{i}"
+        _run("ip", "netns", "add", host.namespace)
+        ends = ("netns", host.namespace, "type", "veth", "peer", "name", port, "netns", switch)
+        _run("ip", "link", "add", host.interface, *ends)
+        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        _run("ip", *inside, "address", "add", f"10.0.0.{i + 1}/24", "dev", host.interface)
+        _run("ip", *inside, "link", "set", "lo", "up")
+        _run("ip", *inside, "link", "set", host.interface, "up")
+        shape = ("tbf", "rate", f"{bits}bit", "burst", BURST, "latency", QUEUE)
+        _run("tc", *inside, "qdisc", "add", "dev", host.interface, "root", *shape)
+    return hosts
+
+
+def _remove(pattern: str) -> None:
+    for namespace in NAMESPACES.glob(pattern):  # devices end with the namespace that they are in
+        subprocess.run(["ip", "netns", "delete", namespace.name], capture_output=True, check=False)
+
+
+def _remove_stale() -> None:
+    for namespace in NAMESPACES.glob(f"{PREFIX}-*-*-*"):
+        pid = namespace.name.split("-")[1]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            _remove(namespace.name)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise NetworkError(f"no shaped link: `{' '.join(command)}` failed: {done.stderr.strip()}")
+
+
+@contextmanager
+def _signals_held() -> Generator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _sigterm_raises() -> Generator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signal handlers are the main thread's
+        yield
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

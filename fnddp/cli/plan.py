@@ -1,0 +1,139 @@
+"""`fnddp plan`: what pipelines would send and take, from their plans alone. Nothing is run, and nothing is sent."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fnddp import collectives, tree
+from fnddp.cli import plan_report
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
+from fnddp.cli.models import ModelError, load
+from fnddp.cli.plan_report import Planned, Setting
+from fnddp.parse import parse
+from fnddp.plan.link import Link
+from fnddp.plan.lower import lower
+from fnddp.plan.plan import Plan
+from fnddp.sync import State, Sync
+
+AFTER_ALL_WARM_UPS = 2**40  # no training run gets there
+
+
+def run(
+    pipelines: Sequence[str],
+    *,
+    model: str,
+    ranks: int,
+    links: Sequence[str],
+    step: int | None,
+    backward: float | None,
+    bucket_cap_mb: float,
+    show: bool,
+    json: bool,
+    svg: Path | None,
+) -> int:
+    """Lowers each of `pipelines` for ranks that need not exist, and prints what they would send and take.
+
+    Args:
+        pipelines: As `fnddp.parse` reads them.
+        model: As `fnddp.cli.models.load` takes it.
+        ranks: Number of ranks to plan for.
+        links: As `Link.parse` reads them.
+        step: What the counters of the state are set to; None for a step after all warm-ups.
+        backward: Seconds that backward takes, for collectives to hide behind; None to hide nothing.
+        bucket_cap_mb: Gradients in a bucket, MiB.
+        show: Print each plan in full, too.
+        json: Print JSON, and nothing else.
+        svg: Where to write the timeline of the plan, of which there is one, on one link.
+
+    Returns:
+        The exit code of the command.
+    """
+    try:
+        if svg is not None and max(len(pipelines), len(links)) > 1:
+            raise WrongArgument("--svg draws the plan of one pipeline on one link: give one of each")
+        setting = Setting(model, check_model(model), ranks, check_links(links), step, backward, bucket_cap_mb)
+        syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
+        planned = [Planned.of(plan, setting) for plan in _plans(syncs, setting)]
+        if svg is not None:
+            svg.write_text(planned[0].plan.to_svg(*setting.links.values()))
+        if json:
+            print(plan_report.as_json(setting, planned))
+        else:
+            plan_report.show(setting, planned, in_full=show)
+        return 0
+    except (WrongArgument, ModelError) as error:
+        return stop("plan", WRONG_ARGUMENTS, error)
+    except OSError as error:
+        return stop("plan", FAILED, error)
+    except KeyboardInterrupt:
+        return stop("plan", INTERRUPTED, "interrupted")
+
+
+def check_model(name: str) -> dict[str, Tensor]:
+    """The parameters of the model `name`, without values.
+
+    Raises:
+        ModelError: There is no such model.
+        WrongArgument: Nothing in it is trained.
+    """
+    parameters = load(name).parameters()
+    if not parameters:
+        raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
+    return parameters
+
+
+def check_links(texts: Sequence[str]) -> dict[str, Link]:
+    """The links by the texts that write them.
+
+    Raises:
+        WrongArgument: One is no link.
+    """
+    try:
+        return {text: Link.parse(text) for text in texts}
+    except ValueError as error:
+        raise WrongArgument(f"--link: {error}") from error
+
+
+def check_pipeline(text: str, parameters: dict[str, Tensor]) -> Sync:
+    """The pipeline that `text` writes, if it fits `parameters`.
+
+    Raises:
+        WrongArgument: It does not parse, or cannot be initialized.
+    """
+    try:
+        sync = parse(text)
+        sync.init(parameters)
+    except (TypeError, ValueError) as error:
+        raise WrongArgument.of(error) from error
+    return sync
+
+
+def state_at(step: int, state: State) -> State:
+    """`state` with all its counters at `step`."""
+    parts, spec = tree.flatten_any(state)
+    return tree.unflatten_any(spec, [part if isinstance(part, torch.Tensor) else step for part in parts])
+
+
+def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[Plan]:
+    with Console(stderr=True).status("") as status:  # on terminals only
+        for i, sync in enumerate(syncs, start=1):
+            status.update(f"plan {i} of {len(syncs)}")  # seconds each, for a large model
+            yield _plan(sync, setting)
+
+
+def _plan(sync: Sync, setting: Setting) -> Plan:
+    try:
+        with collectives.planned_world(setting.ranks):
+            state = sync.init(setting.parameters)
+        return lower(
+            sync,
+            setting.parameters,
+            state=state_at(AFTER_ALL_WARM_UPS if setting.step is None else setting.step, state),
+            world_size=setting.ranks,
+            bucket_cap_mb=setting.bucket_cap_mb,
+        )
+    except (TypeError, ValueError) as error:  # a LoweringError is a TypeError
+        raise WrongArgument.of(error) from error

@@ -1,0 +1,85 @@
+"""Pass 3: what was lost, in one pass over memory: `x - p @ q.T` as one product with an addition."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnddp.plan.ir import is_view, tensor_nodes, value
+
+aten: Any = torch.ops.aten
+
+SMALLEST = 2**16  # elements from which a pass over memory is worth saving
+SAMPLE = 512  # rows and columns on which bits are compared
+
+
+def fuse(graph: fx.Graph) -> fx.Graph:
+    """Turns the difference of a matrix and a product that nobody else reads into `addmm`, where the bits stay the same.
+
+    They do where the product is summed before it meets x. BLAS libraries differ in that, so it is tried.
+    """
+    for node in list(tensor_nodes(graph)):
+        if node.target is not aten.sub.Tensor or node.kwargs or not isinstance(node.args[1], fx.Node):
+            continue
+        x, product = node.args[0], _through_views(node.args[1])
+        if not isinstance(x, fx.Node) or product.target is not aten.mm.default or not _fits(value(x), value(product)):
+            continue
+        p, q = product.args
+        layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))  # pyright: ignore[reportArgumentType]
+        shape = (*_sample(value(product)), value(p).shape[1])  # pyright: ignore[reportArgumentType]
+        if len(product.users) > 1 or not _keeps_bits(shape, layouts, _device(value(x))):
+            continue
+        with graph.inserting_before(node):
+            matrix = _view(graph, x, value(product).shape)
+            lost = graph.call_function(aten.addmm.default, (matrix, p, q), {"alpha": -1})
+            lost.meta["val"] = value(product)
+            node.replace_all_uses_with(_view(graph, lost, value(node).shape))
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _through_views(node: fx.Node) -> fx.Node:
+    while is_view(node) and len(node.users) == 1 and value(node).is_contiguous():
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _fits(x: Any, product: Tensor) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and x.dtype == product.dtype == torch.float32
+        and x.numel() == product.numel() >= SMALLEST
+        and x.is_contiguous()
+        and product.is_contiguous()
+    )
+
+
+def _view(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
+    if value(node).shape == shape:
+        return node
+    view = graph.call_function(aten.view.default, (node, list(shape)))
+    view.meta["val"] = value(node).view(shape)
+    return view
+
+
+def _sample(product: Tensor) -> tuple[int, int]:
+    """A smaller shape that a product's kernels treat alike: with the same remainders."""
+    rows, columns = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in product.shape)
+    return rows, columns
+
+
+def _device(x: Tensor) -> torch.device:
+    return torch.device("cpu") if x.device.type == "meta" else x.device
+
+
+@cache
+def _keeps_bits(shape: tuple[int, int, int], is_row_major: tuple[bool, ...], device: torch.device) -> bool:
+    rows, columns, rank = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(n: int, m: int, row_major: bool = True) -> Tensor:
+        return torch.randn(n, m, generator=generator, device=device) if row_major else random(m, n).mT
+
+    x, p, q = random(rows, columns), random(rows, rank, is_row_major[0]), random(rank, columns, is_row_major[1])
+    return torch.equal(x - p @ q, torch.addmm(x, p, q, alpha=-1))

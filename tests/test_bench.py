@@ -1,0 +1,229 @@
+"""`fnddp bench`: the named models, what a run reports, and what is said of wrong arguments. Nothing is timed here."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from torch.func import functional_call
+
+from fnddp import allreduce, fp16, parse
+from fnddp.cli import bench_report, main
+from fnddp.cli.bench_arms import Setup
+from fnddp.cli.bench_rank import Times
+from fnddp.cli.bench_report import Ratio, Run
+from fnddp.cli.models import ModelError, load
+from tests.test_network import namespaces, needs_hosts
+
+TINY = """
+import torch
+from torch import nn
+
+def whole():
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    return model, torch.randn(8, 64), lambda out: out.square().mean()
+
+def alone():
+    return nn.Linear(3, 2)
+
+def reads_values():
+    return nn.Linear(3, int(torch.ones(2).sum()))
+
+def number():
+    return 3
+
+def pair():
+    return nn.Linear(3, 2), torch.ones(2, 3)
+
+def text_in():
+    return nn.Linear(3, 2), "text", torch.sum
+
+def no_loss():
+    return nn.Linear(3, 2), torch.ones(2, 3), 1.0
+"""
+PARAMETERS = 64 * 32 + 32 + 2 * 32 + 32 * 10 + 10
+LOW_RANK = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+# fp16 factors of rank 2 for 32x64 and 10x32, and the vectors
+LOW_RANK_BYTES = 2 * (2 * (32 + 64 + 10 + 32) + 32 + 2 * 32 + 10)
+SMALL = ("--pairs", "2", "--model")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "tiny.py").write_text(TINY)
+    return str(tmp_path / "tiny.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "parameters"),
+    [("transformer", 52, 10_272_256), ("gpt2", 148, 124_439_808), ("resnet18", 62, 11_173_962)],
+)
+def test_named_models(name: str, leaves: int, parameters: int) -> None:
+    workload = load(name)
+    shapes = workload.parameters()
+    assert {p.device.type for p in shapes.values()} == {"meta"}
+    assert (len(shapes), sum(p.numel() for p in shapes.values())) == (leaves, parameters)
+    if name == "gpt2":
+        return  # its values are half a gigabyte
+    torch.manual_seed(0)
+    module, task = workload.make(), workload.task()
+    task.loss(module, task.batch(0)).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    assert not torch.equal(task.batch(0)[0], task.batch(1)[0])
+    assert torch.equal(task.batch(1)[0], task.batch(1)[0])
+
+
+def test_gpt2_runs() -> None:
+    workload = load("gpt2")
+    with torch.device("meta"):
+        module, task = workload.make(), workload.task()
+        batch = tuple(part.to("meta") for part in task.batch(0))
+        params = dict(module.named_parameters())
+        logits = functional_call(module, params, batch[:1])
+        assert logits.shape == (1, 64, 50257)
+        task.loss(module, batch).backward()
+    assert all(p.grad is not None for p in params.values())
+
+
+def test_a_model_in_a_file(tiny: str) -> None:
+    assert {name: tuple(p.shape) for name, p in load(f"{tiny}:alone").parameters().items()} == {
+        "weight": (2, 3),
+        "bias": (2,),
+    }
+    assert load(f"{tiny}:reads_values").parameters()["weight"].device.type == "meta"
+    task = load(f"{tiny}:whole").task()
+    assert task.loss(lambda x: x + 1, (torch.ones(2),)) == 4
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("none", "has no function 'none'; it has alone, no_loss, number"),
+        ("number", r"number must return a torch.nn.Module or \(module, inputs, loss_fn\), got int"),
+        ("pair", r"or \(module, inputs, loss_fn\), got \(Linear, Tensor\)"),
+        ("alone", r"returns a module alone; to train it, it must return \(module, inputs, loss_fn\)"),
+        ("text_in", "inputs must be a tensor or a tuple of tensors, got str"),
+        ("no_loss", "loss_fn must be a function of the module's output, got float"),
+    ],
+)
+def test_wrong_functions(tiny: str, function: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(f"{tiny}:{function}").task()
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ModelError, match=r"cannot import .*broken.py: ZeroDivisionError: division by zero"):
+        load(f"{tmp_path}/broken.py:fn")
+    with pytest.raises(ModelError, match="there is no file absent.py"):
+        load("absent.py:fn")
+    with pytest.raises(ModelError, match="unknown model 'gpt5'; known ones are transformer, gpt2, resnet18, and FILE"):
+        load("gpt5")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("engine", ["ddp", "register", "value_and_grad"])
+def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pipelines, peers = ("allreduce", LOW_RANK, "allreduce"), "ddp,powersgd_hook,none"
+    options = ("--engine", engine, "--against", peers, "--out", str(tmp_path / "a" / "b"))
+    assert main.main(["bench", *pipelines, *SMALL, f"{tiny}:whole", *options]) == 0
+    said, errors = capfd.readouterr()
+    assert errors == ""
+    for expected in (LOW_RANK, "allreduce #2", "powersgd_hook is left out: torch's", "time / none", "loopback"):
+        assert expected in said
+    height, width, _ = imread(tmp_path / "a" / "b" / "ratios.png").shape
+    assert min(height, width) > 300
+    results = json.loads((tmp_path / "a" / "b" / "results.json").read_text())
+    assert (results["parameters"], results["ranks"], results["engine"]) == (PARAMETERS, 2, engine)
+    arms = {arm["arm"]: arm for arm in results["arms"]}
+    assert list(arms) == ["allreduce", LOW_RANK, "allreduce #2", "ddp", "none"]
+    for arm in arms.values():
+        assert np.array(arm["seconds_by_rank_and_step"]).shape == (2, 2)
+        assert set(arm["ratios"]) == {"ddp", "none"}
+        assert arm["link_bytes"] >= 0
+    # torch's DDP also sends the buffers of BatchNorm: two floats a channel, and a count
+    buffers = 4 * 2 * 32 + 8
+    # Ours adds a byte for each of the six leaves, whether any rank used it, and one for whether a rank failed.
+    ours = 7 + (0 if engine == "value_and_grad" else buffers)
+    assert arms["allreduce"]["wire_bytes"] == 4 * PARAMETERS + ours
+    assert arms[LOW_RANK]["wire_bytes"] == LOW_RANK_BYTES + ours
+    assert arms["ddp"]["wire_bytes"] == 4 * PARAMETERS + buffers
+    assert arms["none"]["wire_bytes"] == 0
+
+
+@needs_hosts
+@pytest.mark.timeout(60)
+def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--link", "200mbit", "--engine", "register", "--against", "ddp,fp16_hook", "--out", str(tmp_path))
+    assert main.main(["bench", "fp16(allreduce)", *SMALL, f"{tiny}:whole", *options]) == 0
+    assert capfd.readouterr().err == ""
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["link"] == "200mbit"
+    for arm in results["arms"]:  # a ring of two sends each byte once; and headers, barriers and acknowledgements
+        assert arm["wire_bytes"] < arm["link_bytes"] < arm["wire_bytes"] + 10_000
+    assert namespaces() == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fp16(allreduc)"], "parse: unknown name 'allreduc'; known names are"),
+        (["powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
+        (["partition({'encoder.*': allreduce})"], "partition: leaf 'position' matches none"),
+        (["allreduce", "--model", "gpt5"], "unknown model 'gpt5'"),
+        (["allreduce", "--against", "ddp,horovod"], "--against: unknown peer 'horovod'; known ones are ddp, fp16_hook"),
+        (["allreduce", "--against", "bf16_hook"], "--against bf16_hook: no peer is left to compare with; add ddp"),
+        (["allreduce", "--out", "/dev/null/out"], "cannot write to /dev/null/out: Not a directory"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("fnddp bench: ")
+    assert message in errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_no_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", "allreduce", "--device", "cuda"]) == 2
+    assert "there is no CUDA device here" in capsys.readouterr().err
+
+
+def test_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    assert main.main(["bench", "allreduce"]) == 2
+    assert "run it without a launcher" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--pairs", "0"], "argument --pairs: must be a whole number of at least 1, got '0'"),
+        (["--link", "fast"], "argument --link: a rate is a number and bit, kbit, mbit or gbit, such as 200mbit"),
+        (["--engine", "horovod"], "argument --engine: invalid choice: 'horovod'"),
+    ],
+)
+def test_wrong_options(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["bench", "allreduce", *option])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
+    ours = Times([[2.0, 30.0, 1.0], [1.0, 20.0, 3.0]], wire_bytes=0, link_bytes=[10, 30, 20])
+    peer = Times([[4.0, 10.0, 1.0], [1.0, 10.0, 1.0]], wire_bytes=0, link_bytes=[1, 1, 1])
+    run = Run(Setup("tiny", [fp16(allreduce)], ["ddp"]), 2, None, 1, "", [ours, peer])
+    assert ours.steps == [2, 30, 3]
+    assert run.ratio(0, 1) == Ratio(low=1.75, median=3, high=3)  # of 0.5, 3 and 3
+    assert run.link_bytes(0) == 10  # of both ranks on one device: half
+    assert math.isclose(run.ratio(1, 1).median, 1)
+    assert bench_report.table(run).row_count == 2
+
+
+def test_arms_that_occur_twice_are_numbered() -> None:
+    setup = Setup("tiny", [allreduce, parse("allreduce"), fp16(allreduce)], ["ddp"])
+    assert setup.names == ["allreduce", "allreduce #2", "fp16(allreduce)", "ddp"]

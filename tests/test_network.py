@@ -1,0 +1,162 @@
+"""Hosts on one machine: ranks talk over their links, and however a run ends no host stays."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fnddp.cli import network
+from fnddp.cli.launch import run_ranks
+from fnddp.cli.network import NetworkError, parse_rate, sent_bytes, shaped_hosts
+
+
+def why_not() -> str | None:
+    try:
+        with shaped_hosts(1, "1gbit"):
+            return None
+    except NetworkError as error:
+        return str(error)
+
+
+REASON = why_not()
+needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def namespaces(pid: int | None = None) -> set[str]:
+    return {path.name for path in network.NAMESPACES.glob(f"fnddp-{pid or os.getpid()}-*")}
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("200mbit", 200_000_000), ("1gbit", 10**9), ("2.5Gbit", 2_500_000_000), ("64 kbit", 64_000)]
+)
+def test_rates(text: str, rate: int) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "200", "mbit", "0mbit", "-1gbit", "200mbps", "1 tbit", "nan bit"])
+def test_wrong_rates(text: str) -> None:
+    with pytest.raises(ValueError, match=r"such as 200mbit or 2\.5gbit; got"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("n", [0, 255])
+def test_wrong_number_of_hosts(n: int) -> None:
+    with pytest.raises(ValueError, match=f"1 to 254 hosts, got {n}"), shaped_hosts(n, "1gbit"):
+        pass
+
+
+def test_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: "/sbin/ip")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NetworkError, match="needs root"):
+        network.check_available()
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    with pytest.raises(NetworkError, match="needs ip and tc, of iproute2"):
+        network.check_available()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(NetworkError, match="Linux, and this is darwin"):
+        network.check_available()
+
+
+@needs_hosts
+def test_made_and_removed_also_after_an_exception() -> None:
+    def fail() -> None:
+        with shaped_hosts(2, "200mbit") as hosts, shaped_hosts(1, "1gbit") as others:
+            assert len(hosts) == 2
+            assert {host.namespace for host in hosts + others} < namespaces()
+            assert len(namespaces()) == 5  # and two switches
+            shown = subprocess.run(
+                ["tc", "-n", hosts[1].namespace, "qdisc", "show", "dev", hosts[1].interface],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert "tbf" in shown.stdout
+            assert "rate 200Mbit" in shown.stdout
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert namespaces() == set()
+
+
+@needs_hosts
+def test_removed_when_it_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "QUEUE", "soon")
+    with pytest.raises(NetworkError, match="`tc .* latency soon` failed: .*soon"), shaped_hosts(2, "200mbit"):
+        pass
+    assert namespaces() == set()
+
+
+def sends(elements: int) -> Iterator[tuple[int, str]]:
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    before = sent_bytes(interface)
+    dist.all_reduce(total := torch.ones(elements))
+    dist.barrier()
+    yield sent_bytes(interface) - before, f"{interface}: {total.sum()}"
+
+
+@needs_hosts
+@pytest.mark.timeout(60)
+def test_ranks_talk_over_the_link() -> None:
+    with shaped_hosts(2, "1gbit") as hosts, closing(run_ranks(2, sends, 100_000, hosts=hosts)) as events:
+        ((count, what),) = events
+    assert what == "eth0: 200000.0"
+    assert count == pytest.approx(400_000, rel=0.05)  # a ring of two sends each byte once; and headers
+    assert namespaces() == set()
+
+
+HOLDS = """
+import sys, time
+from fnddp.cli.network import shaped_hosts
+with shaped_hosts(2, "200mbit"):
+    print("made", flush=True)
+    time.sleep(100)
+"""
+
+
+def holder() -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "made\n"
+    assert len(namespaces(process.pid)) == 3
+    return process
+
+
+@needs_hosts
+@pytest.mark.timeout(60)
+def test_removed_after_sigterm() -> None:
+    with holder() as process:
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert namespaces(process.pid) == set()
+
+
+@needs_hosts
+@pytest.mark.timeout(60)
+def test_stale_ones_are_removed_by_the_next_run() -> None:
+    with holder() as process:
+        process.kill()
+    assert len(namespaces(process.pid)) == 3
+    with shaped_hosts(1, "1gbit"):
+        assert namespaces(process.pid) == set()
+
+
+def test_sent_bytes_names_what_is_missing() -> None:
+    name = f"no{secrets.token_hex(3)}"
+    with pytest.raises(ValueError, match=f"no network interface '{name}'"):
+        sent_bytes(name)
+
+
+def test_a_host_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match=str(Path("netns"))):
+        network.Host("fnddp-none").enter()
