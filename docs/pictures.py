@@ -1,4 +1,4 @@
-"""Draws docs/assets/anatomy.svg: what flows through error_feedback(powersgd(fp16(allreduce), rank=4)).
+"""Draws docs/assets: what flows through error_feedback(powersgd(fp16(allreduce), rank=4)), and the plan of plan.md.
 
 python docs/pictures.py [folder]
 """
@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import matplotlib as mpl
+import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from fnddp import allreduce, error_feedback, fp16, lower, powersgd
 
 INK, PAPER, BOX = "#263238", "#ffffff", "#eceff1"
 DOWN, MEAN, SENT = "#37474f", "#1565c0", "#d84315"  # encoded gradients; the answer; this rank's own contribution
@@ -33,7 +36,29 @@ FLOWS = [
 ]
 
 
+PARAMS = {
+    "first.weight": (512, 784),
+    "first.bias": (512,),
+    "second.weight": (512, 512),
+    "second.bias": (512,),
+    "third.weight": (10, 512),
+    "third.bias": (10,),
+}
+
+
 def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_anatomy(folder / "anatomy.svg")
+    draw_plan(folder / "plan.svg")
+
+
+def draw_plan(file: Path) -> None:
+    params = {path: torch.empty(shape, device="meta") for path, shape in PARAMS.items()}
+    sync = error_feedback(powersgd(fp16(allreduce), rank=4))
+    file.write_text(lower(sync, params, world_size=4, bucket_cap_mb=1, first_bucket_mb=0.01).to_svg())
+
+
+def draw_anatomy(file: Path) -> None:
     # Text as paths: the picture is the same everywhere. No date and no random ids: it is the same in every run.
     mpl.rcParams.update(
         {"svg.fonttype": "path", "svg.hashsalt": "fnddp", "font.family": "DejaVu Sans", "font.size": 10}
@@ -45,8 +70,7 @@ def main(folder: Path) -> None:
     draw_flows(axes)
     draw_state(axes)
     draw_wire(axes)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "anatomy.svg", facecolor=PAPER, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(file, facecolor=PAPER, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
 
 

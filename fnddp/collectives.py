@@ -197,7 +197,8 @@ def all_gather_object(value: Any, group: str | None) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     gathered: list[Any] = [None] * world_size(group)
-    dist.all_gather_object(gathered, value, group=_live_group(group))
+    with _disable_current_modes():  # WireCounter's: this is no payload
+        dist.all_gather_object(gathered, value, group=_live_group(group))
     return gathered
 
 

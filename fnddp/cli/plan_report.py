@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from fnddp.plan.cost import Estimate, estimate
+from fnddp.plan.cost import Estimate
 from fnddp.plan.link import Link, duration
 from fnddp.plan.plan import Plan
 from fnddp.plan.show import size
@@ -73,16 +73,18 @@ class Planned:
         return cls(
             plan,
             4 * setting.elements / plan.wire_bytes if plan.wire_bytes else None,
-            {
-                text: estimate(plan.collectives, link, backward_seconds=setting.backward)
-                for text, link in setting.links.items()
-            },
+            {text: plan.estimate(link, backward_seconds=setting.backward) for text, link in setting.links.items()},
         )
 
     @property
     def link_bytes(self) -> int:
         """What a rank sends in a ring, which is the same on all links."""
         return next(iter(self.estimates.values())).link_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Memory beside gradients and state; None if the plan does not know it."""
+        return self.plan.peak_bytes or None  # never 0 bytes: the means are among them
 
 
 def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None:
@@ -111,7 +113,7 @@ def table(setting: Setting, planned: Sequence[Planned]) -> Table:
             f"{each.link_bytes:,}",
             str(len(plan.collectives)),
             str(plan.rounds),
-            size(plan.peak_bytes),
+            "-" if each.peak_bytes is None else size(each.peak_bytes),
             *(duration(seconds) for cost in each.estimates.values() for seconds in _costs(cost).values()),
         )
     return rows
@@ -136,7 +138,7 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
                     "link_bytes": each.link_bytes,
                     "collectives": len(each.plan.collectives),
                     "rounds": each.plan.rounds,
-                    "peak_bytes": each.plan.peak_bytes,
+                    "peak_bytes": each.peak_bytes,
                     "links": {text: _costs(cost) for text, cost in each.estimates.items()},
                 }
                 for each in planned
@@ -164,8 +166,8 @@ def _caption(setting: Setting) -> str:
     return (
         "wire: bytes that a rank hands to its collectives in a step; reduction: against 4 for each parameter\n"
         "link: bytes that a rank sends in a ring; rounds: collectives that wait for one another\n"
-        "memory: at most, beside the gradients and the state\n"
+        "memory: at most, beside the gradients and the state (-: not known)\n"
         f"{comm}\n"
-        "Times are computed, not measured: a ring of links with the given bandwidth and latency (none unless given);\n"
-        "to encode and decode takes no time here. To measure steps: fnddp bench"
+        "Times are computed, not measured: gloo's ring, on links of the given bandwidth and latency (none unless\n"
+        "given); to encode and decode takes no time here. To measure steps: fnddp bench"
     )

@@ -1,8 +1,5 @@
 """Memory that persists across steps: the flat buffers of collectives, and means."""
 
-from collections.abc import Callable, Hashable
-from typing import Protocol, TypeVar
-
 import torch
 from torch import Tensor
 
@@ -14,16 +11,6 @@ def storage_uses(tensor: Tensor) -> int:
     """How many tensors, views included, share the memory of `tensor`."""
     # As torch's CUDA graph trees ask whether an output is still alive.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-
-
-class Held(Protocol):
-    """Memory that somebody else may hold a part of, such as a gradient of the last step."""
-
-    @property
-    def is_held(self) -> bool: ...
-
-
-H = TypeVar("H", bound=Held)
 
 
 class Buffer:
@@ -47,37 +34,31 @@ class Buffer:
         return storage_uses(self.flat) > self._own_uses
 
 
-class Mean:
-    """The memory of one mean."""
-
-    def __init__(self, leaf: LeafSpec) -> None:
-        self.tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-        self._own_uses = storage_uses(self.tensor)
-
-    @property
-    def is_held(self) -> bool:
-        return storage_uses(self.tensor) > self._own_uses
-
-
 class Buffers:
-    """What plans that follow each other share. Memory that is held is not handed out: there is a second one, or a new."""
+    """What plans that follow each other share. Memory that somebody holds is not handed out: there is other, or new."""
 
     def __init__(self) -> None:
-        self._collectives: dict[Hashable, list[Buffer]] = {}
-        self._means: dict[Hashable, list[Mean]] = {}
+        self._collectives: dict[Collective, list[Buffer]] = {}
+        self._means: dict[str, list[Tensor]] = {}
 
     def take(self, collective: Collective) -> Buffer:
-        """A buffer for `collective` that nobody reads."""
-        return _take(self._collectives.setdefault(collective, []), lambda: Buffer(collective))
+        """A buffer for `collective` that nobody reads. It stays here."""
+        pool = self._collectives.setdefault(collective, [])
+        free = next((buffer for buffer in pool if not buffer.is_held), None)
+        if free is None:
+            free = Buffer(collective)
+            pool[:] = [*pool[-1:], free]
+        return free
 
-    def mean(self, path: str, leaf: LeafSpec) -> Tensor:
-        """Memory for the mean of a leaf that nobody reads."""
-        return _take(self._means.setdefault(path, []), lambda: Mean(leaf)).tensor
+    def take_mean(self, path: str, leaf: LeafSpec) -> Tensor:
+        """Memory for the mean of a leaf that nobody reads. It is the caller's until it is given back."""
+        pool = self._means.setdefault(path, [])
+        free = next((tensor for tensor in pool if storage_uses(tensor) == 1), None)
+        if free is None:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        pool[:] = [tensor for tensor in pool if tensor is not free]
+        return free
 
-
-def _take(pool: list[H], make: Callable[[], H]) -> H:
-    for held in pool:
-        if not held.is_held:
-            return held
-    pool[:] = [*pool[-1:], make()]
-    return pool[-1]
+    def give_mean(self, path: str, memory: Tensor) -> None:
+        """Memory for later means of a leaf, once nobody holds it."""
+        self._means[path] = [*self._means.get(path, [])[-1:], memory]

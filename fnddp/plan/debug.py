@@ -36,11 +36,17 @@ def debug_level() -> int:
     return int(text)
 
 
-def make_executor(level: int, plan: Plan, buffers: Buffers, on_last_launch: Callable[[], None]) -> Executor:
+def make_executor(
+    level: int,
+    plan: Plan,
+    buffers: Buffers,
+    on_last_launch: Callable[[], None],
+    on_complete: Callable[[], None],
+) -> Executor:
     """The executor of a new plan, as the debug level asks for it."""
     if level and collectives.rank(None) == 0:
         print(plan, file=sys.stderr)
-    return (TimedExecutor if level == 2 else Executor)(plan, buffers, on_last_launch)
+    return (TimedExecutor if level == 2 else Executor)(plan, buffers, on_last_launch, on_complete)
 
 
 class TimedExecutor(Executor):
@@ -50,8 +56,10 @@ class TimedExecutor(Executor):
     events on the side stream, and a step that is shown waits for the device.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers | None, on_last_launch: Callable[[], None]) -> None:
-        super().__init__(plan, buffers, on_last_launch)
+    def __init__(
+        self, plan: Plan, buffers: Buffers, on_last_launch: Callable[[], None], on_complete: Callable[[], None]
+    ) -> None:
+        super().__init__(plan, buffers, on_last_launch, on_complete)
         self._count = 0
         self._finishing = False
         self._begin()
@@ -112,7 +120,7 @@ class TimedExecutor(Executor):
         computed = [sum(map(_ms, spans)) for spans in self._computed]
         blocked = {index: _ms(span) for index, span in self._blocked.items()}
         wire = {index: _ms((self._issued[index], seen)) for index, seen in self._seen.items()}
-        rows = [("", "slot", "on the wire", "compute before", "issued to complete", "waited for at the end")]
+        rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
         for c in self.plan.collectives:
             times = computed[c.index], wire.get(c.index, 0.0), blocked.get(c.index, 0.0)
             rows.append((c.name, str(c.slot), size(c.wire_bytes), *(f"{t:.3f} ms" for t in times)))
@@ -132,12 +140,14 @@ def print_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> None
     except ImportError:
         print(plain_table(title, rows, total), file=sys.stderr)
         return
-    table = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, caption=total, title_justify="left", caption_justify="left")
+    table = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows[1:]:
         table.add_row(*row)
-    Console(stderr=True).print(table)
+    console = Console(stderr=True)
+    console.print(table)
+    console.print(total, soft_wrap=True)
 
 
 def plain_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:
@@ -149,8 +159,8 @@ def plain_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:
 
 def _ms(span: Span) -> float:
     begin, end = span
-    if isinstance(begin, float):
-        assert isinstance(end, float)
-        return (end - begin) * 1e3
-    assert not isinstance(end, float)
-    return begin.elapsed_time(end)
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return begin.elapsed_time(end)
+    assert isinstance(begin, float)
+    assert isinstance(end, float)
+    return (end - begin) * 1e3

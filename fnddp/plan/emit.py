@@ -28,6 +28,7 @@ class Step:
         run: The computation.
         launches: The collective that is issued at the end.
         code: The computation as text, an operation a line.
+        commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
     """
 
     slot: int
@@ -39,6 +40,7 @@ class Step:
     run: Callable[..., tuple[Any, ...]]
     launches: Collective | None
     code: tuple[str, ...]
+    commits: bool
 
 
 def emit(
@@ -53,6 +55,7 @@ def emit(
         leaf_names: The name of each leaf's value.
     """
     kept = {name for name in map(name_of, output_nodes(module.graph)) if isinstance(name, str)}
+    kept |= {memory.name for memory in memory.memories.values()}
     drafts = [_draft(segment, memory) for segment in segments]
     last_read = {name: i for i, draft in enumerate(drafts) for name in draft.inputs}
     read_later = kept | set(last_read)
@@ -61,7 +64,7 @@ def emit(
         outputs = [node for node in draft.made if node.name in read_later]
         draft.graph.output(tuple(draft.made[node] for node in outputs))
         code = fx.GraphModule({}, draft.graph)
-        frees = [name for name in draft.inputs if last_read[name] == i and name not in kept and not _in_buffer(name)]
+        frees = [name for name in draft.inputs if last_read[name] == i and name not in kept and not _persists(name)]
         steps.append(
             Step(
                 slot=segment.slot,
@@ -73,6 +76,7 @@ def emit(
                 run=code.forward,
                 launches=None if segment.launches is None else segment.launches.args[1],  # pyright: ignore[reportArgumentType]
                 code=tuple(draft.lines),
+                commits=segment.commits,
             )
         )
     return steps
@@ -93,7 +97,7 @@ def buffer_name(collective: Collective, position: int) -> str:
     return f"{collective.name}[{position}]"
 
 
-def _in_buffer(name: str) -> bool:
+def _persists(name: str) -> bool:
     return name.endswith("]")
 
 
@@ -160,7 +164,7 @@ class _draft:
         self.graph.call_function(aten.copy_.default, (self.placed(buffer_name(collective, position)), self.value(source)))
         self.lines.append(f"{buffer_name(collective, position)} = {name_of(source)}")
 
-    def _say(self, node: fx.Node, written: str) -> None:
+    def _say(self, node: fx.Node, written: Any) -> None:
         called = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
         arguments = [str(name_of(a)) if isinstance(a, fx.Node) else str(a) for a in node.args]
         arguments += [f"{key}={a}" for key, a in node.kwargs.items() if key in ("dtype", "alpha", "beta") and a != 1]

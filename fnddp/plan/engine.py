@@ -70,6 +70,7 @@ class Engine:
         self._status: Status | None = None
         self._structure: Any = None
         self._absent: frozenset[str] | None = None  # known once the last gradient has arrived
+        self._unused: frozenset[str] = frozenset()
         self._failed = False
         self._broken: BaseException | None = None
         self.is_open = False
@@ -117,16 +118,16 @@ class Engine:
         Raises:
             StepFailedError: Another rank has failed in this step.
         """
-        running, status = self._running, self._status
+        running = self._running
         assert running is not None
         self._absent = frozenset(running.missing)
         if isinstance(running, Executor) and running.has_launched_all:
             self._send_status()
+        self._unused = self._absent
         mean, parts = running.finish()
         self.is_open = False
-        unused = self._absent if status is None else status.agree(self._absent)
         self._learn_order()
-        return Synchronized(mean, tree.unflatten_any(self._structure, parts), unused)
+        return Synchronized(mean, tree.unflatten_any(self._structure, parts), self._unused)
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step on this rank because of `error`, and tells the others, which raise `StepFailedError`.
@@ -169,6 +170,12 @@ class Engine:
         if self._absent is not None and self._status is not None:
             self._status.send(self._absent, self._failed)
 
+    def _agree(self) -> None:
+        if self._absent is not None and self._status is not None:
+            self.is_open = False  # if another rank has failed, the step is over here too
+            self._unused = self._status.agree(self._absent)
+            self.is_open = True
+
     def _choose(self, state: State, parts: list[Any]) -> None:
         for executor, status in self._runs:
             if executor.plan.holds([parts[i] for i in executor.plan.counters]):
@@ -179,7 +186,7 @@ class Engine:
         except LoweringError:
             self._running, self._status = Eager(self.sync, self.leaves, self._structure), None
             return
-        executor = make_executor(self._debug, plan, self._buffers, self._send_status)
+        executor = make_executor(self._debug, plan, self._buffers, self._send_status, self._agree)
         self._running, self._status = executor, Status(plan)
         self._runs = [(self._running, self._status), *self._runs[: MAX_PHASES - 1]]
 

@@ -38,10 +38,20 @@ class Executor:
         plan: What to run.
         buffers: Where its collectives' buffers come from; plans that follow each other may share them.
         on_last_launch: Called when the last collective has been issued.
+        on_complete: Called when all collectives are complete, before anything is written over that a step which fails
+            must leave alone. It may raise.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers | None = None, on_last_launch: Callable[[], None] = _nothing):
+    def __init__(
+        self,
+        plan: Plan,
+        buffers: Buffers | None = None,
+        on_last_launch: Callable[[], None] = _nothing,
+        on_complete: Callable[[], None] = _nothing,
+    ) -> None:
         self.plan = plan
+        self._on_complete = on_complete
+        self._committing = False
         self._buffers = buffers or Buffers()
         self._on_last_launch = on_last_launch
         self._read = {name for step in plan.steps for name in step.needs} | {*plan.means.values(), *plan.state}
@@ -72,11 +82,12 @@ class Executor:
             self._flat[collective.index] = buffer.flat
             self._values.update(buffer.parts)
         for name, path in plan.results.items():
-            self._values[name] = self._buffers.mean(path, plan.leaves[path])
+            self._values[name] = self._buffers.take_mean(path, plan.leaves[path])
         for name in plan.overwrites_state:
             if storage_uses(self._values[name]) > 1:  # somebody else reads it
                 self._values[name] = self._values[name].clone()
         self._next, self._to_launch = 0, len(plan.collectives)
+        self._committing = False
         self.missing = dict.fromkeys(plan.leaves)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -102,10 +113,15 @@ class Executor:
         for path in list(self.missing):
             self._accept(path, self.plan.leaves[path].empty().zero_())
         self._advance(block=True)
+        self._on_complete()
+        self._committing = True
+        self._advance(block=True)
         values, stream = self._values, self._stream
         # New views: whoever holds a mean holds its buffer.
         means = {path: values[name].view_as(values[name]) for path, name in self.plan.means.items()}
         state = [values[part] if isinstance(part, str) else part for part in self.plan.state]
+        for path, name in self.plan.memories.items():
+            self._buffers.give_mean(path, values[name].view(self.plan.leaves[path].shape))
         self._values = {}
         if stream is not None:
             current = torch.cuda.current_stream(stream.device)
@@ -165,6 +181,8 @@ class Executor:
 
     def _is_ready(self, step: Step, block: bool) -> bool:
         if any(name not in self._values for name in step.needs):
+            return False
+        if step.commits and not self._committing:
             return False
         if block or self._stream is not None:
             return True

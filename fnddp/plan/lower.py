@@ -120,6 +120,7 @@ def lower_leaves(
         overwrites=frozenset(path for path, name in leaf_names.items() if name in memory.overwritten),
         overwrites_state=frozenset(name for name in inputs[len(leaves) :] if name in memory.overwritten),
         results={Result(i).name: path for i, path in enumerate(leaves) if i in memory.results},
+        memories={path: memory.memories[i].name for i, path in enumerate(leaves) if i in memory.memories},
         constants={node.name: getattr(module, str(node.target)) for node in graph.find_nodes(op="get_attr")},
         counters=traced.counters,
         holds=traced.holds,

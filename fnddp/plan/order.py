@@ -23,6 +23,7 @@ class Segment:
         waits: Collectives that must be complete, likewise.
         nodes: What is computed, in this order.
         launches: The node of the collective that is issued at the end.
+        commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
     """
 
     slot: int
@@ -30,6 +31,7 @@ class Segment:
     waits: list[int] = field(default_factory=list[int])
     nodes: list[fx.Node] = field(default_factory=list[fx.Node])
     launches: fx.Node | None = None
+    commits: bool = False
 
 
 @dataclass(frozen=True, order=True)
@@ -62,14 +64,14 @@ def order(
     outputs = output_nodes(graph)
     feeding = _ancestors([node for node in graph.nodes if node.target is launch])
     remembering = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
-    last = max((position.slot for position in positions.values()), default=0)
+    end = max((position.slot for position in positions.values()), default=0) + 1
     for node, at in positions.items():
         if node not in feeding:
             positions[node] = replace(at, only_for_mean=node not in remembering)
             if decode_last:
-                positions[node] = replace(positions[node], slot=last + 1, depth=0)
+                positions[node] = replace(positions[node], slot=end, depth=0)
     leaf_of = dict(zip(graph.find_nodes(op="placeholder"), paths, strict=False))
-    return _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of)
+    return _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of, end)
 
 
 def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]) -> dict[fx.Node, Position]:
@@ -100,25 +102,26 @@ def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
 
 
 def _cut(
-    nodes: Sequence[fx.Node], at: Mapping[fx.Node, Position], leaf_of: Mapping[fx.Node, str]
+    nodes: Sequence[fx.Node], at: Mapping[fx.Node, Position], leaf_of: Mapping[fx.Node, str], end: int
 ) -> list[Segment]:
     segments: list[Segment] = []
     current: Segment | None = None
     arrived: set[fx.Node] = set()
     waited: set[int] = set()
+    launched = {_collective(node).index for node in nodes if node.target is launch}
     for node in nodes:
-        needs = [source for source in node.all_input_nodes if source in leaf_of and source not in arrived]
-        waits: list[int] = []
+        commits = at[node].slot == end
+        needs = {source: None for source in node.all_input_nodes if source in leaf_of and source not in arrived}
+        waits: set[int] = launched - waited if commits else set()
         if node.target is take:
-            needs, index = [], _collective(node.all_input_nodes[0]).index
-            waits = [] if index in waited else [index]
-        if current is None or ((needs or waits) and current.nodes):
-            current = Segment(at[node].slot)
+            waits |= {_collective(node.all_input_nodes[0]).index} - waited
+        if current is None or ((needs or waits) and current.nodes) or commits != current.commits:
+            current = Segment(at[node].slot, commits=commits)
             segments.append(current)
         arrived.update(needs)
-        waited.update(waits)
+        waited |= waits
         current.needs += [leaf_of[source] for source in needs]
-        current.waits += waits
+        current.waits += sorted(waits)
         if node.target is launch:
             current.launches, current = node, None
         else:

@@ -31,6 +31,7 @@ class Plan:
         overwrites: Leaves whose gradients are written over.
         overwrites_state: Names of the parts of the state that are written over.
         results: Leaves whose means have persistent memory of their own, by its name.
+        memories: For leaves the name of what is free to be that memory in the next step.
         constants: Tensors that the pipeline's own code holds, by name.
         counters: Positions of the Python ints among the parts of the state.
         holds: Whether this plan is the one for these values of the counters.
@@ -50,6 +51,7 @@ class Plan:
     overwrites: frozenset[str]
     overwrites_state: frozenset[str]
     results: dict[str, str]
+    memories: dict[str, str]
     constants: dict[str, torch.Tensor]
     counters: tuple[int, ...]
     holds: Callable[[Sequence[int]], bool]
@@ -148,6 +150,4 @@ class Plan:
         32 ms
         16 ms
         """
-        return estimate(
-            self.collectives, link, backward_seconds=backward_seconds, overhead_seconds=overhead_seconds
-        )
+        return estimate(self.collectives, link, backward_seconds=backward_seconds, overhead_seconds=overhead_seconds)

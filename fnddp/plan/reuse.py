@@ -69,6 +69,7 @@ class Memory:
         computed: The nodes that some segment computes.
         overwritten: Names of the gradients and parts of the state that are written over.
         results: Leaves (by index) whose mean has memory of its own.
+        memories: For leaves (by index) what is free to be that memory in the next step.
     """
 
     def __init__(self, graph: fx.Graph, segments: Sequence[Segment], paths: Sequence[str], donation: Donation) -> None:
@@ -76,11 +77,11 @@ class Memory:
         inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
         outputs = output_nodes(graph)
         leaves = inputs[: len(paths)]
-        waiting = [s.nodes[0] for s in segments if s.waits and s.nodes]
+        committing = [s.nodes[0] for s in segments if s.commits]
         self._when = {node: i for i, node in enumerate(nodes)}
         self._leaves = {leaf: i for i, leaf in enumerate(leaves)}
         self._donation = donation
-        self._complete = max([self._when[node] for node in waiting], default=0)  # when all collectives are
+        self._commits = self._when[committing[0]] if committing else float("inf")
         self.payloads: dict[fx.Node, list[Place]] = {}
         for node in nodes:
             if node.target is launch:
@@ -104,11 +105,14 @@ class Memory:
             for node, part in zip(state, inputs[len(leaves) :], strict=False)
             if isinstance(node, fx.Node)
         }
+        self._remembered = _read_together(leaves, inputs[len(leaves) :])
         self.overwritten: set[str] = set()
         self.results: set[int] = set()
         self._targets: dict[fx.Node, Target] = {}
         for node in nodes:
             self._decide(node)
+        memories = {i: self._memory_for_next(i, node) for i, node in enumerate(means)}
+        self.memories = {i: memory for i, memory in memories.items() if memory is not None}
 
     def target_of(self, node: fx.Node) -> Target | None:
         """What the result of `node` is written over, if anything."""
@@ -128,7 +132,13 @@ class Memory:
         if len(places) == 1 and len(node.users) == 1 and node.target not in _PRODUCTS:
             self._targets[node] = places[0]
             return
-        target = self._part(node) or self._result(node) or self._operand(node) or self._gradient(node)
+        target = (
+            self._result(node)
+            or self._operand(node)
+            or self._part(node)
+            or self._remembered_part(node)
+            or self._gradient(node)
+        )
         if target is None:
             return
         memory = target if isinstance(target, Result) else self._memory(target)
@@ -143,16 +153,18 @@ class Memory:
     def _part(self, node: fx.Node) -> fx.Node | None:
         """The part of the state that `node` is the next value of."""
         part = self._part_of.get(node)
-        if not self._donation.state or part is None or self._when[node] < self._complete:
+        if not self._donation.state or part is None or self._when[node] < self._commits:
             return None
         return part if _same_kind(value(part), value(node)) and self._is_free(part, node) else None
 
     def _result(self, node: fx.Node) -> Result | None:
         """The memory of a mean, for the mean or for what it is computed from."""
         index = self._mean_of.get(node)
+        if self._donation.gradients == "at_end":  # where means go over gradients
+            index = None
         if index is None and self._donation.state:
             index = next((self._leaves[source] for source in node.all_input_nodes if source in self._leaves), None)
-        if index is None or self._donation.gradients == "at_end":  # where means go over gradients
+        if index is None:
             return None
         leaf = value(list(self._leaves)[index])
         return Result(index) if _same_kind(leaf, value(node)) and self._is_free(Result(index), node) else None
@@ -171,10 +183,27 @@ class Memory:
                 return None
         return operand if self._is_free(memory, node) else None
 
+    def _memory_for_next(self, index: int, mean: Any) -> fx.Node | Result | None:
+        """What becomes the memory of the leaf's next mean, once nobody holds this one."""
+        memory = self._memory(mean) if isinstance(mean, fx.Node) else None
+        if isinstance(memory, Result) or (memory is not None and memory is self._remembered.get(index)):
+            return memory if isinstance(memory, Result) or memory.name in self.overwritten else None
+        if index not in self.results:
+            return None
+        is_kept = self._last_read[Result(index)] == float("inf")  # as a part of the next state
+        return self._remembered.get(index) if is_kept else Result(index)
+
+    def _remembered_part(self, node: fx.Node) -> fx.Node | None:
+        """What was remembered of the gradient that `node` is the mean of: its residual before this step."""
+        part = self._remembered.get(self._mean_of.get(node, -1))
+        if not self._donation.state or part is None or self._when[node] < self._commits:
+            return None
+        return part if _same_kind(value(part), value(node)) and self._is_free(part, node) else None
+
     def _gradient(self, node: fx.Node) -> fx.Node | None:
         """The gradient that `node` is the mean of."""
         index = self._mean_of.get(node)
-        if index is None or self._donation.gradients == "no" or self._when[node] < self._complete:
+        if index is None or self._donation.gradients == "no" or self._when[node] < self._commits:
             return None
         leaf = list(self._leaves)[index]
         fits = _same_kind(value(leaf), value(node)) and value(leaf).is_contiguous()
@@ -197,6 +226,17 @@ def into(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], fx.Node],
         return graph.call_function(aten.copy_.default, (destination, arguments[0]))  # pyright: ignore[reportIndexIssue, reportOptionalSubscript, reportArgumentType]
     writing = _ELEMENTWISE.get(node.target) or _PRODUCTS[node.target]
     return graph.call_function(writing, arguments, {**options, "out": destination})  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+
+
+def _read_together(leaves: Sequence[fx.Node], parts: Sequence[fx.Node]) -> dict[int, fx.Node]:
+    """For each leaf the part of the state that is added to it, or otherwise read with it."""
+    return {
+        i: part
+        for i, leaf in enumerate(leaves)
+        for user in leaf.users
+        for part in user.all_input_nodes
+        if part in parts and _same_kind(value(leaf), value(part))
+    }
 
 
 def _same_kind(a: Any, b: Any) -> bool:

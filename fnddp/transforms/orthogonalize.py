@@ -49,9 +49,11 @@ def normalize_columns(q: Tensor, fallback: Tensor) -> Tensor:
         fallback: The same shape.
     """
     largest = q.abs().amax(dim=-2, keepdim=True)
-    scaled = q / _nonzero(largest)
-    unit = scaled / _nonzero(torch.linalg.vector_norm(scaled, dim=-2, keepdim=True))
-    return torch.where((largest > 0) & largest.isfinite(), unit, fallback)
+    tiny = torch.finfo(largest.dtype).tiny
+    # Scaled first, so that squares of tiny or huge entries neither vanish nor overflow.
+    scaled = q / largest.clamp(min=tiny)
+    unit = scaled / torch.linalg.vector_norm(scaled, dim=-2, keepdim=True).clamp(min=tiny)
+    return torch.where((largest > 0) & (largest < float("inf")), unit, fallback)
 
 
 def _nonzero(scale: Tensor) -> Tensor:

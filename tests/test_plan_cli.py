@@ -1,0 +1,197 @@
+"""`fnddp plan`: bytes and times against arithmetic, what it prints, and what is said of wrong arguments."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fnddp.cli import main
+
+MODELS = """
+from torch import nn
+
+def small():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+def trainable_in_part():
+    return nn.Sequential(nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 10))
+
+def huge():
+    return nn.Linear(200_000, 200_000)
+
+def frozen():
+    return nn.Linear(3, 2).requires_grad_(False)
+
+def number():
+    return 3
+"""
+PARAMETERS = 64 * 32 + 32 + 32 * 10 + 10
+LOW_RANK = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+LOW_RANK_BYTES = 2 * (2 * (32 + 64 + 10 + 32) + 32 + 10)  # fp16 factors of rank 2, and the biases
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    (tmp_path / "models.py").write_text(MODELS)
+    return str(tmp_path / "models.py")
+
+
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str]) -> Any:
+    """`fnddp plan ... --json`, read."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        assert main.main(["plan", *arguments, "--json"]) == 0
+        said, errors = capsys.readouterr()
+        assert errors == ""
+        return json.loads(said)
+
+    return run
+
+
+def test_bytes_and_times_are_arithmetic(planned: Any, models: str) -> None:
+    links = ("--link", "1gbit", "--link", "1gbit:20us")
+    said = planned("allreduce", "fp16(allreduce)", LOW_RANK, "--model", f"{models}:small", "--ranks", "4", *links)
+    assert (said["parameters"], said["leaves"], said["ranks"], said["step"]) == (PARAMETERS, 4, 4, None)
+    plain, half, low_rank = said["pipelines"]
+    assert [each["wire_bytes"] for each in said["pipelines"]] == [4 * PARAMETERS, 2 * PARAMETERS, LOW_RANK_BYTES]
+    assert [each["link_bytes"] for each in said["pipelines"]] == [6 * PARAMETERS, 3 * PARAMETERS, 1.5 * LOW_RANK_BYTES]
+    assert [each["reduction"] for each in (plain, half)] == [1, 2]
+    assert low_rank["pipeline"] == LOW_RANK
+    assert [(each["collectives"], each["rounds"]) for each in said["pipelines"]] == [(1, 1), (1, 1), (2, 2)]
+    seconds = 6 * PARAMETERS / 125e6
+    assert plain["links"]["1gbit"] == {"communication_seconds": pytest.approx(seconds)}
+    assert plain["links"]["1gbit:20us"] == {"communication_seconds": pytest.approx(seconds + 4 * 3 * 20e-6)}
+    assert not dist.is_initialized()
+
+
+def test_a_thousand_ranks(planned: Any) -> None:
+    said = planned("allreduce", "fp16(allreduce)", "--model", "resnet18", "--ranks", "1024")
+    assert [each["wire_bytes"] for each in said["pipelines"]] == [44_695_848, 22_347_924]
+    assert said["pipelines"][0]["link_bytes"] == pytest.approx(2 * 1023 / 1024 * 44_695_848, rel=1e-6)
+
+
+def test_gpt2(planned: Any) -> None:
+    (plain,) = planned("allreduce", "--model", "gpt2")["pipelines"]
+    assert (plain["wire_bytes"], plain["reduction"]) == (4 * 124_439_808, 1)
+
+
+def test_a_model_that_fits_no_memory(planned: Any, models: str) -> None:
+    (low_rank,) = planned("powersgd(allreduce, rank=1)", "--model", f"{models}:huge")["pipelines"]
+    assert low_rank["wire_bytes"] == 4 * 3 * 200_000
+
+
+def test_only_what_is_trained_is_synchronized(planned: Any, models: str) -> None:
+    (plain,) = planned("allreduce", "--model", f"{models}:trainable_in_part")["pipelines"]
+    assert plain["wire_bytes"] == 4 * (32 * 10 + 10)
+
+
+@pytest.mark.parametrize(("step", "size"), [("0", 4), ("29", 4), ("30", 2), (None, 2)])
+def test_step_chooses_the_phase(planned: Any, models: str, step: str | None, size: int) -> None:
+    options = () if step is None else ("--step", step)
+    said = planned("warmup(fp16(allreduce), steps=30)", "--model", f"{models}:small", *options)
+    assert said["step"] == (None if step is None else int(step))
+    assert said["pipelines"][0]["wire_bytes"] == size * PARAMETERS
+
+
+def test_buckets_hide_behind_backward(planned: Any) -> None:
+    options = ("--model", "resnet18", "--backward", "0.5", "--link", "1gbit")
+    few, many = (planned("allreduce", *options, "--bucket-cap-mb", cap)["pipelines"][0] for cap in ("100", "5"))
+    assert few["collectives"] < many["collectives"]
+    for each in (few, many):
+        costs = each["links"]["1gbit"]
+        assert costs["step_seconds"] == pytest.approx(0.5 + costs["exposed_seconds"])
+    assert many["links"]["1gbit"]["exposed_seconds"] < few["links"]["1gbit"]["exposed_seconds"]
+
+
+def test_table(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    links = ("--link", "1gbit", "--link", "10gbit")
+    assert main.main(["plan", "--model", f"{models}:small", *links, "--backward", "0.001"]) == 0
+    said, errors = capsys.readouterr()
+    assert errors == ""
+    for expected in (*main.DEFAULT_PIPELINES[:3], "2,410 parameters in 4 leaves; 8 ranks; after all warm-ups"):
+        assert expected in said
+    for expected in ("9,640", "15.2x", "10gbit", "exposed", "a backward of 1 ms", "not measured", "fnddp bench"):
+        assert expected in said
+
+
+def test_show(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", "allreduce", LOW_RANK, "--model", f"{models}:small", "--step", "3", "--show"]) == 0
+    said = capsys.readouterr().out
+    assert "8 ranks; step 3;" in said
+    for expected in ("float32[2410]", "float16[", "round 2 of 2"):
+        assert expected in said
+
+
+def test_svg(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", LOW_RANK, "--model", f"{models}:small", "--svg")
+    assert main.main([*arguments, str(tmp_path / "plan.svg")]) == 0
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    capsys.readouterr()
+    assert main.main([*arguments, str(tmp_path / "absent" / "plan.svg")]) == 1
+    said, errors = capsys.readouterr()
+    assert said == ""
+    assert errors.startswith("fnddp plan: ")
+    assert "No such file or directory" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fp16(allreduc)"], "parse: unknown name 'allreduc'; known names are"),
+        (["allreduce", "powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
+        (["partition({'encoder.*': allreduce})"], "partition: leaf '0.weight' matches none"),
+        (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
+        (["allreduce", "--link", "100mbps"], "--link: '100mbps' is no link: write a rate"),
+        (["allreduce", "fp16(allreduce)", "--svg", "x.svg"], "--svg draws the plan of one pipeline on one link"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", *arguments, "--model", f"{models}:small"]) == 2
+    said, errors = capsys.readouterr()
+    assert said == ""
+    assert errors.startswith("fnddp plan: ")
+    assert message in errors
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("absent", "has no function 'absent'; it has frozen, huge, number, small"),
+        ("number", "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
+        ("frozen", "has no parameters that require gradients: there is nothing to synchronize"),
+    ],
+)
+def test_wrong_model(function: str, message: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", "allreduce", "--model", f"{models}:{function}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "argument --ranks: must be a whole number of at least 1, got '0'"),
+        (["--step", "-1"], "argument --step: must be a whole number of at least 0, got '-1'"),
+        (["--backward", "0"], "argument --backward: must be a positive number, got '0'"),
+        (["--bucket-cap-mb", "nan"], "argument --bucket-cap-mb: must be a positive number, got 'nan'"),
+        (["--show", "--json"], "not allowed with argument --show"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["plan", *options])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich" or name.startswith("fnddp.cli.plan")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("fnddp.cli.plan")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main.main(["plan"]) == 1
+    assert "fnddp plan: needs rich" in (errors := capsys.readouterr().err)
+    assert "pip install 'fnddp[demo]'" in errors
