@@ -104,6 +104,49 @@ def _loaded(part: Part, value: Any) -> Any:
     return value
 
 
+def require_like(owner: str, state: State, template: State) -> State:
+    """`state`, shared, if it has the structure, shapes, dtypes and devices of `template`.
+
+    Raises:
+        ValueError: It has others; names the paths.
+
+    >>> from fnddp import allreduce, error_feedback
+    >>> template = error_feedback(allreduce).init({"w": torch.ones(2)})
+    >>> require_like("error_feedback(allreduce)", template._replace(residual={"w": torch.ones(3)}), template)
+    Traceback (most recent call last):
+        ...
+    ValueError: the state of error_feedback(allreduce) for this model has float32[2] on cpu as 'residual.w', got
+    float32[3] on cpu; load a saved one with fnddp.load_state_dict(<the state that is there>, saved)
+    """
+    want, have = [{part.path: _placed(part.value) for part in parts(s)} for s in (template, state)]
+    for path in dict.fromkeys([*want, *have]):
+        if want.get(path) != have.get(path):
+            raise ValueError(
+                f"the state of {owner} for this model has {want.get(path, 'nothing')} as {path!r}, got "
+                f"{have.get(path, 'nothing')}; {_LOAD}"
+            )
+    if tree.structure(state) != tree.structure(template):
+        raise ValueError(
+            f"the state of {owner} for this model is a {tree.structure(template)}, got {tree.structure(state)}; {_LOAD}"
+        )
+    return shared(state)
+
+
+_LOAD = "load a saved one with fnddp.load_state_dict(<the state that is there>, saved)"
+
+
+def shared(state: State) -> State:
+    """The same state in tensors of its own, on the same memory: who holds them is seen to hold it.
+
+    Plans write over the memory of a state that only its adapter holds (`fnddp.plan.buffers.storage_uses`).
+    """
+    return tree.map_tensors(lambda part: part.data, state)
+
+
+def _placed(value: Any) -> str:
+    return f"{describe(value)} on {value.device}" if isinstance(value, Tensor) else describe(value)
+
+
 def describe(value: Any) -> str:
     """Type and, for tensors, dtype and shape.
 

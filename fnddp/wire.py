@@ -17,6 +17,7 @@ _PAYLOAD_ARGUMENT = {
     "_c10d_functional::all_gather_into_tensor_coalesced": 0,
     "_c10d_functional::reduce_scatter_tensor_coalesced": 0,
     "_c10d_functional::broadcast": 0,
+    "fnddp::count_all_reduce": 0,
     "c10d::allreduce_": 0,
     "c10d::allreduce_coalesced_": 0,
     "c10d::reduce_": 0,

@@ -1,13 +1,26 @@
 """Every law, over every registered name and over random nestings, on 1 to 4 ranks."""
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fnddp
 from fnddp.sync import registry
-from tests.laws import LAWS, law_5_lossless_is_exact, law_8_error_feedback_loses_nothing
-from tests.pipelines import EXAMPLES, LOSSLESS, TREES, nestings
+from fnddp import tree as trees_of
+from fnddp.plan.reuse import Donation
+from tests.laws import (
+    DONATIONS,
+    LAWS,
+    STEPS,
+    engine_step,
+    law_5_lossless_is_exact,
+    law_6_lowered_is_eager,
+    law_7_resuming_an_engine_is_bit_exact,
+    law_8_error_feedback_loses_nothing,
+    make_engine,
+)
+from tests.pipelines import EXAMPLES, LOSSLESS, TREES, grads, nestings
 from tests.ranks import run_threads
 
 OPS = [

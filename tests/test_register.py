@@ -335,12 +335,12 @@ def check_bad_use(rank: int) -> None:
         fnddp.register(make_model(), allreduce)
     model = DistributedDataParallel(make_model())
     handle = fnddp.register(model, allreduce)
-    with pytest.raises(ValueError, match="the state of allreduce for this model is"):
+    with pytest.raises(ValueError, match="the state of allreduce for this model has nothing as 'other', got int"):
         handle.state = {"other": 1}
     other = DistributedDataParallel(make_model())
     with_memory = fnddp.register(other, error_feedback(allreduce))
     state = with_memory.state._replace(residual={name: r.sum() for name, r in with_memory.state.residual.items()})
-    with pytest.raises(ValueError, match=r"'residual.0.weight': 'float32\[64, 16\]'"):
+    with pytest.raises(ValueError, match=r"has float32\[64, 16\] on cpu as 'residual.0.weight', got float32\[\]"):
         with_memory.state = state
     with pytest.raises(RuntimeError, match="DDP has one hook slot, and fnddp_hook is in it"):
         fnddp.register(model, allreduce)

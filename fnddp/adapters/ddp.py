@@ -7,13 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fnddp import tree
 from fnddp.agreement import agree, description
 from fnddp.collectives import group_name
 from fnddp.plan.engine import Engine
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.reuse import Donation
-from fnddp.state import describe, parts
+from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync
 
 
@@ -41,19 +40,11 @@ class Handle:
     @property
     def state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the parameter names of `model.module`."""
-        return self._state
+        return shared(self._state)
 
     @state.setter
     def state(self, state: State) -> None:
-        have, want = [tree.structure(s) for s in (state, self._state)]
-        if have == want:
-            have, want = [{part.path: describe(part.value) for part in parts(s)} for s in (state, self._state)]
-        if have != want:
-            raise ValueError(
-                f"the state of {self.sync!r} for this model is {want}, got {have}; "
-                "load a saved one with fnddp.load_state_dict(handle.state, saved)"
-            )
-        self._state = state
+        self._state = require_like(repr(self.sync), state, self._state)
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
@@ -74,6 +65,9 @@ class Handle:
         if bucket.is_last() and self._failure is not None:
             self._give_up(self._failure)
         return arrived.future
+
+    def _poll(self, _: Tensor) -> None:
+        self._engine.poll()  # DDP calls the hook for each bucket only
 
     def _before_forward(self, *_: object) -> None:
         self._engine.refuse_after_failure()  # DDP has collectives in forward too
@@ -199,6 +193,8 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     agree(set_up, group)
     (handle,) = handles
     model.register_comm_hook(handle, fnddp_hook)
+    for parameter in handle._parameters.values():  # pyright: ignore[reportPrivateUsage]
+        parameter.register_post_accumulate_grad_hook(handle._poll)  # pyright: ignore[reportPrivateUsage]
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
     return handle
 

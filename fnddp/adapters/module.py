@@ -15,6 +15,7 @@ from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.plan.reuse import Donation
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync
 
 
@@ -41,7 +42,6 @@ class DistributedDataParallel(nn.Module):
     Attributes:
         module: The wrapped module.
         sync: The pipeline that runs: it names the process group where it named none, unless that is the default one.
-        sync_state: Its state: a pytree keyed by the names of `module`'s parameters.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline or the parameters.
@@ -81,16 +81,20 @@ class DistributedDataParallel(nn.Module):
         self.sync = sync.over(process_group, unnamed_only=True)
         self._parameters_by_name = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters_by_name:
-            raise ValueError("DistributedDataParallel: no parameter of the module requires a gradient; use it unwrapped")
+            raise ValueError(
+                "DistributedDataParallel: no parameter of the module requires a gradient; use it unwrapped"
+            )
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError(f"DistributedDataParallel: device_ids must name one device, got {device_ids}")
-        self.sync_state: State = self.sync.init(self._parameters_by_name)
+        self._state: State = self.sync.init(self._parameters_by_name)
         if init_sync:
-            agree(lambda: description(sync, self._parameters_by_name, self.sync_state), process_group)
+            agree(lambda: description(sync, self._parameters_by_name, self._state), process_group)
             collectives.broadcast([p.detach() for p in module.parameters()] + self._buffers_to_sync(), self._group)
         caps = {} if bucket_cap_mb is None else {"bucket_cap_mb": float(bucket_cap_mb)}
         leaves = {name: LeafSpec.of(p) for name, p in self._parameters_by_name.items()}
-        self._engine = Engine(self.sync, leaves, donation=Donation(gradients="yes", state=True), learns_order=True, **caps)
+        self._engine = Engine(
+            self.sync, leaves, donation=Donation(gradients="yes", state=True), learns_order=True, **caps
+        )
         self._kept: set[str] = set()
         self._sparse: dict[str, int] = {}
         for name, parameter in self._parameters_by_name.items():
@@ -100,6 +104,18 @@ class DistributedDataParallel(nn.Module):
     def plan(self) -> Plan | None:
         """What the last backward ran; None before the first, and for a pipeline that cannot be lowered."""
         return self._engine.plan
+
+    @property
+    def sync_state(self) -> State:
+        """The pipeline's state after the last step: a pytree keyed by the names of `module`'s parameters.
+
+        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks.
+        """
+        return shared(self._state)
+
+    @sync_state.setter
+    def sync_state(self, state: State) -> None:
+        self._state = require_like(repr(self.sync), state, self._state)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; the backward of what it returns synchronizes."""
@@ -133,7 +149,7 @@ class DistributedDataParallel(nn.Module):
             # What is there already is added to, and is the user's: it is not written over.
             self._kept = {name for name, p in self._parameters_by_name.items() if p.grad is not None}
             self._sparse = {}
-            self._engine.start(self.sync_state)
+            self._engine.start(self._state)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
     def _feed(self, name: str, parameter: Tensor) -> None:
@@ -157,7 +173,7 @@ class DistributedDataParallel(nn.Module):
             raise
         if len(done.unused) == len(self._parameters_by_name):
             return  # a backward that reached no parameter on any rank: torch.autograd.grad, for example
-        self.sync_state = done.state
+        self._state = done.state
         for name, parameter in self._parameters_by_name.items():
             if name not in done.unused:
                 mean = done.mean[name]

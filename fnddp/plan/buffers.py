@@ -10,7 +10,8 @@ from fnddp.plan.ir import Collective, LeafSpec
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors, views included, share the memory of `tensor`."""
     # As torch's CUDA graph trees ask whether an output is still alive.
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    storage = tensor.untyped_storage()  # which is one more
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 class Buffer:
@@ -24,7 +25,7 @@ class Buffer:
     def __init__(self, collective: Collective) -> None:
         self.flat = torch.empty(collective.numel, dtype=collective.dtype, device=collective.device)
         self.parts = {
-            buffer_name(collective, i): self.flat[payload.offset : payload.offset + payload.numel].view(payload.shape)
+            buffer_name(collective, i): self.flat[payload.offset :][: payload.numel].view(payload.shape)
             for i, payload in enumerate(collective.payloads)
         }
         self._own_uses = storage_uses(self.flat)

@@ -112,6 +112,11 @@ class Engine:
             self._arriving.append(path)
         self._running.feed(path, grad)
 
+    def poll(self) -> None:
+        """Carries an open step on as far as it goes without waiting."""
+        if self.is_open and isinstance(self._running, Executor):
+            self._running.poll()
+
     def finish(self) -> Synchronized:
         """Ends the step, on all ranks alike.
 

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
@@ -57,7 +56,7 @@ class Executor:
         self._read = {name for step in plan.steps for name in step.needs} | {*plan.means.values(), *plan.state}
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)
-        self._works: dict[int, dist.Work] = {}
+        self._works: dict[int, collectives.Work] = {}
         self._values: dict[str, Any] = {}
         self._flat: dict[int, Tensor] = {}
         self._next = len(plan.steps)
@@ -103,6 +102,10 @@ class Executor:
         self._accept(path, grad)
         self._advance(block=False)
 
+    def poll(self) -> None:
+        """Runs what can run now."""
+        self._advance(block=False)
+
     def finish(self) -> tuple[Leaves, list[Any]]:
         """Waits for everything and ends the step. Leaves that have not arrived are zeros.
 
@@ -117,11 +120,12 @@ class Executor:
         self._committing = True
         self._advance(block=True)
         values, stream = self._values, self._stream
-        # New views: whoever holds a mean holds its buffer.
-        means = {path: values[name].view_as(values[name]) for path, name in self.plan.means.items()}
-        state = [values[part] if isinstance(part, str) else part for part in self.plan.state]
+        # New tensors (not views, which would hold what they view): whoever holds one of them holds its memory.
+        means = {path: values[name].data for path, name in self.plan.means.items()}
+        parts = [values[part] if isinstance(part, str) else part for part in self.plan.state]
+        state = [part.data if isinstance(part, Tensor) else part for part in parts]
         for path, name in self.plan.memories.items():
-            self._buffers.give_mean(path, values[name].view(self.plan.leaves[path].shape))
+            self._buffers.give_mean(path, values[name].view(self.plan.leaves[path].shape).data)
         self._values = {}
         if stream is not None:
             current = torch.cuda.current_stream(stream.device)
@@ -170,6 +174,8 @@ class Executor:
     def _advance(self, block: bool) -> None:
         with torch.no_grad(), self._on_side_stream():
             steps = self.plan.steps
+            for work in self._works.values():
+                work.is_completed()  # which carries on what takes several messages
             while self._next < len(steps) and self._is_ready(steps[self._next], block):
                 step = steps[self._next]
                 for index in step.waits:
@@ -198,7 +204,9 @@ class Executor:
     def _launch(self, collective: Collective) -> None:
         flat = self._flat[collective.index]
         try:
-            self._works[collective.index] = collectives.start_all_reduce(flat, collective.op, collective.group)
+            self._works[collective.index] = collectives.start_all_reduce(
+                flat, collective.op, collective.group, tag=collective.index
+            )
         except RuntimeError as error:
             raise self._failure(collective.index, error) from error
         self._to_launch -= 1

@@ -40,9 +40,13 @@ def fuse(graph: fx.Graph) -> fx.Graph:
 
 
 def _through_views(node: fx.Node) -> fx.Node:
-    while is_view(node) and len(node.users) == 1 and value(node).is_contiguous():
+    while is_view(node) and len(node.users) == 1 and _is_contiguous(value(node)):
         (node,) = node.all_input_nodes
     return node
+
+
+def _is_contiguous(made: Any) -> bool:
+    return isinstance(made, Tensor) and made.is_contiguous()  # not the list of pieces that a split makes
 
 
 def _fits(x: Any, product: Tensor) -> bool:

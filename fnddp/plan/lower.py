@@ -124,7 +124,7 @@ def lower_leaves(
         constants={node.name: getattr(module, str(node.target)) for node in graph.find_nodes(op="get_attr")},
         counters=traced.counters,
         holds=traced.holds,
-        peak_bytes=0,
+        peak_bytes=memory.peak_bytes(),
     )
 
 

@@ -114,6 +114,22 @@ class Memory:
         memories = {i: self._memory_for_next(i, node) for i, node in enumerate(means)}
         self.memories = {i: memory for i, memory in memories.items() if memory is not None}
 
+    def peak_bytes(self) -> int:
+        """Memory that a step takes at most beside gradients and state: buffers, means, and what is computed between."""
+        launches = {node.args[1]: None for node in self._when if node.target is launch}
+        persistent = sum(collective.wire_bytes for collective in launches)  # pyright: ignore[reportAttributeAccessIssue]
+        persistent += sum(_nbytes(value(leaf)) for leaf, index in self._leaves.items() if index in self.results)
+        now = peak = 0
+        freed: dict[float, int] = {}
+        for node, when in self._when.items():
+            if node in self.computed and node not in self._lies_in and node not in self._targets:
+                now += _nbytes(value(node))
+                peak = max(peak, now)
+                last = self._last_read.get(node, when)
+                freed[last] = freed.get(last, 0) + _nbytes(value(node))
+            now -= freed.pop(when, 0)
+        return persistent + peak
+
     def target_of(self, node: fx.Node) -> Target | None:
         """What the result of `node` is written over, if anything."""
         return self._targets.get(node)
@@ -237,6 +253,11 @@ def _read_together(leaves: Sequence[fx.Node], parts: Sequence[fx.Node]) -> dict[
         for part in user.all_input_nodes
         if part in parts and _same_kind(value(leaf), value(part))
     }
+
+
+def _nbytes(made: Any) -> int:
+    parts = made if isinstance(made, tuple | list) else [made]
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
 def _same_kind(a: Any, b: Any) -> bool:

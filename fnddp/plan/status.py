@@ -29,7 +29,7 @@ class Status:
         self._device = next((device for _, device in sizes.values()), torch.device("cpu"))
         self._leaves = list(plan.leaves)
         self._flags: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: collectives.Work | None = None
 
     def send(self, missing: Iterable[str], failed: bool = False) -> None:
         """Tells the other ranks, without waiting for them. Once a step, behind its last collective."""

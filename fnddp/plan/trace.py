@@ -17,11 +17,11 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fnddp import tree
 from fnddp.plan.ir import LeafSpec
 from fnddp.sync import State, Sync
-
 
 _one_at_a_time = threading.Lock()  # make_fx patches torch for the whole process; ranks may be threads
 
@@ -80,7 +80,7 @@ def trace(sync: Sync, leaves: Mapping[str, LeafSpec], state: State) -> Trace:
         grads = [leaf.empty() for leaf in leaves.values()]
     fakes = grads, [fake(part) for part in parts]
     try:
-        with _one_at_a_time, torch.no_grad(), mode:
+        with _one_at_a_time, _disable_current_modes(), torch.no_grad(), mode:  # a WireCounter sees what is sent
             module = make_fx(exchange)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads the values of tensors ({error})") from error
