@@ -5,7 +5,7 @@ has one rank and a collective is a copy, so a pipeline runs, and loses what it l
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fnddp import layout
 from fnddp.tree import Leaves, is_inexact
@@ -49,7 +49,7 @@ _planned: ContextVar[_Planned | None] = ContextVar("_planned", default=None)
 
 
 @contextmanager
-def planned_world(size: int | None) -> Iterator[None]:
+def planned_world(size: int | None) -> Generator[None]:
     """Within the block a pipeline can be traced, never run, as if every group had `size` ranks.
 
     With None groups have the ranks that they have. Either way the traced collectives name groups as the pipeline does.
@@ -241,10 +241,14 @@ class _RingAllReduce:
             self._send_and_receive()
 
 
+def _do_nothing(payload: Tensor) -> None:
+    pass
+
+
 # For WireCounter: a ring hands its payload over in pieces.
 _library = torch.library.Library("fnddp", "DEF")
 _library.define("count_all_reduce(Tensor payload) -> ()")
-_library.impl("count_all_reduce", lambda payload: None, "CompositeExplicitAutograd")
+_library.impl("count_all_reduce", _do_nothing, "CompositeExplicitAutograd")
 
 _RING_TAGS = 0x666E0000  # away from the tags of a user's own messages
 _RING_NUMEL = 2**16  # below, messages cost more than sums

@@ -91,7 +91,11 @@ def unflatten_any(spec: optree.PyTreeSpec, values: list[Any]) -> Tree:
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """`fn` of every tensor among the leaves of `tree`; other leaves are kept."""
-    return optree.tree_map(lambda x: fn(x) if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE)
+
+    def of_leaf(leaf: Any) -> Any:
+        return fn(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return optree.tree_map(of_leaf, tree, namespace=NAMESPACE)
 
 
 def structure(tree: Tree) -> optree.PyTreeSpec:

@@ -36,7 +36,8 @@ class WireCounter(TorchDispatchMode):
     """Counts the wire bytes of the collectives that this thread starts inside the `with` block.
 
     Wire bytes are the payload one rank hands to its collectives, as the papers count (4 per float32 element of a
-    plain mean), not what crosses the link, nor the byte for each leaf with which ranks end a step alike. A world of one without torch.distributed has no collectives: it counts 0.
+    plain mean): not what crosses the link, and not the byte for each leaf with which ranks end a step alike. A world
+    of one without torch.distributed has no collectives: it counts 0.
 
     Attributes:
         wire_bytes: Bytes so far.

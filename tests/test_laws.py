@@ -1,19 +1,23 @@
 """Every law, over every registered name and over random nestings, on 1 to 4 ranks."""
 
+import copy
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fnddp
-from fnddp.sync import registry
 from fnddp import tree as trees_of
-from fnddp.plan.reuse import Donation
+from fnddp.sync import registry
 from tests.laws import (
     DONATIONS,
     LAWS,
     STEPS,
+    bits,
     engine_step,
+    gather,
     law_5_lossless_is_exact,
     law_6_lowered_is_eager,
     law_7_resuming_an_engine_is_bit_exact,
@@ -82,3 +86,104 @@ def check_laws(rank: int, laws: list, texts: list[str], trees: list[str]) -> Non
 def test_on_gloo_processes(gloo, n, trees):
     gloo(n, check_laws, LAWS, list(EXAMPLES.values()), trees)
     gloo(n, check_laws, [law_5_lossless_is_exact], LOSSLESS, trees)
+
+
+# Law 6, and law 7 through an engine: the registry with everything that adapters donate, and random nestings.
+
+LOWERED = [law_6_lowered_is_eager, law_7_resuming_an_engine_is_bit_exact]
+
+
+@pytest.mark.parametrize(
+    ("law", "n"), [*[(law_6_lowered_is_eager, n) for n in (1, 2, 3, 4)], (law_7_resuming_an_engine_is_bit_exact, 2)]
+)
+def test_registry_lowered(law, n):
+    for i, text in enumerate(EXAMPLES.values()):
+        sync = fnddp.parse(text)
+        for j, tree in enumerate(trees_for(sync)):
+            every = law is law_6_lowered_is_eager and n == 2 and tree == "model"
+            if n == 2 or tree == "model":
+                for donation in DONATIONS if every else [DONATIONS[(i + j + n) % len(DONATIONS)]]:
+                    run_threads(n, law, sync, tree, donation, i + n)
+
+
+# A trace takes 0.1 to 0.5 s, so there are few examples; --hypothesis-profile=thorough has many.
+FEW = settings(max_examples=15) if settings.get_current_profile_name() == "fnddp" else settings()
+
+
+@pytest.mark.parametrize("law", LOWERED)
+@FEW
+@given(
+    sync=nestings(),
+    n=st.integers(1, 4),
+    tree=st.sampled_from(TREES),
+    donation=st.sampled_from(DONATIONS),
+    seed=st.integers(0, 9),
+)
+def test_nestings_lowered(law, sync, n, tree, donation, seed):
+    run_threads(n, law, sync, tree, donation, seed)
+
+
+def check_lowered(rank: int, texts: list[str], trees: list[str]) -> None:
+    for i, text in enumerate(texts):
+        sync = fnddp.parse(text)
+        for j, tree in enumerate(trees_for(sync)):
+            if tree in trees:
+                law_6_lowered_is_eager(rank, sync, tree, DONATIONS[(i + j) % len(DONATIONS)], i)
+
+
+def test_lowered_on_two_gloo_processes(gloo):
+    # A ring of two adds an element in one order, wherever it lies in a buffer.
+    gloo(2, check_lowered, list(EXAMPLES.values()), ["model", "mixed"])
+
+
+EXACT_SUMS = ["allreduce", "all_reduce(op='sum')", "fp16(allreduce)", "bf16(allreduce)", *LOSSLESS]
+
+
+def check_exact_sums(rank: int) -> None:
+    """On gradients of which every dtype holds every partial sum, the order of summation does not matter."""
+    for i, text in enumerate(EXACT_SUMS):
+        sync = fnddp.parse(text)
+        example = grads("model", rank)
+        engine, order = make_engine(sync, example, DONATIONS[i % len(DONATIONS)]), random.Random(rank)
+        state, expected = sync.init(example), sync.init(example)
+        for step in range(STEPS):
+            # Multiples of 3 and 4 ranks, of a few bits.
+            mine = trees_of.map_leaves(lambda g: (2 * g).round().clamp(-8, 8) * 12, grads("model", rank, step))
+            mean, expected = sync(mine, expected)
+            done = engine_step(engine, state, mine, order)
+            state = done.state
+            assert bits(done.mean) == bits(mean), text
+            assert bits(state) == bits(expected), text
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_lowered_sums_on_more_gloo_processes(gloo, n):
+    gloo(n, check_exact_sums)
+
+
+# A ring of more than two adds an element's parts in an order that depends on where it lies in its buffer. The sum of a
+# 16-bit wire may then be rounded to its other neighbours: n roundings, relative to numbers of at most 4.
+NEAR = {"float16": 4 * 4 * 2**-11, "bfloat16": 4 * 4 * 2**-8, "float32": 1e-4}
+
+
+def check_near(rank: int, text: str, precision: str) -> None:
+    sync = fnddp.parse(text)
+    state = sync.init(grads("model", rank))
+    engine, order = make_engine(sync, grads("model", rank), DONATIONS[2]), random.Random(rank)
+    expected = sync.init(grads("model", rank))
+    for step in range(STEPS):
+        mean, expected = sync(grads("model", rank, step), expected)
+        done = engine_step(engine, state, grads("model", rank, step), order)
+        torch.testing.assert_close(done.mean, mean, rtol=0, atol=NEAR[precision])
+        everyone = gather(bits(done.mean))
+        assert all(other == everyone[0] for other in everyone)
+        state = done.state
+        expected = copy.deepcopy(state)  # or roundings would add up over the steps
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_lowered_is_near_eager_on_more_gloo_processes(gloo, name, n):
+    text = EXAMPLES[name]
+    precision = "bfloat16" if "bf16" in text else "float16" if "fp16" in text else "float32"
+    gloo(n, check_near, text, precision)

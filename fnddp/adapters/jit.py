@@ -1,6 +1,5 @@
 """A pipeline as a function that runs its plan."""
 
-
 import torch
 
 from fnddp import collectives, tree

@@ -1,6 +1,6 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,7 +129,7 @@ class DistributedDataParallel(nn.Module):
         return tree.map_tensors(self._with_start, output) if synchronizes else output
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Within it forward passes do not synchronize: gradients add up until a backward outside of it."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:

@@ -87,7 +87,7 @@ def combine(module: fx.GraphModule, paths: Sequence[str], buckets: Mapping[str, 
         if node.target is _all_reduce:
             payload, op, group = node.args
             bucket = max((buckets[path] for path in leaves_of(node)), default=0)
-            like = value(payload)  # pyright: ignore[reportArgumentType]
+            like = value(payload)
             key = (bucket + reach[node].depth, reach[node].depth, bucket, str(like.dtype), like.device, group, op)
             groups.setdefault(key, []).append(node)
 
@@ -118,7 +118,8 @@ def combine(module: fx.GraphModule, paths: Sequence[str], buckets: Mapping[str, 
         )
         with graph.inserting_before(output):
             sources = [node.args[0] for node in members]
-            launched = graph.call_function(launch, (sources, collective))
+            arguments: Any = (sources, collective)
+            launched = graph.call_function(launch, arguments)
             launched.meta["val"] = [value(node) for node in members]
             for position, node in enumerate(members):
                 (waited,) = node.users

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fnddp.plan.ir import Collective, LeafSpec, launch, output_nodes, take, value
+from fnddp.plan.ir import Collective, LeafSpec, launch, launch_of, output_nodes, take, take_of, value
 from fnddp.plan.order import Segment
 from fnddp.plan.reuse import Memory, Result, into
 
@@ -43,9 +43,7 @@ class Step:
     commits: bool
 
 
-def emit(
-    module: fx.GraphModule, segments: Sequence[Segment], memory: Memory, leaf_names: dict[str, str]
-) -> list[Step]:
+def emit(module: fx.GraphModule, segments: Sequence[Segment], memory: Memory, leaf_names: dict[str, str]) -> list[Step]:
     """Turns segments into steps.
 
     Args:
@@ -74,7 +72,7 @@ def emit(
                 outputs=tuple(node.name for node in outputs),
                 frees=tuple(frees),
                 run=code.forward,
-                launches=None if segment.launches is None else segment.launches.args[1],  # pyright: ignore[reportArgumentType]
+                launches=None if segment.launches is None else launch_of(segment.launches)[1],
                 code=tuple(draft.lines),
                 commits=segment.commits,
             )
@@ -87,8 +85,8 @@ def name_of(node: Any) -> Any:
     if not isinstance(node, fx.Node):
         return node
     if node.target is take:
-        launched, position = node.args
-        return buffer_name(launched.args[1], position)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess, reportArgumentType, reportOptionalSubscript]
+        launched, position = take_of(node)
+        return buffer_name(launch_of(launched)[1], position)
     return node.name
 
 
@@ -155,13 +153,15 @@ class _draft:
                 self._copy(node, collective, position)
 
     def _pack_the_rest(self, launched: fx.Node, memory: Memory) -> None:
-        sources, collective = launched.args
-        for position, source in enumerate(sources):  # pyright: ignore[reportArgumentType]
+        sources, collective = launch_of(launched)
+        for position, source in enumerate(sources):
             if source not in memory.computed:  # a gradient, a part of the state, or the result of another collective
-                self._copy(source, collective, position)  # pyright: ignore[reportArgumentType]
+                self._copy(source, collective, position)
 
     def _copy(self, source: fx.Node, collective: Collective, position: int) -> None:
-        self.graph.call_function(aten.copy_.default, (self.placed(buffer_name(collective, position)), self.value(source)))
+        self.graph.call_function(
+            aten.copy_.default, (self.placed(buffer_name(collective, position)), self.value(source))
+        )
         self.lines.append(f"{buffer_name(collective, position)} = {name_of(source)}")
 
     def _say(self, node: fx.Node, written: Any) -> None:

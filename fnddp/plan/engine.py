@@ -59,8 +59,9 @@ class Engine:
     ) -> None:
         self.sync = sync
         self.leaves = dict(leaves)
-        self._donation = donation
-        self._caps = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
+        self._lower: Any = partial(
+            lower_leaves, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb, donation=donation
+        )
         self._buffers = Buffers()
         self._debug = debug_level()
         self._arrival: list[str] | None = None
@@ -187,7 +188,7 @@ class Engine:
                 self._running, self._status = executor, status
                 return
         try:
-            plan = lower_leaves(self.sync, self.leaves, state, arrival=self._arrival, donation=self._donation, **self._caps)
+            plan = self._lower(self.sync, self.leaves, state, arrival=self._arrival)
         except LoweringError:
             self._running, self._status = Eager(self.sync, self.leaves, self._structure), None
             return

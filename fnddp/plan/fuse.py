@@ -26,8 +26,8 @@ def fuse(graph: fx.Graph) -> fx.Graph:
         if not isinstance(x, fx.Node) or product.target is not aten.mm.default or not _fits(value(x), value(product)):
             continue
         p, q = product.args
-        layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))  # pyright: ignore[reportArgumentType]
-        shape = (*_sample(value(product)), value(p).shape[1])  # pyright: ignore[reportArgumentType]
+        layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))
+        shape = (*_sample(value(product)), value(p).shape[1])
         if len(product.users) > 1 or not _keeps_bits(shape, layouts, _device(value(x))):
             continue
         with graph.inserting_before(node):

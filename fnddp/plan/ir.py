@@ -119,7 +119,19 @@ def take(launched: list[Tensor], position: int) -> Tensor:
     return launched[position]
 
 
-def value(node: fx.Node) -> Any:
+def launch_of(node: fx.Node) -> tuple[list[fx.Node], Collective]:
+    """What a `launch` sends: the nodes of its payloads, and the collective."""
+    arguments: Any = node.args
+    return arguments
+
+
+def take_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """What a `take` takes: the node of the launch, and the position of the payload."""
+    arguments: Any = node.args
+    return arguments
+
+
+def value(node: Any) -> Any:
     """The fake tensor, symbolic int or tuple that `node` stands for."""
     return node.meta["val"]
 

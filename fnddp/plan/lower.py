@@ -86,7 +86,7 @@ def lower_leaves(
     donation: Donation,
 ) -> Plan:
     """`lower`, for leaves by path."""
-    expected = list(reversed(leaves)) if arrival is None else list(arrival)
+    expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
     if bucket_cap_mb <= 0 or first_bucket_mb <= 0:

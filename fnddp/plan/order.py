@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from fnddp.plan.ir import Collective, launch, output_nodes, take, tensor_nodes
+from fnddp.plan.ir import launch, launch_of, output_nodes, take, take_of, tensor_nodes
 
 
 @dataclass
@@ -88,15 +88,13 @@ def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
             if path is not None:
                 slot, latest = buckets[path], arrival[path]
         elif node.target is launch:
-            collective = _collective(node)
+            _, collective = launch_of(node)
             slot, depth, latest = collective.slot, collective.depth, float("inf")
         elif node.target is take:
-            launched, position = node.args
-            assert isinstance(launched, fx.Node)
-            collective = _collective(launched)
+            launched, position = take_of(node)
+            payloads, collective = launch_of(launched)
             slot, depth = collective.slot + 1, collective.depth + 1
-            payload = launched.args[0][position]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportOptionalSubscript]
-            latest = at[payload].arrival  # pyright: ignore[reportArgumentType]
+            latest = at[payloads[position]].arrival
         at[node] = Position(slot, depth, latest, False, index)
     return at
 
@@ -108,13 +106,13 @@ def _cut(
     current: Segment | None = None
     arrived: set[fx.Node] = set()
     waited: set[int] = set()
-    launched = {_collective(node).index for node in nodes if node.target is launch}
+    launched = {launch_of(node)[1].index for node in nodes if node.target is launch}
     for node in nodes:
         commits = at[node].slot == end
         needs = {source: None for source in node.all_input_nodes if source in leaf_of and source not in arrived}
         waits: set[int] = launched - waited if commits else set()
         if node.target is take:
-            waits |= {_collective(node.all_input_nodes[0]).index} - waited
+            waits |= {launch_of(take_of(node)[0])[1].index} - waited
         if current is None or ((needs or waits) and current.nodes) or commits != current.commits:
             current = Segment(at[node].slot, commits=commits)
             segments.append(current)
@@ -138,9 +136,3 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             queue += node.all_input_nodes
     return found
-
-
-def _collective(node: fx.Node) -> Collective:
-    collective = node.args[1]
-    assert isinstance(collective, Collective)
-    return collective

@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from fnddp.plan.ir import Collective, is_view, launch, output_nodes, take, value
+from fnddp.plan.ir import Collective, is_view, launch, launch_of, output_nodes, take, value
 from fnddp.plan.order import Segment
 
 aten: Any = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Donation:
@@ -31,7 +32,7 @@ class Donation:
     state: bool = False
 
 
-# What can write its result into given memory. All but the products act on elements: they may also write over an operand.
+# What can write its result into given memory. All but products act on elements: they may write over an operand too.
 _ELEMENTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
     aten.sub.Tensor: aten.sub.out,
@@ -85,12 +86,14 @@ class Memory:
         self.payloads: dict[fx.Node, list[Place]] = {}
         for node in nodes:
             if node.target is launch:
-                sources, collective = node.args
-                for position, source in enumerate(sources):  # pyright: ignore[reportArgumentType]
-                    self.payloads.setdefault(source, []).append((collective, position))  # pyright: ignore[reportArgumentType]
+                sources, collective = launch_of(node)
+                for position, source in enumerate(sources):
+                    self.payloads.setdefault(source, []).append((collective, position))
         self.computed = {node for node in nodes if node.target is not launch and node.target is not take}
 
-        self._lies_in: dict[fx.Node, fx.Node | Result] = {node: node.all_input_nodes[0] for node in nodes if is_view(node)}
+        self._lies_in: dict[fx.Node, fx.Node | Result] = {
+            node: node.all_input_nodes[0] for node in nodes if is_view(node)
+        }
         self._last_read: dict[fx.Node | Result, float] = {}
         for node in nodes:
             for source in node.all_input_nodes:
@@ -116,8 +119,7 @@ class Memory:
 
     def peak_bytes(self) -> int:
         """Memory that a step takes at most beside gradients and state: buffers, means, and what is computed between."""
-        launches = {node.args[1]: None for node in self._when if node.target is launch}
-        persistent = sum(collective.wire_bytes for collective in launches)  # pyright: ignore[reportAttributeAccessIssue]
+        persistent = sum(launch_of(node)[1].wire_bytes for node in self._when if node.target is launch)
         persistent += sum(_nbytes(value(leaf)) for leaf, index in self._leaves.items() if index in self.results)
         now = peak = 0
         freed: dict[float, int] = {}
