@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
     "functional.py": "of the test set",
     "existing_ddp.py": "the resumed run has the same parameters to the bit: yes",
+    "module.py": "the module resumed with the same parameters to the bit: yes",
     "own_transform.py": "sampled(allreduce, 0.1) keeps the laws",
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

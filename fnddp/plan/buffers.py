@@ -41,6 +41,17 @@ class Buffers:
     def __init__(self) -> None:
         self._collectives: dict[Collective, list[Buffer]] = {}
         self._means: dict[str, list[Tensor]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def clear(self) -> None:
+        """Forgets all memory: the plans to come need other."""
+        self._collectives, self._means = {}, {}
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The side stream of `device`: one for all plans, since the allocator keeps memory for each stream."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def take(self, collective: Collective) -> Buffer:
         """A buffer for `collective` that nobody reads. It stays here."""

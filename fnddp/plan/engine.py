@@ -19,7 +19,7 @@ from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.plan.reuse import Donation
-from fnddp.plan.status import Status
+from fnddp.plan.status import Status, StepFailedError
 from fnddp.plan.trace import LoweringError
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves
@@ -138,8 +138,8 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """Ends an open step on this rank because of `error`, and tells the others, which raise `StepFailedError`.
 
-        Where they cannot be told, because a collective failed or because they have been told that all is well, this
-        engine refuses further steps. Does nothing if no step is open.
+        Where they cannot be told, because a collective failed or because they have been told that all is well, and on
+        CUDA, where they do not wait to be told, this engine refuses further steps. Does nothing if no step is open.
         """
         if not self.is_open:
             return
@@ -156,6 +156,7 @@ class Engine:
                     self._send_status()
                 running.abort()
                 status.fail(error)
+                self._broken = None if status.is_heeded else error
             except RuntimeError as broken:
                 self._broken = broken
 
@@ -178,9 +179,11 @@ class Engine:
 
     def _agree(self) -> None:
         if self._absent is not None and self._status is not None:
-            self.is_open = False  # if another rank has failed, the step is over here too
-            self._unused = self._status.agree(self._absent)
-            self.is_open = True
+            try:
+                self._unused = self._status.agree(self._absent)
+            except StepFailedError:
+                self.is_open = False  # the step is over here too
+                raise
 
     def _choose(self, state: State, parts: list[Any]) -> None:
         for executor, status in self._runs:
@@ -201,15 +204,15 @@ class Engine:
             return
         arrived = dict.fromkeys(self._arriving)
         expected = [*arrived, *(path for path in reversed(self.leaves) if path not in arrived)]
-        if self._status is not None:
-            expected = self._status.of_first_rank(expected)
         self._arriving = None
-        self.expect(expected)
+        if self._status is not None and self._status.has_peers:  # otherwise there is nobody to agree with
+            self.expect(self._status.of_first_rank(expected))
 
     def expect(self, arrival: list[str]) -> None:
         """Makes `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
         if self.plan is not None and arrival != list(self.plan.buckets):
-            self._arrival, self._runs, self._buffers = arrival, [], Buffers()
+            self._arrival, self._runs = arrival, []
+            self._buffers.clear()
 
 
 class Engines:

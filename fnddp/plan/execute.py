@@ -55,7 +55,7 @@ class Executor:
         self._on_last_launch = on_last_launch
         self._read = {name for step in plan.steps for name in step.needs} | {*plan.means.values(), *plan.state}
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
-        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._stream = None if device is None else self._buffers.stream(device)
         self._works: dict[int, collectives.Work] = {}
         self._values: dict[str, Any] = {}
         self._flat: dict[int, Tensor] = {}
@@ -131,7 +131,7 @@ class Executor:
             current = torch.cuda.current_stream(stream.device)
             current.wait_stream(stream)
             for made in [*means.values(), *state]:
-                if isinstance(made, Tensor):
+                if isinstance(made, Tensor) and made.is_cuda:
                     made.record_stream(current)
         return means, state
 
@@ -141,13 +141,16 @@ class Executor:
         Raises:
             RuntimeError: A collective failed; the ranks are out of step.
         """
-        for step in self.plan.steps[self._next :]:
-            if step.launches is not None:
-                self._flat[step.launches.index].zero_()
-                self._launch(step.launches)
-        self._next = len(self.plan.steps)
-        for index in list(self._works):
-            self._wait(index)
+        with torch.no_grad(), self._on_side_stream():
+            for step in self.plan.steps[self._next :]:
+                if step.launches is not None:
+                    self._flat[step.launches.index].zero_()
+                    self._launch(step.launches)
+            self._next = len(self.plan.steps)
+            for index in list(self._works):
+                self._wait(index)
+        if self._stream is not None:  # before memory is freed that the side stream still writes to
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._values = {}
         self.missing = {}
 
@@ -166,7 +169,9 @@ class Executor:
         if name in self._read:
             if grad.stride() != leaf.stride:
                 grad = leaf.empty().copy_(grad)
-            if self._stream is not None:
+            if path in self.plan.overwrites and storage_uses(grad) > 1:
+                grad = grad.clone()  # autograd hands out views of what it still reads
+            if self._stream is not None and grad.is_cuda:
                 self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
                 grad.record_stream(self._stream)
             self._values[name] = grad
@@ -174,7 +179,7 @@ class Executor:
     def _advance(self, block: bool) -> None:
         with torch.no_grad(), self._on_side_stream():
             steps = self.plan.steps
-            for work in self._works.values():
+            for work in self._works.values() if self._stream is None else ():
                 work.is_completed()  # which carries on what takes several messages
             while self._next < len(steps) and self._is_ready(steps[self._next], block):
                 step = steps[self._next]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnddp.plan.ir import is_view, tensor_nodes, value
+from fnddp.plan.ir import is_view, remove_dead, tensor_nodes, value
 
 aten: Any = torch.ops.aten
 
@@ -35,8 +35,7 @@ def fuse(graph: fx.Graph) -> fx.Graph:
             lost = graph.call_function(aten.addmm.default, (matrix, p, q), {"alpha": -1})
             lost.meta["val"] = value(product)
             node.replace_all_uses_with(_view(graph, lost, value(node).shape))
-    graph.eliminate_dead_code()
-    return graph
+    return remove_dead(graph)
 
 
 def _through_views(node: fx.Node) -> fx.Node:

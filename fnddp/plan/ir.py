@@ -148,6 +148,19 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+def remove_dead(graph: fx.Graph) -> fx.Graph:
+    """Removes what nobody reads, collectives too: they are dead on all ranks alike."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return graph
+
+
+def uncombined_bytes(graph: fx.Graph) -> int:
+    """Payload bytes of the collectives that the pipeline's own code issues, and that stay as they are."""
+    ours = [node for node in tensor_nodes(graph) if str(node.target).startswith("_c10d_functional")]
+    sent = [value(node.args[0]) for node in ours if "wait_tensor" not in str(node.target)]
+    return sum(payload.numel() * payload.element_size() for payload in sent)
+
+
 def tensor_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes of `graph` that compute something."""
     return (node for node in graph.nodes if node.op == "call_function")

@@ -8,7 +8,7 @@ from fnddp import collectives, tree
 from fnddp.plan.combine import MB, assign_buckets, combine
 from fnddp.plan.emit import emit, name_of
 from fnddp.plan.fuse import fuse
-from fnddp.plan.ir import LeafSpec, output_nodes, value
+from fnddp.plan.ir import LeafSpec, output_nodes, uncombined_bytes, value
 from fnddp.plan.order import order
 from fnddp.plan.plan import Plan
 from fnddp.plan.reuse import Donation, Memory, Result
@@ -124,6 +124,7 @@ def lower_leaves(
         constants={node.name: getattr(module, str(node.target)) for node in graph.find_nodes(op="get_attr")},
         counters=traced.counters,
         holds=traced.holds,
+        uncombined_bytes=uncombined_bytes(graph),
         peak_bytes=memory.peak_bytes(),
     )
 

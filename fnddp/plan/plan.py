@@ -35,6 +35,7 @@ class Plan:
         constants: Tensors that the pipeline's own code holds, by name.
         counters: Positions of the Python ints among the parts of the state.
         holds: Whether this plan is the one for these values of the counters.
+        uncombined_bytes: Payload of the collectives that the pipeline's own code issues and that cannot be combined.
         peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
             collectives, temporaries, and what it returns.
     """
@@ -55,12 +56,13 @@ class Plan:
     constants: dict[str, torch.Tensor]
     counters: tuple[int, ...]
     holds: Callable[[Sequence[int]], bool]
+    uncombined_bytes: int
     peak_bytes: int
 
     @property
     def wire_bytes(self) -> int:
         """Payload bytes that one rank hands to its collectives in a step."""
-        return sum(collective.wire_bytes for collective in self.collectives)
+        return sum(collective.wire_bytes for collective in self.collectives) + self.uncombined_bytes
 
     @property
     def rounds(self) -> int:

@@ -42,8 +42,9 @@ def footer(plan: "Plan") -> list[str]:
     """What a step costs."""
     full = 4 * parameters(plan)
     against = f"; float32 gradients: {full:,} B, {full / plan.wire_bytes:.1f}x as much" if plan.wire_bytes else ""
+    own = f", {plan.uncombined_bytes:,} B of it by the pipeline's own code" if plan.uncombined_bytes else ""
     return [
-        f"on the wire: {plan.wire_bytes:,} B per rank{against}",
+        f"on the wire: {plan.wire_bytes:,} B per rank{own}{against}",
         f"{count(plan.rounds, 'round')}, {count(len(plan.collectives), 'collective')}; "
         f"peak extra memory {size(plan.peak_bytes)}",
     ]

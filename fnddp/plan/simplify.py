@@ -2,7 +2,7 @@
 
 from torch import Tensor, fx
 
-from fnddp.plan.ir import is_view, tensor_nodes, value
+from fnddp.plan.ir import is_view, remove_dead, tensor_nodes, value
 
 
 def simplify(graph: fx.Graph) -> fx.Graph:
@@ -11,8 +11,7 @@ def simplify(graph: fx.Graph) -> fx.Graph:
         source = node.args[0] if node.args else None
         if is_view(node) and isinstance(source, fx.Node) and _same(value(source), value(node)):
             node.replace_all_uses_with(source)
-    graph.eliminate_dead_code()
-    return graph
+    return remove_dead(graph)
 
 
 def _same(before: object, after: object) -> bool:

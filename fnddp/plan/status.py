@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
+from fnddp.plan.execute import CollectiveError
 from fnddp.plan.plan import Plan
 
 
@@ -27,16 +28,27 @@ class Status:
         sizes = {c.group: (c.world_size, c.device) for c in plan.collectives}
         self._groups = [group for group, (size, _) in sizes.items() if size > 1]
         self._device = next((device for _, device in sizes.values()), torch.device("cpu"))
+        self._on_cuda = self._device.type == "cuda"
         self._leaves = list(plan.leaves)
         self._flags: Tensor | None = None
         self._work: collectives.Work | None = None
+
+    @property
+    def is_heeded(self) -> bool:
+        """Whether other ranks wait for what this one says before they end a step. On CUDA they do not."""
+        return not (self._groups and self._on_cuda)
 
     def send(self, missing: Iterable[str], failed: bool = False) -> None:
         """Tells the other ranks, without waiting for them. Once a step, behind its last collective."""
         if self._groups:
             flags = [int(failed), *(int(path not in missing) for path in self._leaves)]
-            self._flags = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+            # From pinned memory: a copy from any other would have the host wait for all that is queued before it.
+            on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=self._on_cuda)
+            self._flags = on_host.to(self._device, non_blocking=True)
             self._work = collectives.start_status(self._flags, self._groups[0])
+            for group in self._groups[1:] if self._on_cuda else ():  # all, whether this rank will ask or not
+                self._work.wait()
+                self._work = collectives.start_status(self._flags, group)
 
     def agree(self, missing: frozenset[str]) -> frozenset[str]:
         """The leaves that have arrived on no rank.
@@ -45,21 +57,29 @@ class Status:
         there with the process group's timeout.
 
         Raises:
-            StepFailedError: Another rank has failed.
+            StepFailedError: Another rank has failed, and all ranks raise.
+            CollectiveError: On CUDA: another rank has failed, and the ranks are out of step.
         """
-        if self._work is None or (self._device.type == "cuda" and not missing):
+        if self._work is None or (self._on_cuda and not missing):
             self._work = None
             return frozenset() if self._groups else missing
         flags = self._complete()
+        if flags[0] and self._on_cuda:
+            raise CollectiveError("another rank has failed in this step; see its own error")
         if flags[0]:
             raise StepFailedError(self._explanation(None))
         return frozenset(path for path, used in zip(self._leaves, flags[1:], strict=True) if not used)
 
     def fail(self, error: BaseException) -> None:
         """Completes the step in which this rank has failed and told so, and tells the others why."""
-        if self._work is not None and self._device.type != "cuda":
+        if self._work is not None and not self._on_cuda:
             self._complete()
             self._explanation(error)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the plan has collectives with other ranks."""
+        return bool(self._groups)
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
@@ -72,7 +92,7 @@ class Status:
         assert self._flags is not None
         self._work.wait()
         self._work = None
-        for group in self._groups[1:]:
+        for group in () if self._on_cuda else self._groups[1:]:
             collectives.start_status(self._flags, group).wait()
         return self._flags.tolist()
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fnddp import tree
-from fnddp.plan.ir import LeafSpec
+from fnddp.plan.ir import LeafSpec, remove_dead
 from fnddp.sync import State, Sync
 
 _one_at_a_time = threading.Lock()  # make_fx patches torch for the whole process; ranks may be threads
@@ -84,7 +84,7 @@ def trace(sync: Sync, leaves: Mapping[str, LeafSpec], state: State) -> Trace:
             module = make_fx(exchange)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads the values of tensors ({error})") from error
-    module.graph.eliminate_dead_code()
+    remove_dead(module.graph)
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
     guards = sympy.And(*(guard.expr for guard in shapes.guards))
     return Trace(module, tuple(leaves), counters, _predicate(symbols, guards))

@@ -3,27 +3,21 @@
 Collected everywhere, skipped where there is no GPU. Run alone: `python -m pytest tests/gpu`.
 """
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
 from fnddp import tree
+from tests.gpu.nccl import on, run_nccl
 from tests.laws import bits
 from tests.pipelines import EXAMPLES, grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-
-def on(device: str, name: str, step: int) -> Any:
-    return tree.map_leaves(lambda leaf: leaf.to(device), grads(name, 0, step))
 
 
 # float32 products in another order than the CPU's, three exchanges deep; half-precision leaves round once more
@@ -34,39 +28,16 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.complex64: 1e-3, torch.
 def test_cuda_gives_what_the_cpu_gives(text):
     sync = fnddp.parse(text)
     name = "model" if "*weight" in text else "mixed"
-    states = {device: sync.init(on(device, name, 0)) for device in ("cpu", "cuda")}
+    states = {device: sync.init(on(device, grads(name, 0, 0))) for device in ("cpu", "cuda")}
     for step in range(3):
         means = {}
         for device in states:
-            means[device], states[device] = sync(on(device, name, step), states[device])
+            means[device], states[device] = sync(on(device, grads(name, 0, step)), states[device])
         for path, want in tree.flatten(means["cpu"])[0].items():
             got = tree.flatten(means["cuda"])[0][path]
             assert got.is_cuda
             tolerance = CLOSE.get(want.dtype, 0)
             torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
-
-
-def run_nccl(n: int, fn: Callable[..., Any], *arguments: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.spawn(_rank, args=(n, store.port, fn, arguments), nprocs=n, join=False)
-    try:
-        if not context.join(timeout=200):
-            raise TimeoutError("NCCL ranks did not finish in 200 s")
-    finally:
-        for process in context.processes:
-            process.kill()
-
-
-def _rank(rank: int, n: int, port: int, fn: Callable[..., Any], arguments: tuple) -> None:
-    # Newer NCCL allows several ranks on one GPU; older ones only refuse ranks of one host.
-    os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_HOSTID=str(rank), NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-    torch.cuda.set_device(0)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("nccl", rank=rank, world_size=n, store=store)
-    try:
-        fn(rank, *arguments)
-    finally:
-        dist.destroy_process_group()
 
 
 def check_register(rank: int, options: dict) -> None:

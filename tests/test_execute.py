@@ -1,0 +1,455 @@
+"""The executor and the engine on gloo processes: late, missing and wrong gradients, ranks that fail, hang or die."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnddp
+from fnddp import LoweringError, StepFailedError, WireCounter, allreduce, fp16, lower, partition, tree
+from fnddp.plan.engine import Engine
+from fnddp.plan.execute import CollectiveError, Executor
+from fnddp.plan.ir import LeafSpec
+from fnddp.plan.reuse import Donation
+from tests.laws import DONATIONS, bits, gather, make_engine
+from tests.pipelines import EXAMPLES, grads
+
+COMPRESSED = EXAMPLES["error_feedback"]
+STEPS = 6
+
+
+def model_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
+    return grads("model", rank, step)
+
+
+def integer_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
+    """Multiples of 3 and 4 ranks, of a few bits: every order of summation gives the same."""
+    return {path: (2 * g).round().clamp(-8, 8) * 12 for path, g in model_grads(rank, step).items()}
+
+
+def large_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
+    """Large enough for the ring that adds float16 on gloo."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shapes = {"small": (5,), "large": (300, 301), "larger": (70000,), "odd": (65537,)}
+    return {
+        path: torch.randint(-8, 9, shape, generator=generator).to(torch.float32) * 12 for path, shape in shapes.items()
+    }
+
+
+def missing_on(rank: int, step: int, paths: list[str]) -> set[str]:
+    """The leaves that do not arrive on `rank`: known to all ranks, so that they know what to expect."""
+    draw = random.Random(f"{rank} {step}")
+    if step == 2:
+        return set(paths)  # on all ranks
+    never = set(paths[:1]) if step == 4 else set()
+    return never | {path for path in paths if draw.random() < 0.3}
+
+
+def check_chaos(rank: int, text: str, make_grads: Any, donation: Donation) -> None:
+    sync = fnddp.parse(text)
+    engine = make_engine(sync, make_grads(rank), donation, learns_order=True)
+    state, expected = sync.init(make_grads(rank)), sync.init(make_grads(rank))
+    draw = random.Random(rank)
+    for step in range(STEPS):
+        mine = make_grads(rank, step)
+        missing = missing_on(rank, step, list(mine))
+        zeroed = {path: torch.zeros_like(g) if path in missing else g for path, g in mine.items()}
+        mean, expected = sync(zeroed, expected)
+        engine.start(state)
+        for path in draw.sample(list(mine), len(mine)):
+            time.sleep(draw.random() * (0.02 if rank == step % dist.get_world_size() else 0.001))  # one is much slower
+            if path not in missing:
+                engine.feed(path, mine[path].clone())
+            engine.poll()
+        done = engine.finish()
+        state = done.state
+        everywhere = [missing_on(r, step, list(mine)) for r in range(dist.get_world_size())]
+        assert done.unused == set.intersection(*everywhere)
+        assert bits(done.mean) == bits(mean), f"step {step}"
+        assert bits(state) == bits(expected), f"step {step}"
+
+
+CHAOS = [
+    (2, "allreduce", model_grads),
+    (2, COMPRESSED, model_grads),
+    (2, EXAMPLES["partition"], model_grads),
+    (2, f"warmup({COMPRESSED}, steps=2, before=bf16(allreduce))", model_grads),
+    (2, "fp16(allreduce)", large_grads),
+    (3, "allreduce", integer_grads),
+    (3, "fp16(allreduce)", large_grads),
+    (4, "warmup(fp16(allreduce), steps=3)", integer_grads),
+    (4, "error_feedback(fp16(allreduce))", large_grads),
+]
+
+
+@pytest.mark.parametrize("donation", DONATIONS[1:], ids=str)
+@pytest.mark.parametrize(("n", "text", "make_grads"), CHAOS)
+def test_late_and_missing_gradients(gloo, n, text, make_grads, donation):
+    gloo(n, check_chaos, text, make_grads, donation)
+
+
+def check_all_ranks_agree(rank: int) -> None:
+    sync = fnddp.parse("powersgd(fp16(allreduce), rank=2, min_compression_rate=1)")
+    engine = Engine(
+        sync, {path: LeafSpec.of(g) for path, g in large_grads(rank).items()}, donation=Donation(), learns_order=True
+    )
+    state = sync.init(large_grads(rank))
+    for step in range(3):
+        engine.start(state)
+        for path, grad in large_grads(rank, step).items():
+            engine.feed(path, torch.randn(grad.shape))
+        done = engine.finish()
+        state = done.state
+        everyone = gather((bits(done.mean["large"]), bits(done.mean["odd"][:100]), bits(state)))
+        assert all(other == everyone[0] for other in everyone)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_ranks_get_the_same_bits_through_a_ring(gloo, n):
+    gloo(n, check_all_ranks_agree)
+
+
+def check_ring_is_counted(rank: int) -> None:
+    step = fnddp.jit(fp16(allreduce))
+    state = step.init(large_grads(rank))
+    with WireCounter() as counter:
+        step(large_grads(rank), state)
+    assert step.plan is not None
+    assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
+
+
+def test_a_ring_counts_as_one_collective(gloo):
+    gloo(3, check_ring_is_counted)
+
+
+# Wrong gradients
+
+
+BAD_FEEDS = [
+    ("fc.waight", lambda g: g["fc.weight"], r"gradient 'fc.waight' is not among the plan's leaves"),
+    ("fc.weight", lambda g: g["fc.weight"].t(), r"gradient 'fc.weight' is float32\[20, 12\] on cpu, but the plan was"),
+    ("fc.weight", lambda g: g["fc.weight"].double(), r"gradient 'fc.weight' is float64\[12, 20\] on cpu, but the plan"),
+    ("fc.bias", lambda g: g["fc.bias"], r"gradient 'fc.bias' has arrived already in this step"),
+]
+
+
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "fp16(allreduce, check=True)"])
+@pytest.mark.parametrize("donation", DONATIONS[:2], ids=str)
+def test_wrong_gradients_are_named_and_change_nothing(text, donation):
+    sync = fnddp.parse(text)
+    engine, state = make_engine(sync, model_grads(0), donation, learns_order=True), sync.init(model_grads(0))
+    expected = state
+    for step in range(3):
+        mine = model_grads(0, step)
+        mean, expected = sync(mine, expected)
+        engine.start(state)
+        engine.feed("fc.bias", mine["fc.bias"].clone())
+        for path, grad_of, message in BAD_FEEDS:
+            with pytest.raises(ValueError, match=message):
+                engine.feed(path, grad_of(mine))
+        for path in ("conv.weight", "fc.weight", "out.weight"):
+            engine.feed(path, mine[path].clone())
+        done = engine.finish()
+        state = done.state
+        assert bits(done.mean) == bits(mean)
+        assert bits(state) == bits(expected)
+
+
+def test_gradients_in_another_layout():
+    example = {"w": torch.empty(4, 6).t(), "c": torch.empty(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)}
+    mine = {path: torch.randn(leaf.shape) for path, leaf in example.items()}  # row-major
+    for donation in DONATIONS:
+        engine = make_engine(fp16(allreduce), example, donation)
+        engine.start(())
+        for path, grad in mine.items():
+            engine.feed(path, grad.clone())
+        mean = engine.finish().mean
+        assert torch.equal(mean["w"], mine["w"].half().float())
+        assert torch.equal(mean["c"], mine["c"].half().float())
+
+
+def test_an_executor_alone():
+    plan = lower(fp16(allreduce), {"w": torch.empty(3)}, world_size=1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        executor = Executor(plan)
+        executor.start([])
+        assert not executor.has_launched_all
+        executor.feed("w", torch.tensor([1.0, 2.0, 1 / 3]))
+        assert executor.has_launched_all
+        means, state = executor.finish()
+    finally:
+        dist.destroy_process_group()
+    assert (means["w"].tolist(), state) == ([1.0, 2.0, 0.333251953125], [])
+
+
+# A rank that fails
+
+
+class Trouble(Exception):
+    pass
+
+
+def check_failing_rank(rank: int, text: str, donation: Donation, culprit: int, fed: int) -> None:
+    sync = fnddp.parse(text)
+    engine = make_engine(sync, integer_grads(rank), donation, learns_order=True)
+    state, expected = sync.init(integer_grads(rank)), sync.init(integer_grads(rank))
+    for step in range(8):
+        mine = integer_grads(rank, step)
+        copies = {path: grad.clone() for path, grad in mine.items()}
+        before = bits(state)
+        fails = step in (0, 3, 4)
+        engine.start(state)
+        for path in list(mine)[: fed if fails and rank == culprit else None]:
+            engine.feed(path, copies[path])
+        if fails and rank == culprit:
+            engine.fail(Trouble(f"out of luck in step {step}"))
+        elif fails:
+            with pytest.raises(StepFailedError) as caught:
+                engine.finish()
+            assert f"rank {culprit} failed with " in str(caught.value)
+            assert f"Trouble: out of luck in step {step}" in str(caught.value)
+            engine.fail(caught.value)  # as adapters do: the step is over
+            if donation.gradients == "at_end":
+                assert bits(copies) == bits(mine)
+        else:
+            mean, expected = sync(mine, expected)
+            done = engine.finish()
+            state = done.state
+            assert bits(done.mean) == bits(mean), f"step {step}"
+            assert bits(state) == bits(expected), f"step {step}"
+        if fails:
+            assert bits(state) == before
+        assert not engine.is_open
+
+
+FAILING = ["allreduce", "warmup(fp16(allreduce), steps=2)", "error_feedback(fp16(allreduce))"]
+
+
+@pytest.mark.parametrize("fed", [0, 2, 4])
+@pytest.mark.parametrize("donation", DONATIONS, ids=str)
+def test_a_failing_rank_fails_the_step_on_all(gloo, donation, fed):
+    for text in FAILING:
+        gloo(3, check_failing_rank, text, donation, 1, fed)
+    gloo(2, check_failing_rank, COMPRESSED, donation, 0, fed)
+
+
+def check_failing_with_a_ring(rank: int) -> None:
+    sync = fnddp.parse("error_feedback(fp16(allreduce))")
+    engine = make_engine(sync, large_grads(rank), DONATIONS[2])
+    state, expected = sync.init(large_grads(rank)), sync.init(large_grads(rank))
+    for step in range(4):
+        mine = large_grads(rank, step)
+        engine.start(state)
+        for path in list(mine)[: 2 if step == 1 and rank == 0 else None]:
+            engine.feed(path, mine[path].clone())
+        if step == 1 and rank == 0:
+            engine.fail(Trouble("here"))
+        elif step == 1:
+            with pytest.raises(StepFailedError, match="rank 0 failed with .*Trouble: here"):
+                engine.finish()
+        else:
+            mean, expected = sync(mine, expected)
+            done = engine.finish()
+            state = done.state
+            assert bits(done.mean) == bits(mean)
+            assert bits(state) == bits(expected)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_failing_rank_carries_its_rings_on(gloo, n):
+    gloo(n, check_failing_with_a_ring)
+
+
+def check_two_fail(rank: int) -> None:
+    engine = make_engine(allreduce, model_grads(rank))
+    engine.start(())
+    if rank < 2:
+        engine.fail(Trouble(f"number {rank}"))
+    else:
+        for path, grad in model_grads(rank).items():
+            engine.feed(path, grad)
+        with pytest.raises(StepFailedError, match=r"rank 0 failed with .*number 0; rank 1 failed with .*number 1\. No"):
+            engine.finish()
+
+
+def test_several_failing_ranks_are_all_named(gloo):
+    gloo(4, check_two_fail)
+
+
+def check_failure_crosses_groups(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    sync = partition({"fc*": fnddp.all_reduce(group=pairs[rank // 2].group_name), "*": allreduce})
+    engine = make_engine(sync, integer_grads(rank))
+    state = sync.init(integer_grads(rank))
+    for step in range(4):
+        engine.start(state)
+        if step == 2 and rank == 3:
+            engine.fail(Trouble("in the second pair"))
+            continue
+        for path, grad in integer_grads(rank, step).items():
+            engine.feed(path, grad)
+        if step == 2:
+            with pytest.raises(StepFailedError, match="rank 3 failed with .*in the second pair"):
+                engine.finish()
+        else:
+            done = engine.finish()
+            ranks = {"fc.weight": [0, 1] if rank < 2 else [2, 3], "out.weight": range(4)}
+            for path, members in ranks.items():
+                want = torch.stack([integer_grads(r, step)[path] for r in members]).mean(0)
+                assert torch.equal(done.mean[path], want)
+
+
+def test_a_failure_is_known_in_all_groups(gloo):
+    gloo(4, check_failure_crosses_groups)
+
+
+def check_error_after_the_last_word(rank: int) -> None:
+    """A rank that fails when the others have been told that all is well refuses to go on."""
+    engine = make_engine(allreduce, model_grads(rank))
+    engine.start(())
+    for path, grad in model_grads(rank).items():
+        engine.feed(path, grad)
+    engine.finish()
+    engine.fail(Trouble("too late: no step is open"))
+    engine.refuse_after_failure()
+
+
+def test_fail_without_a_step_does_nothing(gloo):
+    gloo(2, check_error_after_the_last_word)
+
+
+# Ranks that hang or die
+
+
+def check_absent_rank(rank: int, text: str, make_grads: Any, fed: int) -> None:
+    """Rank 1 stops after `fed` gradients; the others hear of it when the group's timeout is over."""
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=3))
+    sync = fnddp.parse(text).over(group)
+    engine = make_engine(sync, make_grads(rank))
+    state = sync.init(make_grads(rank))
+    for step in range(2):
+        engine.start(state)
+        for path, grad in list(make_grads(rank, step).items())[: fed if step == 1 and rank == 1 else None]:
+            engine.feed(path, grad)
+        if step == 0:
+            state = engine.finish().state
+        elif rank != 1:
+            with pytest.raises(
+                CollectiveError, match="Another rank has failed, left, or not called backward"
+            ) as caught:
+                engine.finish()
+            engine.fail(caught.value)
+            with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
+                engine.start(state)
+    dist.barrier()  # on the default group: rank 1 waits here
+
+
+@pytest.mark.parametrize("fed", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("text", "make_grads"), [("allreduce", model_grads), (COMPRESSED, model_grads), ("fp16(allreduce)", large_grads)]
+)
+def test_a_rank_that_never_comes(gloo, text, make_grads, fed):
+    gloo(2, check_absent_rank, text, make_grads, fed)
+
+
+def dying_rank(rank: int, port: int, text: str, make_grads: Any, fed: int, how: str, results: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=10))
+    sync = fnddp.parse(text)
+    engine = make_engine(sync, make_grads(rank))
+    state = sync.init(make_grads(rank))
+    try:
+        for step in range(3):
+            engine.start(state)
+            for i, (path, grad) in enumerate(make_grads(rank, step).items()):
+                if rank == 1 and step == 1 and i == fed:
+                    os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+                engine.feed(path, grad)
+            if rank == 1 and step == 1:
+                os.kill(os.getpid(), signal.SIGKILL)  # everything is sent, nothing is agreed on
+            state = engine.finish().state
+        results.put("no error")
+    except BaseException as error:
+        engine.fail(error)
+        results.put(f"{type(error).__name__}: {error}")
+    results.close()
+    results.join_thread()
+    os._exit(0)  # gloo's threads may not join a dead peer
+
+
+@pytest.mark.parametrize(
+    ("text", "make_grads", "fed", "how"),
+    [
+        ("allreduce", model_grads, 2, "exit"),
+        (COMPRESSED, model_grads, 0, "kill"),
+        ("allreduce", model_grads, 4, "kill"),
+        ("fp16(allreduce)", large_grads, 2, "kill"),
+    ],
+)
+def test_a_rank_that_dies(text, make_grads, fed, how):
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = context.Queue()
+    processes = [
+        context.Process(target=dying_rank, args=(rank, store.port, text, make_grads, fed, how, results), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        said = results.get(timeout=90)
+        assert said.startswith("CollectiveError: all_reduce")
+        assert "Another rank has failed, left, or not called backward; see its own error" in said
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# A pipeline that cannot be lowered
+
+
+def check_eager_stand_in(rank: int) -> None:
+    sync = fnddp.parse("error_feedback(fp16(allreduce, check=True))")
+    with pytest.raises(LoweringError):
+        lower(sync, model_grads(rank))
+    engine = make_engine(sync, model_grads(rank), DONATIONS[2], learns_order=True)
+    state, expected = sync.init(model_grads(rank)), sync.init(model_grads(rank))
+    for step in range(4):
+        mine = model_grads(rank, step)
+        missing = missing_on(rank, step, list(mine))
+        engine.start(state)
+        assert engine.plan is None
+        if step == 1:
+            mine = tree.map_leaves(lambda g: 1e6 * g, mine)
+        for path in mine:
+            if path not in missing:
+                engine.feed(path, mine[path])
+        if step == 1:  # all ranks see the same mean, so all raise, and go on
+            before = bits(state)
+            with pytest.raises(FloatingPointError) as caught:
+                engine.finish()
+            engine.fail(caught.value)
+            assert bits(state) == before
+            continue
+        zeroed = {path: torch.zeros_like(g) if path in missing else g for path, g in mine.items()}
+        mean, expected = sync(zeroed, expected)
+        done = engine.finish()
+        state = done.state
+        assert bits(done.mean) == bits(mean)
+        assert bits(state) == bits(expected)
+
+
+def test_what_cannot_be_lowered_runs_at_the_end(gloo):
+    gloo(2, check_eager_stand_in)
