@@ -50,6 +50,21 @@ def test_has_aux_and_keyword_arguments():
     assert (loss.item(), aux["twice"].item(), grads["w"].tolist()) == (9.0, 18.0, [3.0, 6.0])
 
 
+def test_a_gradient_that_backward_still_reads_is_not_written_over():
+    def loss(params, x):
+        # The addition hands its gradient to `position` as a view, and goes on with it to `w`.
+        return ((x @ params["w"])[None] + params["position"][None]).square().sum()
+
+    sync = error_feedback(fp16(allreduce))
+    params = {"w": torch.ones(24, 32) / 3, "position": torch.ones(16, 32) / 7}
+    step, state, expected = fnddp.value_and_grad(loss, sync), sync.init(params), sync.init(params)
+    for rank in range(3):
+        x, _ = data(rank)
+        mean, expected = sync(torch.func.grad(loss)(params, x), expected)
+        _, got, state = step(params, state, x)
+        assert bits(got) == bits(mean)
+
+
 class Pair(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor | None

@@ -16,12 +16,11 @@ from fnddp.cli import bench_report
 from fnddp.cli.bench_arms import PEERS, Setup, why_not
 from fnddp.cli.bench_rank import WARM_UP, Event, Round, Times, measure
 from fnddp.cli.bench_report import Run
-from fnddp.cli.demo import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, check_folder
+from fnddp.cli.checks import check_folder, check_pipeline
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.launch import RankError, run_ranks
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.network import NetworkError, shaped_hosts
-from fnddp.parse import parse
-from fnddp.sync import Sync
 
 
 def run(
@@ -73,11 +72,11 @@ def run(
         console.print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}", soft_wrap=True)
         return 0
     except (WrongArgument, ModelError) as error:
-        return _stop(WRONG_ARGUMENTS, error)
+        return stop("bench", WRONG_ARGUMENTS, error)
     except (RankError, NetworkError, OSError) as error:
-        return _stop(FAILED, error)
+        return stop("bench", FAILED, error)
     except KeyboardInterrupt:
-        return _stop(INTERRUPTED, "interrupted; all ranks are ended")
+        return stop("bench", INTERRUPTED, "interrupted; all ranks are ended")
 
 
 def check_model(model: str) -> dict[str, Tensor]:
@@ -89,20 +88,6 @@ def check_model(model: str) -> dict[str, Tensor]:
     workload = load(model)
     workload.task()
     return workload.parameters()
-
-
-def check_pipeline(text: str, parameters: dict[str, Tensor]) -> Sync:
-    """The pipeline that `text` writes, if it fits `parameters`.
-
-    Raises:
-        WrongArgument: It does not parse, or cannot be initialized.
-    """
-    try:
-        sync = parse(text)
-        sync.init(parameters)
-    except (TypeError, ValueError) as error:
-        raise WrongArgument("\n".join([str(error), *getattr(error, "__notes__", [])])) from error
-    return sync
 
 
 def check_machine(device: str, link: str | None) -> None:
@@ -153,8 +138,3 @@ def _show_progress(events: Iterable[Event], rounds: int, console: Console) -> li
             else:
                 times = event
     return times
-
-
-def _stop(code: int, message: object) -> int:
-    print(f"fnddp bench: {message}", file=sys.stderr)
-    return code

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +12,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from fnddp.cli import digits, report
+from fnddp.cli.checks import check_folder, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.launch import RankError, run_ranks
 from fnddp.cli.train import Event, Result, train
-from fnddp.parse import parse
 from fnddp.sync import Sync
 
 DEFAULT_RANKS = 2
@@ -39,7 +38,8 @@ def run(pipelines: Sequence[str], ranks: int | None, steps: int, out: Path, seed
     """
     reports = not dist.is_torchelastic_launched() or os.environ["RANK"] == "0"
     try:
-        syncs = [check_pipeline(text) for text in pipelines]
+        parameters = dict(digits.make_model(seed=0).named_parameters())
+        syncs = [check_pipeline(text, parameters) for text in pipelines]
         world_size = check_ranks(ranks)
         if reports:
             check_folder(out)
@@ -50,20 +50,6 @@ def run(pipelines: Sequence[str], ranks: int | None, steps: int, out: Path, seed
         return _stop(FAILED, error, reports)
     except KeyboardInterrupt:
         return _stop(INTERRUPTED, "interrupted; all ranks are ended", reports)
-
-
-def check_pipeline(text: str) -> Sync:
-    """The pipeline that `text` writes, if it fits the demo's network.
-
-    Raises:
-        WrongArgument: It does not parse, or cannot be initialized.
-    """
-    try:
-        sync = parse(text)
-        sync.init(dict(digits.make_model(seed=0).named_parameters()))
-    except (TypeError, ValueError) as error:
-        raise WrongArgument.of(error) from error
-    return sync
 
 
 def check_ranks(ranks: int | None) -> int:
@@ -78,20 +64,6 @@ def check_ranks(ranks: int | None) -> int:
     if ranks not in (None, launched):
         raise WrongArgument(f"--ranks {ranks}, but the launcher has started {launched}; leave --ranks out")
     return launched
-
-
-def check_folder(out: Path) -> None:
-    """Tries to write where `out` is or will be, and leaves nothing there.
-
-    Raises:
-        WrongArgument: It cannot be written to.
-    """
-    try:
-        existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise WrongArgument(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
 
 
 def _train_and_report(syncs: list[Sync], world_size: int, steps: int, out: Path, seed: int, quiet: bool) -> int:

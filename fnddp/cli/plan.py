@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fnddp import collectives, tree
 from fnddp.cli import plan_report
+from fnddp.cli.checks import check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.plan_report import Planned, Setting
-from fnddp.parse import parse
 from fnddp.plan.link import Link
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
@@ -95,20 +95,6 @@ def check_links(texts: Sequence[str]) -> dict[str, Link]:
         return {text: Link.parse(text) for text in texts}
     except ValueError as error:
         raise WrongArgument(f"--link: {error}") from error
-
-
-def check_pipeline(text: str, parameters: dict[str, Tensor]) -> Sync:
-    """The pipeline that `text` writes, if it fits `parameters`.
-
-    Raises:
-        WrongArgument: It does not parse, or cannot be initialized.
-    """
-    try:
-        sync = parse(text)
-        sync.init(parameters)
-    except (TypeError, ValueError) as error:
-        raise WrongArgument.of(error) from error
-    return sync
 
 
 def state_at(step: int, state: State) -> State:
