@@ -101,7 +101,7 @@ def test_profiler_ranges(level, capfd):
         if rank > 0:
             exchanges(rank, 1)
             return set()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             exchanges(rank, 1)
         return {event.name for event in profile.events() if event.name.startswith("fnddp ")}
 

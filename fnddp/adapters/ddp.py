@@ -143,15 +143,18 @@ class _Bucket:
 def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     """Makes an existing DDP model synchronize its gradients with `sync`.
 
-    The pipeline runs once a backward, over all gradients as one dict by parameter name, when DDP's last bucket is ready
-    (collectives do not overlap with backward). It works with `no_sync`, `find_unused_parameters`, `static_graph`,
-    `gradient_as_bucket_view`, several forwards per backward, and on gloo and NCCL. Unused parameters count as zero
-    gradients. DDP has one hook slot, for good: the wrong choice if another hook is in it.
+    Gradients are handed over as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
+    the rest of backward, and the means are written into DDP's buckets when all of them are complete. It works with
+    `no_sync`, `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, several forwards per backward, and
+    on gloo and NCCL. Unused parameters count as zero gradients. DDP has one hook slot, for good: the wrong choice if
+    another hook is in it. Where torch's class is not needed, `fnddp.DistributedDataParallel` overlaps better: it sees
+    each gradient, not only full buckets.
 
-    All ranks must call it. An error in the pipeline is raised by `backward()`, on the ranks on which it occurred. The
-    state is then what it was, and the gradients are this rank's own. After a `FloatingPointError` of `check=True`,
-    which all ranks raise, clear them and go on. After any other error ranks may be out of step: this rank refuses
-    further steps, and ranks that wait for it fail when it ends or when the process group's timeout is over.
+    All ranks must call it. An error on one rank ends the step on all: that rank's `backward()` raises it, the others'
+    raise `StepFailedError`. The state is then what it was, and the gradients are each rank's own; clear them and go on.
+    After an error of which the others cannot be told (a collective failed, a rank died, or the pipeline cannot be
+    lowered) this rank refuses further steps, and ranks that wait for it fail when it ends or when the process group's
+    timeout is over.
 
     Args:
         model: The wrapped module.

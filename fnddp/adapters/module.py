@@ -1,14 +1,15 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fnddp import collectives, tree
+from fnddp import collectives
 from fnddp.agreement import agree, description
 from fnddp.plan.engine import Engine
 from fnddp.plan.ir import LeafSpec
@@ -95,6 +96,7 @@ class DistributedDataParallel(nn.Module):
         self._engine = Engine(
             self.sync, leaves, donation=Donation(gradients="yes", state=True), learns_order=True, **caps
         )
+        self._is_armed = False  # whether the next backward is one that synchronizes
         self._kept: set[str] = set()
         self._sparse: dict[str, int] = {}
         for name, parameter in self._parameters_by_name.items():
@@ -126,7 +128,14 @@ class DistributedDataParallel(nn.Module):
         if synchronizes and self.training and self.broadcast_buffers:
             collectives.broadcast(self._buffers_to_sync(), self._group)
         output = self.module(*inputs, **kwargs)
-        return tree.map_tensors(self._with_start, output) if synchronizes else output
+        if torch.is_grad_enabled():
+            self._is_armed = synchronizes
+        if synchronizes:
+            # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._start)
+        return output
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -140,10 +149,7 @@ class DistributedDataParallel(nn.Module):
     def _buffers_to_sync(self) -> list[Tensor]:
         return [buffer.detach() for buffer in self.module.buffers()]
 
-    def _with_start(self, output: Tensor) -> Tensor:
-        return _Start.apply(self, output) if output.requires_grad else output  # pyright: ignore[reportReturnType]
-
-    def _start(self) -> None:
+    def _start(self, _: Tensor | None = None) -> None:
         """At the beginning of a backward."""
         if not self._engine.is_open:
             # What is there already is added to, and is the user's: it is not written over.
@@ -154,7 +160,10 @@ class DistributedDataParallel(nn.Module):
 
     def _feed(self, name: str, parameter: Tensor) -> None:
         if not self._engine.is_open:
-            return  # a forward within no_sync, or of the module itself
+            if not self._is_armed:
+                return  # a forward within no_sync, or of the module itself
+            self._start()  # the module has returned what we know no tensors of
+            self._kept.add(name)  # too late to tell
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse:
@@ -166,6 +175,7 @@ class DistributedDataParallel(nn.Module):
 
     def _finish(self) -> None:
         """At the end of a backward."""
+        self._is_armed = False
         try:
             done = self._engine.finish()
         except BaseException as error:
@@ -190,15 +200,14 @@ class _Feeder:
         self._owner._feed(self._name, parameter)  # pyright: ignore[reportPrivateUsage]
 
 
-class _Start(torch.autograd.Function):
-    """The identity. Its backward is the first to run."""
-
-    @staticmethod
-    def forward(ctx: Any, owner: DistributedDataParallel, output: Tensor) -> Tensor:
-        ctx.owner = owner
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.owner._start()
-        return None, *grads
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returns, whatever it is made of."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple | set):
+        for part in output:
+            yield from _tensors_in(part)
+    elif is_dataclass(output):
+        yield from _tensors_in([getattr(output, field.name, None) for field in fields(output)])

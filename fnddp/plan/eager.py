@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fnddp import tree
+from fnddp.plan.execute import require_expected
 from fnddp.plan.ir import LeafSpec
 from fnddp.sync import Sync
 from fnddp.tree import Leaves
@@ -25,6 +26,7 @@ class Eager:
 
     def feed(self, path: str, grad: Tensor) -> None:
         """See `Executor.feed`."""
+        require_expected(path, grad, self._leaves, self.missing)
         del self.missing[path]
         self._grads[path] = grad
 

@@ -109,9 +109,9 @@ class Engine:
         assert self._running is not None
         if keep and self.plan is not None and path in self.plan.overwrites:
             grad = grad.clone()
+        self._running.feed(path, grad)
         if self._arriving is not None:
             self._arriving.append(path)
-        self._running.feed(path, grad)
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
@@ -129,7 +129,8 @@ class Engine:
         self._absent = frozenset(running.missing)
         if isinstance(running, Executor) and running.has_launched_all:
             self._send_status()
-        self._unused = self._absent
+        # Without a status nobody knows what other ranks have used: the zeros of this one count as a gradient.
+        self._unused = self._absent if self._status is not None and not self._status.has_peers else frozenset()
         mean, parts = running.finish()
         self.is_open = False
         self._learn_order()

@@ -5,7 +5,7 @@ collectives are not complete, and goes on at the next feed; `finish` waits. So c
 all ranks, whatever the timing, and nothing blocks inside backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,20 @@ from fnddp.tree import Leaves
 
 class CollectiveError(RuntimeError):
     """A collective failed: another rank has died or left, or it took longer than the process group's timeout."""
+
+
+def require_expected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing: Container[str]) -> LeafSpec:
+    """What is known of the leaf at `path`. Raises a ValueError unless it is missing yet and `grad` is like it."""
+    leaf = leaves.get(path)
+    if leaf is None or path not in missing:
+        problem = "has arrived already in this step" if leaf is not None else "is not among the plan's leaves"
+        raise ValueError(f"gradient {path!r} {problem}")
+    if (grad.shape, grad.dtype, grad.device) != (leaf.shape, leaf.dtype, leaf.device):
+        raise ValueError(
+            f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {leaf} on "
+            f"{leaf.device}; lower the pipeline again for the new parameters"
+        )
+    return leaf
 
 
 def _nothing() -> None:
@@ -116,6 +130,8 @@ class Executor:
         for path in list(self.missing):
             self._accept(path, self.plan.leaves[path].empty().zero_())
         self._advance(block=True)
+        with torch.no_grad(), self._on_side_stream():  # those that only steps wait for which commit
+            self._wait_for_all()
         self._on_complete()
         self._committing = True
         self._advance(block=True)
@@ -147,23 +163,14 @@ class Executor:
                     self._flat[step.launches.index].zero_()
                     self._launch(step.launches)
             self._next = len(self.plan.steps)
-            for index in list(self._works):
-                self._wait(index)
+            self._wait_for_all()
         if self._stream is not None:  # before memory is freed that the side stream still writes to
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._values = {}
         self.missing = {}
 
     def _accept(self, path: str, grad: Tensor) -> None:
-        leaf = self.plan.leaves.get(path)
-        if leaf is None or path not in self.missing:
-            problem = "has arrived already in this step" if leaf is not None else "is not among the plan's leaves"
-            raise ValueError(f"gradient {path!r} {problem}")
-        if (grad.shape, grad.dtype, grad.device) != (leaf.shape, leaf.dtype, leaf.device):
-            raise ValueError(
-                f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {leaf} on "
-                f"{leaf.device}; lower the pipeline again for the new parameters"
-            )
+        leaf = require_expected(path, grad, self.plan.leaves, self.missing)
         del self.missing[path]
         name = self.plan.leaf_names[path]
         if name in self._read:
@@ -184,7 +191,8 @@ class Executor:
             while self._next < len(steps) and self._is_ready(steps[self._next], block):
                 step = steps[self._next]
                 for index in step.waits:
-                    self._wait(index)
+                    if index in self._works:
+                        self._wait(index)
                 self._compute(step)
                 self._next += 1
                 if step.launches is not None:
@@ -217,6 +225,10 @@ class Executor:
         self._to_launch -= 1
         if self._to_launch == 0:
             self._on_last_launch()
+
+    def _wait_for_all(self) -> None:
+        for index in list(self._works):
+            self._wait(index)
 
     def _wait(self, index: int) -> None:
         try:

@@ -5,6 +5,7 @@ step number is baked into a graph: a comparison such as `step < steps` becomes a
 are the phase that the graph is for.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._sympy.printers import PythonPrinter
 
 from fnddp import tree
 from fnddp.plan.ir import LeafSpec, remove_dead
@@ -93,5 +95,7 @@ def trace(sync: Sync, leaves: Mapping[str, LeafSpec], state: State) -> Trace:
 def _predicate(symbols: list[sympy.Symbol], guards: Any) -> Callable[[Sequence[int]], bool]:
     if guards is sympy.true:
         return lambda values: True
-    holds = sympy.lambdify(symbols, guards, modules="math")
+    # As torch prints its own guards: sympy's printer does not know // and % of Python.
+    names = ", ".join([str(symbol) for symbol in symbols])
+    holds = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math})
     return lambda values: bool(holds(*values))

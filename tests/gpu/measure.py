@@ -194,7 +194,7 @@ def trace(sizes: Sizes, model: nn.Module, out: str) -> None:
             step()
         wait(sizes)
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if sizes.device == "cuda" else [])]
-        with profile(activities=kinds) as profiler:
+        with profile(activities=kinds, acc_events=True) as profiler:
             step()
             wait(sizes)
     if dist.get_rank() == 0:

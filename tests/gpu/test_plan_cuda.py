@@ -184,7 +184,7 @@ def check_overlap(rank: int, text: str, folder: str) -> None:
     for _ in range(4):
         step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(4):
             step()
         torch.cuda.synchronize()
