@@ -186,8 +186,8 @@ class Executor:
     def _advance(self, block: bool) -> None:
         with torch.no_grad(), self._on_side_stream():
             steps = self.plan.steps
-            for work in self._works.values() if self._stream is None else ():
-                work.is_completed()  # which carries on what takes several messages
+            for index in self._works if self._stream is None else ():
+                self._is_completed(index)  # which carries on what takes several messages
             while self._next < len(steps) and self._is_ready(steps[self._next], block):
                 step = steps[self._next]
                 for index in step.waits:
@@ -205,7 +205,13 @@ class Executor:
             return False
         if block or self._stream is not None:
             return True
-        return all(self._works[index].is_completed() for index in step.waits if index in self._works)
+        return all(self._is_completed(index) for index in step.waits if index in self._works)
+
+    def _is_completed(self, index: int) -> bool:
+        try:
+            return self._works[index].is_completed()
+        except RuntimeError as error:
+            raise self._failure(index, error) from error
 
     def _compute(self, step: Step) -> None:
         values = self._values

@@ -1,7 +1,8 @@
 """How ranks end a step alike: a byte for each leaf and one for the step, reduced behind the last collective."""
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Status:
 
         Raises:
             StepFailedError: Another rank has failed, and all ranks raise.
-            CollectiveError: On CUDA: another rank has failed, and the ranks are out of step.
+            CollectiveError: Another rank has died, left or hangs; on CUDA also: it has failed. Ranks are out of step.
         """
         if self._work is None or (self._on_cuda and not missing):
             self._work = None
@@ -90,16 +91,29 @@ class Status:
     def _complete(self) -> list[int]:
         assert self._work is not None
         assert self._flags is not None
-        self._work.wait()
-        self._work = None
-        for group in () if self._on_cuda else self._groups[1:]:
-            collectives.start_status(self._flags, group).wait()
+        with _named_failures():
+            self._work.wait()
+            self._work = None
+            for group in () if self._on_cuda else self._groups[1:]:
+                collectives.start_status(self._flags, group).wait()
         return self._flags.tolist()
 
     def _explanation(self, error: BaseException | None) -> str:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(dist.get_rank(), reason)]
-        for group in self._groups:
-            reasons = sorted({one for some in collectives.all_gather_object(reasons, group) for one in some})
+        with _named_failures():
+            for group in self._groups:
+                reasons = sorted({one for some in collectives.all_gather_object(reasons, group) for one in some})
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
         return f"{failures}. No rank has changed its gradients, state or parameters in this step"
+
+
+@contextmanager
+def _named_failures() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the ranks could not end the step together: {error}. Another rank has failed, left, or not called "
+            "backward; see its own error"
+        ) from error
