@@ -272,10 +272,10 @@ def check_model_is_freed(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     fnddp.register(model, error_feedback(allreduce))
     loss_of(model(batch(rank, 0))).backward()
-    alive = weakref.ref(model)
+    alive = weakref.ref(model), weakref.ref(model.module)
     del model
     gc.collect()
-    assert alive() is None
+    assert [ref() for ref in alive] == [None, None]
 
 
 def test_a_registered_model_can_be_freed(gloo):

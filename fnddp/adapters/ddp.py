@@ -1,5 +1,6 @@
 """A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its one hook slot."""
 
+import weakref
 from collections.abc import Callable, Mapping
 
 import torch
@@ -66,9 +67,6 @@ class Handle:
             self._give_up(self._failure)
         return arrived.future
 
-    def _poll(self, _: Tensor) -> None:
-        self._engine.poll()  # DDP calls the hook for each bucket only
-
     def _before_forward(self, *_: object) -> None:
         self._engine.refuse_after_failure()  # DDP has collectives in forward too
 
@@ -111,6 +109,18 @@ def _thawed(name: str, frozen_before: str) -> ValueError:
         f"parameter {name!r} was frozen when {frozen_before} was called, and is not now; "
         "wrap the module and register the pipeline again"
     )
+
+
+class _Poll:
+    """A hook of every parameter: carries the step on between buckets, for which alone DDP calls its hook."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = weakref.ref(handle)  # the garbage collector does not see hooks of tensors
+
+    def __call__(self, _: Tensor) -> None:
+        handle = self._handle()
+        if handle is not None:
+            handle._engine.poll()  # pyright: ignore[reportPrivateUsage]
 
 
 class _Bucket:
@@ -196,8 +206,9 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     agree(set_up, group)
     (handle,) = handles
     model.register_comm_hook(handle, fnddp_hook)
+    poll = _Poll(handle)
     for parameter in handle._parameters.values():  # pyright: ignore[reportPrivateUsage]
-        parameter.register_post_accumulate_grad_hook(handle._poll)  # pyright: ignore[reportPrivateUsage]
+        parameter.register_post_accumulate_grad_hook(poll)
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
     return handle
 

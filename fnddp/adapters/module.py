@@ -1,5 +1,6 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
+import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -94,7 +95,12 @@ class DistributedDataParallel(nn.Module):
         caps = {} if bucket_cap_mb is None else {"bucket_cap_mb": float(bucket_cap_mb)}
         leaves = {name: LeafSpec.of(p) for name, p in self._parameters_by_name.items()}
         self._engine = Engine(
-            self.sync, leaves, donation=Donation(gradients="yes", state=True), learns_order=True, **caps
+            self.sync,
+            leaves,
+            donation=Donation(gradients="yes", state=True),
+            learns_order=True,
+            skips_unused=True,
+            **caps,
         )
         self._is_armed = False  # whether the next backward is one that synchronizes
         self._kept: set[str] = set()
@@ -194,10 +200,12 @@ class _Feeder:
     """The hook of one parameter."""
 
     def __init__(self, owner: DistributedDataParallel, name: str) -> None:
-        self._owner, self._name = owner, name
+        self._owner, self._name = weakref.ref(owner), name  # the garbage collector does not see hooks of tensors
 
     def __call__(self, parameter: Tensor) -> None:
-        self._owner._feed(self._name, parameter)  # pyright: ignore[reportPrivateUsage]
+        owner = self._owner()
+        if owner is not None:
+            owner._feed(self._name, parameter)  # pyright: ignore[reportPrivateUsage]
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -28,11 +28,18 @@ MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counte
 
 
 class Synchronized(NamedTuple):
-    """What a step gives: the means by path, the next state, and the leaves that arrived on no rank."""
+    """What a step gives: the means by path, the next state, and the leaves that arrived on no rank.
+
+    Of a step that an engine skips there is neither means nor a state.
+    """
 
     mean: Leaves
     state: State
     unused: frozenset[str]
+
+
+class _NothingArrived(Exception):
+    pass
 
 
 class Engine:
@@ -45,6 +52,7 @@ class Engine:
         bucket_cap_mb, first_bucket_mb: See `lower`.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
             order of all later ones.
+        skips_unused: Whether a step in which no gradient arrives on any rank is none: the state stays what it is.
     """
 
     def __init__(
@@ -56,8 +64,10 @@ class Engine:
         bucket_cap_mb: float = 25,
         first_bucket_mb: float = 1,
         learns_order: bool,
+        skips_unused: bool = False,
     ) -> None:
         self.sync = sync
+        self._skips_unused = skips_unused
         self.leaves = dict(leaves)
         self._lower: Any = partial(
             lower_leaves, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb, donation=donation
@@ -131,7 +141,12 @@ class Engine:
             self._send_status()
         # Without a status nobody knows what other ranks have used: the zeros of this one count as a gradient.
         self._unused = self._absent if self._status is not None and not self._status.has_peers else frozenset()
-        mean, parts = running.finish()
+        try:
+            mean, parts = running.finish()
+        except _NothingArrived:
+            running.abort()
+            self.is_open = False
+            return Synchronized({}, None, self._unused)
         self.is_open = False
         self._learn_order()
         return Synchronized(mean, tree.unflatten_any(self._structure, parts), self._unused)
@@ -185,6 +200,8 @@ class Engine:
             except StepFailedError:
                 self.is_open = False  # the step is over here too
                 raise
+            if self._skips_unused and len(self._unused) == len(self.leaves):
+                raise _NothingArrived
 
     def _choose(self, state: State, parts: list[Any]) -> None:
         for executor, status in self._runs:
