@@ -151,10 +151,10 @@ class Memory:
             self._targets[node] = places[0]
             return
         target = (
-            self._result(node)
-            or self._operand(node)
+            self._operand(node)
             or self._part(node)
             or self._remembered_part(node)
+            or self._result(node)
             or self._gradient(node)
         )
         if target is None:
@@ -180,7 +180,7 @@ class Memory:
         index = self._mean_of.get(node)
         if self._donation.gradients == "at_end":  # where means go over gradients
             index = None
-        if index is None and self._donation.state:
+        if index is None and self._donation == Donation("at_end", state=True):
             index = next((self._leaves[source] for source in node.all_input_nodes if source in self._leaves), None)
         if index is None:
             return None
@@ -203,20 +203,20 @@ class Memory:
 
     def _memory_for_next(self, index: int, mean: Any) -> fx.Node | Result | None:
         """What becomes the memory of the leaf's next mean, once nobody holds this one."""
-        memory = self._memory(mean) if isinstance(mean, fx.Node) else None
-        if isinstance(memory, Result) or (memory is not None and memory is self._remembered.get(index)):
-            return memory if isinstance(memory, Result) or memory.name in self.overwritten else None
         if index not in self.results:
             return None
+        if isinstance(mean, fx.Node) and self._memory(mean) == Result(index):
+            return Result(index)
         is_kept = self._last_read[Result(index)] == float("inf")  # as a part of the next state
         return self._remembered.get(index) if is_kept else Result(index)
 
     def _remembered_part(self, node: fx.Node) -> fx.Node | None:
         """What was remembered of the gradient that `node` is the mean of: its residual before this step."""
         part = self._remembered.get(self._mean_of.get(node, -1))
-        if not self._donation.state or part is None or self._when[node] < self._commits:
+        if not self._donation.state or self._donation.gradients != "yes" or part is None:
             return None
-        return part if _same_kind(value(part), value(node)) and self._is_free(part, node) else None
+        is_free = self._when[node] >= self._commits and self._is_free(part, node)
+        return part if is_free and _same_kind(value(part), value(node)) else None
 
     def _gradient(self, node: fx.Node) -> fx.Node | None:
         """The gradient that `node` is the mean of."""
