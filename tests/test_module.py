@@ -625,3 +625,29 @@ def check_aux(rank: int) -> None:
 
 def test_aux_is_the_ranks_own(gloo):
     gloo(2, check_aux)
+
+
+def check_accumulated_without_the_last_backward(rank: int) -> None:
+    torch.manual_seed(0)
+    model = fnddp.DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}))
+    model.module.forward = lambda name, x: model.module[name](x)
+    x = torch.full((1, 3), float(rank + 1))
+    with model.no_sync():
+        model("a", x).sum().backward()
+    model("b", x).sum().backward()
+    for layer in ("a", "b"):
+        assert model.module[layer].weight.grad.tolist() == [[1.5, 1.5, 1.5]]
+
+
+def test_what_no_sync_has_accumulated_is_synchronized_though_unused_then(gloo):
+    gloo(2, check_accumulated_without_the_last_backward)
+
+
+def test_autocast_does_not_reach_the_pipeline():
+    sync = fnddp.parse("error_feedback(powersgd(allreduce, rank=2))")
+    grads = {"w": torch.randn(24, 16, generator=torch.Generator().manual_seed(0))}
+    step = fnddp.jit(sync)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean, state = step(grads, sync.init(grads))
+        want, want_state = sync(grads, sync.init(grads))
+    assert bits((mean, state)) == bits((want, want_state))

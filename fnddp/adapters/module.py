@@ -103,6 +103,7 @@ class DistributedDataParallel(nn.Module):
             **caps,
         )
         self._is_armed = False  # whether the next backward is one that synchronizes
+        self._accumulated: set[str] = set()  # with gradients that no step has synchronized yet
         self._kept: set[str] = set()
         self._sparse: dict[str, int] = {}
         for name, parameter in self._parameters_by_name.items():
@@ -166,8 +167,9 @@ class DistributedDataParallel(nn.Module):
 
     def _feed(self, name: str, parameter: Tensor) -> None:
         if not self._engine.is_open:
-            if not self._is_armed:
-                return  # a forward within no_sync, or of the module itself
+            if not self._is_armed:  # a forward within no_sync, or of the module itself
+                self._accumulated.add(name)
+                return
             self._start()  # the module has returned what we know no tensors of
             self._kept.add(name)  # too late to tell
         grad = parameter.grad
@@ -183,6 +185,11 @@ class DistributedDataParallel(nn.Module):
         """At the end of a backward."""
         self._is_armed = False
         try:
+            # What was accumulated within no_sync, of parameters that this backward has not reached.
+            missing = self._engine.missing
+            for name in self._accumulated & missing if len(missing) < len(self._parameters_by_name) else ():
+                if self._parameters_by_name[name].grad is not None:
+                    self._feed(name, self._parameters_by_name[name])
             done = self._engine.finish()
         except BaseException as error:
             self._engine.fail(error)
@@ -190,6 +197,7 @@ class DistributedDataParallel(nn.Module):
         if len(done.unused) == len(self._parameters_by_name):
             return  # a backward that reached no parameter on any rank: torch.autograd.grad, for example
         self._state = done.state
+        self._accumulated = set()
         for name, parameter in self._parameters_by_name.items():
             if name not in done.unused:
                 mean = done.mean[name]

@@ -1,4 +1,4 @@
-"""Pass 3: few large collectives instead of many small ones.
+"""Pass 4: few large collectives instead of many small ones.
 
 Collectives of one bucket that have the same depth, dtype, device, group and operation share a flat buffer. They are
 independent by construction: of two that depend on each other, one is deeper. XLA's all-reduce combiner does the same;
@@ -93,7 +93,8 @@ def combine(module: fx.GraphModule, paths: Sequence[str], buckets: Mapping[str, 
 
     output = graph.output_node()
     # By slot, then depth: a bucket's second round is issued behind the next bucket's first.
-    for index, key in enumerate(sorted(groups, key=lambda key: (*key[:4], str(key[4]), *key[5:]))):
+    # Within those in the order of the trace: a group's name may differ between its ranks and others.
+    for index, key in enumerate(sorted(groups, key=lambda key: (*key[:4], str(key[4])))):
         slot, depth, bucket, _, device, group, op = key
         # As aligned as its own size allows, without gaps: vector instructions and views as complex pairs ask for it.
         members = sorted(groups[key], key=_alignment, reverse=True)

@@ -1,4 +1,4 @@
-"""Pass 6: the code of every step, as a function of named values."""
+"""Pass 7: the code of every step, as a function of named values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fnddp import collectives, tree
-from fnddp.plan.buffers import Buffers
+from fnddp.plan.buffers import Buffers, storage_uses
 from fnddp.plan.debug import debug_level, make_executor
 from fnddp.plan.eager import Eager
 from fnddp.plan.execute import CollectiveError, Executor
@@ -69,6 +69,7 @@ class Engine:
         self.sync = sync
         self._skips_unused = skips_unused
         self.leaves = dict(leaves)
+        self._overwrites_early = donation.gradients == "yes"
         self._lower: Any = partial(
             lower_leaves, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb, donation=donation
         )
@@ -117,11 +118,18 @@ class Engine:
             keep: Do not write over it, even if the engine's plans do.
         """
         assert self._running is not None
-        if keep and self.plan is not None and path in self.plan.overwrites:
-            grad = grad.clone()
+        if self.plan is not None and path in self.plan.overwrites:
+            # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
+            shared = self._overwrites_early and storage_uses(grad) > 1
+            grad = grad.clone() if keep or shared else grad
         self._running.feed(path, grad)
         if self._arriving is not None:
             self._arriving.append(path)
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """The leaves that have not arrived in this step."""
+        return frozenset(self._running.missing) if self._running is not None else frozenset()
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
@@ -162,7 +170,8 @@ class Engine:
         self.is_open = False
         running, status = self._running, self._status
         if not isinstance(running, Executor) or status is None:  # nothing has been sent yet
-            self._broken = None if isinstance(error, FloatingPointError) else error  # of a check: raised on all ranks
+            is_of_check = isinstance(error, FloatingPointError) and self._absent is not None  # raised on all ranks
+            self._broken = None if is_of_check else error
         elif isinstance(error, CollectiveError) or (self._absent is not None and running.has_launched_all):
             self._broken = error
         else:

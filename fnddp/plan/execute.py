@@ -176,15 +176,14 @@ class Executor:
         if name in self._read:
             if grad.stride() != leaf.stride:
                 grad = leaf.empty().copy_(grad)
-            if path in self.plan.overwrites and storage_uses(grad) > 1:
-                grad = grad.clone()  # autograd hands out views of what it still reads
             if self._stream is not None and grad.is_cuda:
                 self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
                 grad.record_stream(self._stream)
             self._values[name] = grad
 
     def _advance(self, block: bool) -> None:
-        with torch.no_grad(), self._on_side_stream():
+        # Without autocast, which would compute factors in half precision where backward runs within it.
+        with torch.no_grad(), torch._C._DisableAutocast(), self._on_side_stream():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             steps = self.plan.steps
             for index in self._works if self._stream is None else ():
                 self._is_completed(index)  # which carries on what takes several messages

@@ -1,4 +1,4 @@
-"""Pass 4: one total order of everything, the same on all ranks.
+"""Pass 5: one total order of everything, the same on all ranks.
 
 A bucket of gradients arrives in the slot of its number; a collective of depth d is issued d slots after its bucket, and
 its result is read one slot later. So a bucket's second round is issued behind the next bucket's first: a software

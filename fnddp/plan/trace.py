@@ -82,7 +82,9 @@ def trace(sync: Sync, leaves: Mapping[str, LeafSpec], state: State) -> Trace:
         grads = [leaf.empty() for leaf in leaves.values()]
     fakes = grads, [fake(part) for part in parts]
     try:
-        with _one_at_a_time, _disable_current_modes(), torch.no_grad(), mode:  # a WireCounter sees what is sent
+        # Without modes such as a WireCounter, which sees what is sent, and autocast.
+        no_autocast: Any = torch._C._DisableAutocast()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        with _one_at_a_time, _disable_current_modes(), no_autocast, torch.no_grad(), mode:
             module = make_fx(exchange)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads the values of tensors ({error})") from error
