@@ -4,10 +4,10 @@ from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
-from fnddp.adapters.module import DistributedDataParallel
 from fnddp.agreement import RankMismatchError, verify
 from fnddp.compositions import batched_powersgd
 from fnddp.memory.error_feedback import error_feedback
+from fnddp.module.wrapper import DistributedDataParallel
 from fnddp.parse import parse
 from fnddp.plan.link import Link
 from fnddp.plan.lower import lower

@@ -18,7 +18,7 @@ import torch.distributed as dist
 # after init_process_group, it keeps gloo's threads alive beyond destroy_process_group, and ranks abort at exit.
 import torch.distributed.nn.functional  # pyright: ignore[reportUnusedImport]
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
@@ -35,6 +35,9 @@ _WIRE_OP = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
 OPS = tuple(_WIRE_OP)
 _C10D_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+
+BROADCAST_BYTES = 250 * 2**20
+"""Size of a message of `broadcast`."""
 
 DEFAULT_GROUP = "default"
 """How the default group is called in a graph that is traced within `planned_world`."""
@@ -123,7 +126,7 @@ def current_world() -> tuple[bool, int]:
 
 def rank(group: str | None) -> int:
     """This process's rank in `group`; 0 without torch.distributed."""
-    return dist.get_rank(_live_group(group)) if dist.is_initialized() else 0
+    return dist.get_rank(live_group(group)) if dist.is_initialized() else 0
 
 
 def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
@@ -134,10 +137,11 @@ def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
     mean of a bool is the majority, ties True. Leaves without elements do not travel.
 
     Raises:
-        RuntimeError: Inside torch.func.grad or jvp, or on a failed collective.
+        RuntimeError: Inside torch.func.grad or jvp; inside vmap with a process group; on a failed collective.
         ValueError: "max" or "min" of complex numbers.
     """
     _refuse_differentiation()
+    _refuse_batching()
     n = world_size(group)
     # By path, not by insertion: dicts that were filled in another order on another rank still match.
     wires = {path: _encode(path, leaves[path], op, n) for path in sorted(leaves)}
@@ -150,6 +154,31 @@ def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
     else:
         wires = {path: wire.clone() for path, wire in wires.items()}  # a result never shares memory with an input
     return {path: _decode(wires[path], leaf, op, n) for path, leaf in leaves.items()}
+
+
+def all_gather(tensor: Tensor, group: str | None) -> Tensor:
+    """Every rank's `tensor`, of one shape and dtype on all, in rank order: `[ranks, *shape]`."""
+    _refuse_batching()
+    n = world_size(group)
+    # As bytes: nothing is computed, so a dtype that the backend does not know may travel as well.
+    # A view as bytes needs a last stride of 1, which a single element of a strided tensor does not have.
+    wire = layout.to_wire(tensor).reshape(-1).unsqueeze(-1).view(torch.uint8).reshape(-1)
+    if dist.is_initialized() and wire.numel():
+        gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(wire, n, _live_name(group)))
+    else:
+        gathered = wire.repeat(n)
+    return gathered.view(tensor.dtype).reshape(n, *tensor.shape)
+
+
+def reduce_scatter(tensor: Tensor, group: str | None) -> Tensor:
+    """This rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`."""
+    _refuse_batching()
+    wire = layout.to_wire(tensor)
+    if dist.is_initialized() and wire.numel():
+        part = _ops.wait_tensor(_ops.reduce_scatter_tensor(wire, "sum", world_size(group), _live_name(group)))
+    else:
+        part = wire.clone()
+    return (torch.view_as_complex(part) if tensor.is_complex() else part)[0]
 
 
 def start_all_reduce(buffer: Tensor, op: str, group: str | None, tag: int = 0) -> "Work":
@@ -170,7 +199,7 @@ def start_all_reduce(buffer: Tensor, op: str, group: str | None, tag: int = 0) -
     """
     if op not in _C10D_OP:
         raise ValueError(f"start_all_reduce: op must be one of {', '.join(_C10D_OP)}, got {op!r}")
-    live = _live_group(group)
+    live = live_group(group)
     if _is_slow_on_gloo(buffer, op, live):
         return _RingAllReduce(buffer, live, tag)
     work = dist.all_reduce(buffer, _C10D_OP[op], group=live, async_op=True)
@@ -260,22 +289,47 @@ def _is_slow_on_gloo(buffer: Tensor, op: str, group: dist.ProcessGroup) -> bool:
     return group.size() > 1 and "gloo" in dist.get_backend_config(group)
 
 
-def start_status(flags: Tensor, group: str | None) -> "Work":
-    """Starts the maximum of a few flags over the ranks of `group`, in place: a control message, which is no payload."""
+def start_gather_status(flags: Tensor, group: str | None) -> tuple[Tensor, "Work"]:
+    """Starts to gather the few flags of every rank of `group`: a control message, which is no payload.
+
+    Returns:
+        What will be `[ranks, flags]` once the work is waited for, and the work. (A gather takes gloo half as many
+        messages as a reduction.)
+    """
+    gathered = flags.new_empty((world_size(group), *flags.shape))
     with _disable_current_modes():  # WireCounter's
-        return start_all_reduce(flags, "max", group)
+        work = dist.all_gather(list(gathered), flags, group=live_group(group), async_op=True)
+    assert work is not None
+    return gathered, work
+
+
+def total(value: int, group: str | None) -> int:
+    """The sum of `value` over the ranks of `group`: a control message, for which the host waits."""
+    return _reduced(value, "sum", group)
+
+
+def highest(value: int, group: str | None) -> int:
+    """The largest `value` of the ranks of `group`: a control message, for which the host waits."""
+    return _reduced(value, "max", group)
+
+
+def _reduced(value: int, op: str, group: str | None) -> int:
+    with _disable_current_modes():  # WireCounter's
+        flag = torch.tensor([value], device=wire_device(group))
+        start_all_reduce(flag, op, group).wait()
+        return int(flag.item())
 
 
 def wire_device(group: str | None) -> torch.device:
     """Where the payloads of `group` live: the current CUDA device for NCCL, the CPU otherwise."""
-    on_cuda = "nccl" in dist.get_backend(_live_group(group))
+    on_cuda = "nccl" in dist.get_backend(live_group(group))
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-def broadcast(tensors: list[Tensor], group: str | None) -> None:
-    """Makes `tensors` equal to those of the group's first rank, in place, in few large messages."""
+def broadcast(tensors: list[Tensor], group: str | None, *, source: int = 0) -> None:
+    """Makes `tensors` equal to those of the group's rank `source`, in place, in few large messages."""
     if dist.is_initialized() and tensors:
-        dist._broadcast_coalesced(_live_group(group), tensors, 25 * 2**20, 0)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        dist._broadcast_coalesced(live_group(group), tensors, BROADCAST_BYTES, source)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def all_gather_object(value: Any, group: str | None) -> list[Any]:
@@ -284,8 +338,17 @@ def all_gather_object(value: Any, group: str | None) -> list[Any]:
         return [value]
     gathered: list[Any] = [None] * world_size(group)
     with _disable_current_modes():  # WireCounter's: this is no payload
-        dist.all_gather_object(gathered, value, group=_live_group(group))
+        dist.all_gather_object(gathered, value, group=live_group(group))
     return gathered
+
+
+def broadcast_object(value: Any, group: str | None) -> Any:
+    """`value` as the first rank of `group` has it: for set-up, never inside a step."""
+    live = live_group(group)
+    carried = [value]
+    with _disable_current_modes():  # WireCounter's: this is no payload
+        dist.broadcast_object_list(carried, src=dist.get_global_rank(live, 0), group=live)
+    return carried[0]
 
 
 def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
@@ -294,7 +357,7 @@ def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
         return [value]
     mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(wire_device(group))
     gathered = [torch.empty_like(mine) for _ in range(world_size(group))]
-    dist.all_gather(gathered, mine, group=_live_group(group))
+    dist.all_gather(gathered, mine, group=live_group(group))
     return [bytes(part.tolist()) for part in gathered]
 
 
@@ -316,10 +379,11 @@ def _decode(wire: Tensor, leaf: Tensor, op: str, n: int) -> Tensor:
 
 
 def _live_name(group: str | None) -> str:
-    return _live_group(None).group_name if group is None else group
+    return live_group(None).group_name if group is None else group
 
 
-def _live_group(group: str | None) -> dist.ProcessGroup:
+def live_group(group: str | None) -> dist.ProcessGroup:
+    """The process group of that name."""
     if group is None:
         return c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
     return c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
@@ -347,3 +411,19 @@ def _is_differentiating() -> bool:
 # Dynamo cannot trace the question, but asks it while tracing: what torch.compiler.assume_constant_result does, without
 # its import of all of torch._dynamo.
 _is_differentiating._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _refuse_batching() -> None:
+    # torch has no rule for it: under vmap a functional collective returns what this rank had, or memory as it was.
+    if dist.is_initialized() and _is_batching():
+        raise RuntimeError(
+            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap; "
+            "fnddp.distributed.AllGatherGrad can"
+        )
+
+
+def _is_batching() -> bool:
+    return any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ())
+
+
+_is_batching._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.ranks import GlooPool
 
+collect_ignore = ["torch_suite"]  # changes torch, in processes of its own: see test_torch_suite.py
+
 _EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)
 settings.register_profile("thorough", max_examples=1000, **_EITHER)  # --hypothesis-profile=thorough

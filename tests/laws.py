@@ -25,7 +25,7 @@ STEPS = 4
 
 # What the adapters let a step write over: jit, value_and_grad, DistributedDataParallel, register.
 DONATIONS = [Donation(), Donation("yes"), Donation("yes", True), Donation("at_end", True)]
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0002}  # so that the trees take several slots
+SMALL_BUCKETS = {"bucket_caps": (200, 500)}  # so that the trees take several slots
 
 
 def gather(value: Any) -> list[Any]:

@@ -9,10 +9,13 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
+    "accumulation.py": "accumulated gradients are those of the whole batch: yes",
+    "drop_in.py": "torch's class gives the same parameters and buffers to the bit: yes",
     "functional.py": "of the test set",
     "existing_ddp.py": "the resumed run has the same parameters to the bit: yes",
     "module.py": "the module resumed with the same parameters to the bit: yes",
     "own_transform.py": "sampled(allreduce, 0.1) keeps the laws",
+    "uneven.py": "all ranks have the same parameters to the bit: yes",
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

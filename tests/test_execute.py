@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,15 +13,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fnddp
-from fnddp import LoweringError, StepFailedError, WireCounter, allreduce, fp16, lower, partition, tree
+from fnddp import (
+    LoweringError,
+    StepFailedError,
+    WireCounter,
+    all_reduce,
+    allreduce,
+    error_feedback,
+    fp16,
+    from_hook,
+    lower,
+    partition,
+    tree,
+)
+from fnddp.plan.eager import groups_of
 from fnddp.plan.engine import Engine
 from fnddp.plan.execute import CollectiveError, Executor
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.reuse import Donation
 from tests.laws import DONATIONS, bits, gather, make_engine
 from tests.pipelines import EXAMPLES, grads
+from tests.ranks import run_threads
 
 COMPRESSED = EXAMPLES["error_feedback"]
 STEPS = 6
@@ -279,12 +295,60 @@ def check_two_fail(rank: int) -> None:
     else:
         for path, grad in model_grads(rank).items():
             engine.feed(path, grad)
-        with pytest.raises(StepFailedError, match=r"rank 0 failed with .*number 0; rank 1 failed with .*number 1\. No"):
+        with pytest.raises(StepFailedError, match=r"rank 0 failed with .*number 0; rank 1 failed with .*number 1\. St"):
             engine.finish()
 
 
 def test_several_failing_ranks_are_all_named(gloo):
     gloo(4, check_two_fail)
+
+
+def check_what_a_failed_step_leaves(rank: int) -> None:
+    """As StepFailedError says it; `register` is in test_register."""
+
+    class Halves(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+            self.fresh = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight + x * self.fresh
+
+    def fail(_: Tensor) -> None:
+        raise Trouble("in my backward")
+
+    sync = error_feedback(allreduce)
+    model = fnddp.DistributedDataParallel(Halves(), sync=sync)
+    model.module.weight.grad = torch.full((2,), 10.0)
+    before = bits((dict(model.named_parameters()), model.sync_state))
+    output = model(torch.full((2,), rank + 1.0))
+    if rank == 1:
+        output.register_hook(fail)
+    with pytest.raises(Trouble if rank == 1 else StepFailedError) as caught:
+        output.sum().backward()
+    if rank == 0:
+        assert str(caught.value).endswith(
+            "State and parameters are unchanged on all ranks, and gradients are not synchronized: clear them and go on"
+        )
+        assert model.module.weight.grad.tolist() == [11.0, 11.0]
+        assert model.module.fresh.grad is None
+    model.zero_grad()
+    assert bits((dict(model.named_parameters()), model.sync_state)) == before
+    model(torch.full((2,), rank + 1.0)).sum().backward()
+    assert model.module.weight.grad.tolist() == model.module.fresh.grad.tolist() == [1.5, 1.5]
+
+    params = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
+    params["w"].grad = held = torch.full((2,), 10.0)
+    step = fnddp.value_and_grad(lambda params, x: (params["w"] * x).sum() * (1 / (1 - rank)), sync)
+    with pytest.raises(ZeroDivisionError if rank == 1 else StepFailedError):
+        step(params, sync.init(params), 1.0)
+    assert params["w"].grad is held
+    assert held.tolist() == [10.0, 10.0]
+
+
+def test_what_a_failed_step_leaves():
+    run_threads(2, check_what_a_failed_step_leaves)
 
 
 def check_failure_crosses_groups(rank: int) -> None:
@@ -449,9 +513,205 @@ def check_eager_stand_in(rank: int) -> None:
         mean, expected = sync(zeroed, expected)  # nothing of the engine's is under way
         done = engine.finish()
         state = done.state
+        everywhere = [missing_on(r, step, list(mine)) for r in range(dist.get_world_size())]
+        assert done.unused == set.intersection(*everywhere)
         assert bits(done.mean) == bits(mean)
         assert bits(state) == bits(expected)
 
 
 def test_what_cannot_be_lowered_runs_at_the_end(gloo):
     gloo(2, check_eager_stand_in)
+
+
+EAGER = error_feedback(fp16(allreduce, check=True))
+
+
+def check_nothing_arrives(rank: int, sync: fnddp.Sync) -> None:
+    leaves = {path: LeafSpec.of(g) for path, g in model_grads(rank).items()}
+    engine = Engine(sync, leaves, donation=Donation(), learns_order=True, skips_unused=True)
+    state, expected = sync.init(model_grads(rank)), sync.init(model_grads(rank))
+    for step in range(6):
+        mine = model_grads(rank, step)
+        arrives = {path for path in mine if step in (0, 4) or (step == 2 and rank == 0 and path == "fc.bias")}
+        zeroed = {path: g if path in arrives else torch.zeros_like(g) for path, g in mine.items()}
+        engine.start(state)
+        assert engine.plan is None
+        for path in arrives:
+            engine.feed(path, mine[path])
+        done = engine.finish()
+        assert not engine.is_open
+        if step % 2:  # on no rank
+            assert done == ({}, None, frozenset(mine))
+            continue
+        mean, expected = sync(zeroed, expected)
+        state = done.state
+        assert done.unused == (set(mine) - {"fc.bias"} if step == 2 else set())
+        assert bits(done.mean) == bits(mean)
+        assert bits(state) == bits(expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_step_without_gradients_is_none_without_a_plan_too(n):
+    run_threads(n, check_nothing_arrives, EAGER)
+
+
+def check_grad_of_inputs(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(torch.nn.Linear(4, 2), sync=EAGER)
+    x = (torch.ones(1, 4) / 3 + rank).requires_grad_()
+    for _ in range(2):
+        model(x).square().sum().backward()
+        state, held = bits(model.sync_state), bits([p.grad for p in model.parameters()])
+        torch.autograd.grad(model(x).sum(), x)
+        assert (bits(model.sync_state), bits([p.grad for p in model.parameters()])) == (state, held)
+
+
+def test_a_backward_without_gradients_changes_nothing_without_a_plan():
+    run_threads(2, check_grad_of_inputs)
+
+
+def check_failing_without_a_plan(rank: int) -> None:
+    engine, state = make_engine(EAGER, model_grads(rank)), EAGER.init(model_grads(rank))
+    for step in range(4):
+        fails = step in (1, 2)
+        engine.start(state)
+        if fails and rank == 1:
+            engine.fail(Trouble("here"))
+            continue
+        for path, grad in model_grads(rank, step).items():
+            engine.feed(path, grad)
+        if fails:
+            with pytest.raises(StepFailedError, match="rank 1 failed with .*Trouble: here"):
+                engine.finish()
+        else:
+            state = engine.finish().state
+
+
+def test_a_failing_rank_fails_the_step_on_all_without_a_plan():
+    run_threads(3, check_failing_without_a_plan)
+
+
+def check_groups_without_a_plan(rank: int) -> None:
+    """Who cannot say which ranks it reaches asks none, and refuses to go on after an error."""
+    hook = from_hook(allreduce_hook)
+    assert groups_of(EAGER.over("7")) == ["7"]
+    assert groups_of(partition({"a": all_reduce(group="7"), "*": EAGER})) == ["7", None]
+    assert groups_of(hook) is groups_of(partition({"a": hook, "*": EAGER})) is None
+    engine = make_engine(hook, model_grads(rank))
+    engine.start(())
+    engine.fail(Trouble("here"))
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank .Trouble: here"):
+        engine.start(())
+
+
+def test_which_ranks_a_pipeline_without_a_plan_reaches():
+    run_threads(2, check_groups_without_a_plan)
+
+
+@torch.library.custom_op("fnddp_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+library = torch.library.Library("fnddp_tests_cpu", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+library.impl("twice", lambda x: 2 * x, "CPU")
+
+READS = "it reads the values of tensors"
+NEEDS = "it runs code that needs tensors with values"
+FOREIGN = {
+    "custom_op": (NEEDS, twice),
+    "library": (NEEDS, lambda x: torch.ops.fnddp_tests_cpu.twice(x)),
+    "numpy": (NEEDS, lambda x: 2 * torch.from_numpy(x.numpy())),
+    "compiled": (NEEDS, torch.compile(lambda x: 2 * x, backend="eager")),
+    "item": (READS, lambda x: x * round(x.sum().item() * 2 / 7)),
+    "nonzero": (READS, lambda x: torch.zeros_like(x).index_put((x != 0).nonzero(as_tuple=True), 2 * x[x != 0])),
+    "repeat": (READS, lambda x: x * torch.repeat_interleave(torch.tensor([2, 5]), torch.tensor([1, 0]))),
+    "generator": (
+        "it holds a Generator, which has a state",
+        lambda x: 2 * x + 0 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)),
+    ),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Applied(fnddp.Sync):
+    fn: Any
+    inner: fnddp.Sync = allreduce
+
+    def init(self, grads: Any) -> Any:
+        return ()
+
+    def exchange(self, grads: Any, state: Any) -> fnddp.Exchange:
+        return self.inner.exchange(tree.map_leaves(self.fn, grads), state)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_cannot_be_traced_has_no_plan_and_runs(name):
+    reason, fn = FOREIGN[name]
+    sync, grads = Applied(fn), {"w": torch.tensor([[1.0, 2.0], [0.0, 4.0]])}
+    with pytest.raises(LoweringError, match=f"cannot be lowered: {reason}"):
+        lower(sync, grads, world_size=2)
+    step = fnddp.jit(sync)
+    for _ in range(2):
+        mean, _ = step(grads, ())
+        assert step.plan is None
+        assert torch.equal(mean["w"], 2 * grads["w"])
+
+
+def wrong(error: Exception) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        raise error
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "message"),
+    [
+        (wrong(ValueError("mine")), ValueError, "mine"),
+        (wrong(RuntimeError("mine")), RuntimeError, "mine"),
+        (wrong(NotImplementedError("mine")), NotImplementedError, "mine"),
+        (lambda x: x @ torch.ones(7, 7), RuntimeError, r"\[2, 2\] X \[7, 7\]"),
+    ],
+)
+def test_the_errors_of_a_pipeline_are_its_own(fn, kind, message):
+    grads = {"w": torch.ones(2, 2)}
+    for call in (lambda sync: lower(sync, grads, world_size=2), lambda sync: fnddp.jit(sync)(grads, ())):
+        with pytest.raises(kind, match=message) as caught:
+            call(Applied(fn))
+        assert caught.type is kind
+
+
+# Layouts
+
+
+def check_another_layout(rank: int) -> None:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (params["w"] * x).sum() + (params["c"] * x[0, 0]).square().sum()
+
+    sync = error_feedback(fp16(allreduce))
+    step, again = fnddp.value_and_grad(loss, sync), fnddp.jit(sync)
+    row_major = {"w": torch.randn(4, 6), "c": torch.randn(2, 3, 4, 4)}
+    layouts = [
+        row_major,
+        {"w": row_major["w"].t().contiguous().t(), "c": row_major["c"].contiguous(memory_format=torch.channels_last)},
+        {"w": torch.randn(()).expand(4, 6), "c": torch.randn(2, 3, 4, 8)[..., ::2]},  # not dense
+    ]
+    state = expected = sync.init(row_major)
+    for i in range(6):
+        # Another layout on rank 1 alone. The first one is the least usual.
+        params = layouts[(i + 2) % 3 if rank == 1 else 2]
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * i + rank))
+        local = torch.func.grad(loss)(params, x)
+        mean, expected = sync(local, expected)
+        _, grads, stepped = step(params, state, x)
+        jitted, jit_state = again(local, state)
+        for got, got_state in ((grads, stepped), (jitted, jit_state)):
+            assert bits(got) == bits(mean)
+            assert bits(got_state) == bits(expected)
+            assert all(torch.empty_like(g).stride() == g.stride() for g in got.values())  # dense
+        state = stepped
+
+
+def test_another_layout_on_one_rank():
+    run_threads(2, check_another_layout)

@@ -204,14 +204,15 @@ def check_broadcasts(rank: int) -> None:
             loss_of(each(batch(rank, step))).backward()
         assert bits(grads_of(ours)) == bits(grads_of(theirs))
         assert bits(ours.state_dict()) == bits(theirs.state_dict())
-    ours.eval()
-    before = bits(ours.state_dict())
-    if rank == 0:  # evaluation has no collectives
-        ours(batch(rank, 9))
+    for each in (ours, theirs):  # when torch makes buffers equal: in the first evaluation, not in what comes after it
+        each.eval()
         with torch.no_grad():
-            ours(batch(rank, 9))
-    assert bits(ours.state_dict()) == before
-    alone = fnddp.DistributedDataParallel(batch_norm_model(), broadcast_buffers=False)
+            each(batch(rank, 9))
+        everyone = gather(bits(each.state_dict()))
+        assert everyone[0] == everyone[1]
+        if rank == 0:
+            each(batch(rank, 9))
+    alone = fnddp.DistributedDataParallel(batch_norm_model(), forward_sync_buffers=False)
     loss_of(alone(batch(rank, 0))).backward()
     loss_of(alone(batch(rank, 1))).backward()
     means = gather(bits(alone.module[1].running_mean))
@@ -245,7 +246,7 @@ def test_disagreement_raises_on_all_ranks(gloo, what, message):
 
 
 def test_nothing_to_train_is_an_error():
-    with pytest.raises(ValueError, match="no parameter of the module requires a gradient; use it unwrapped"):
+    with pytest.raises(RuntimeError, match="no parameter of the module requires a gradient; use it unwrapped"):
         fnddp.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(ValueError, match=r"device_ids must name one device, got \[0, 1\]"):
         fnddp.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0, 1])
@@ -334,31 +335,143 @@ def test_a_rank_that_never_calls_backward(gloo):
     gloo(2, check_forward_fails)
 
 
-def check_autograd_grad(rank: int, text: str) -> None:
+def check_autograd_grad(rank: int, text: str, create_graph: bool) -> None:
     model = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
     straight = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
     for step in range(4):
-        for each in (model, straight):
-            each.zero_grad()
-            loss_of(each(batch(rank, step))).backward()
-        before = bits(grads_of(model)), bits(model.sync_state)
+        straight.zero_grad()
+        loss_of(straight(batch(rank, step))).backward()
         state = model.sync_state if step == 2 else None  # held, or not
         x = batch(rank, step).requires_grad_()
         (of_x,) = torch.autograd.grad(loss_of(model(x)), x)
-        of_params = torch.autograd.grad(loss_of(model(batch(rank, step))), list(model.parameters()))
-        assert of_x.abs().sum() > 0
         plain = copy.deepcopy(model.module)
-        assert bits(list(of_params)) == bits(
-            list(torch.autograd.grad(loss_of(plain(batch(rank, step))), list(plain.parameters())))
-        )
-        assert (bits(grads_of(model)), bits(model.sync_state)) == before
-        assert (bits(grads_of(model)), bits(model.sync_state)) == (bits(grads_of(straight)), bits(straight.sync_state))
+        x_alone = batch(rank, step).requires_grad_()
+        assert bits(of_x) == bits(torch.autograd.grad(loss_of(plain(x_alone)), x_alone)[0])
+        loss = loss_of(model(batch(rank, step)))
+        means = torch.autograd.grad(loss, list(model.parameters()), create_graph=create_graph)
+        assert bits([mean.detach() for mean in means]) == bits(grads_of(straight))
+        assert bits(model.sync_state) == bits(straight.sync_state)
+        assert grads_of(model) == [None] * len(means)
         del state
 
 
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "error_feedback(fp16(allreduce), decay=0.5)"])
-def test_autograd_grad_changes_nothing(gloo, text):
-    gloo(2, check_autograd_grad, text)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    "text", ["allreduce", COMPRESSED, "error_feedback(fp16(allreduce), decay=0.5)", "fp16(allreduce, check=True)"]
+)
+def test_autograd_grad_is_synchronized(gloo, text, create_graph):
+    gloo(2, check_autograd_grad, text, create_graph)
+
+
+def check_double_backward(rank: int) -> None:
+    """Through gradients of inputs, as in a gradient penalty, and through those of parameters, as in MAML."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model = fnddp.DistributedDataParallel(copy.deepcopy(module))
+    batches = [batch(r, 0).double() for r in range(dist.get_world_size())]
+
+    def penalty(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (of_x,) = torch.autograd.grad(net(x).pow(2).sum(), x, create_graph=True)
+        return of_x.pow(2).sum()
+
+    penalty(model, batches[rank]).backward()
+    torch.stack([penalty(module, x) for x in batches]).mean().backward()
+    torch.testing.assert_close(grads_of(model), grads_of(module))
+
+    for net in (model, module):
+        net.zero_grad()
+    used = [model.module[0].weight, model.module[2].weight]
+    means = torch.autograd.grad(model(batches[rank]).pow(2).sum(), used, create_graph=True)
+    sum(mean.pow(2).sum() for mean in means).backward()
+    total = torch.stack([module(x).pow(2).sum() for x in batches]).mean()
+    want = torch.autograd.grad(total, [module[0].weight, module[2].weight], create_graph=True)
+    sum(mean.pow(2).sum() for mean in want).backward()
+    torch.testing.assert_close(grads_of(model), grads_of(module))
+
+
+def test_double_backward(gloo):
+    gloo(2, check_double_backward)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def check_functional_call(rank: int, text: str) -> None:
+    sync = fnddp.parse(text)
+    model = fnddp.DistributedDataParallel(mlp(), sync=sync)
+    params = dict(mlp().named_parameters())
+    state = sync.init(params)
+    for step in range(3):
+        x = batch(rank, step).double()
+        plain = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
+        own = torch.autograd.grad(loss_of(torch.func.functional_call(mlp(), plain, x)), list(plain.values()))
+        want, state = sync(dict(zip(plain, own, strict=True)), state)
+        before = model.sync_state
+
+        given = {f"module.{n}": p.detach().clone().requires_grad_() for n, p in params.items()}
+        loss_of(torch.func.functional_call(model, given, x)).backward()  # leaves
+        assert bits([given[f"module.{n}"].grad for n in params]) == bits(list(want.values()))
+        assert bits(model.sync_state) == bits(state)
+        assert grads_of(model) == [None] * 4
+
+        model.sync_state = before  # not leaves
+        scaled = {n: 1.0 * p for n, p in given.items()}
+        got = torch.autograd.grad(loss_of(torch.func.functional_call(model, scaled, x)), list(given.values()))
+        assert bits(list(got)) == bits(list(want.values()))
+
+        model.sync_state = before  # torch.func.grad
+        free = {n: p.detach() for n, p in given.items()}
+        func = torch.func.grad(lambda p, x=x: loss_of(torch.func.functional_call(model, p, x)))(free)
+        assert bits([func[f"module.{n}"] for n in params]) == bits(list(want.values()))
+        assert bits(model.sync_state) == bits(state)
+        params = {n: p.detach() - 0.1 * want[n] for n, p in params.items()}
+
+
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "fp16(allreduce, check=True)"])
+def test_functional_call_is_synchronized(gloo, text):
+    gloo(2, check_functional_call, text)
+
+
+def check_other_transforms(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(mlp())
+    plain = mlp()
+    x = batch(rank, 0).double()
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    alone = {n.removeprefix("module."): p for n, p in params.items()}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return loss_of(torch.func.functional_call(model, p, x))
+
+    # What is not about gradients of parameters is this rank's own.
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(model)(x), plain(x))
+        torch.testing.assert_close(
+            torch.func.jvp(model, (x,), (torch.ones_like(x),)), torch.func.jvp(plain, (x,), (torch.ones_like(x),))
+        )
+    of_x = torch.func.grad(lambda x: loss_of(model(x)))(x)
+    torch.testing.assert_close(of_x, torch.func.grad(lambda x: loss_of(plain(x)))(x))
+    # What would be, and cannot be synchronized, raises.
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x.unsqueeze(1))
+    with pytest.raises(Exception, match="jvp"):
+        torch.func.jvp(lambda p: loss(p, x), (params,), (params,))
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        torch.func.grad(lambda p: torch.func.grad(loss)(p, x)["module.0.weight"].pow(2).sum())(params)
+    dist.barrier()
+    want = torch.func.grad(lambda p: loss_of(torch.func.functional_call(plain, p, x)))(alone)
+    with model.no_sync():
+        got = torch.func.grad(loss)(params, x)
+    torch.testing.assert_close([got[f"module.{n}"] for n in alone], list(want.values()))
+    got = torch.func.grad(loss)(params, x)  # and it still works
+    mean = allreduce(want, ())[0]
+    assert bits([got[f"module.{n}"] for n in alone]) == bits(list(mean.values()))
+
+
+def test_other_transforms_synchronize_or_raise(gloo):
+    gloo(2, check_other_transforms)
 
 
 # State

@@ -80,7 +80,7 @@ def check_every_pass(rank: int, text: str, name: str) -> None:
         fuse(traced.module.graph)
         assert run(traced.module) == want
         nbytes = {path: leaves[path].nbytes for path in reversed(leaves)}
-        combined = combine(traced.module, traced.leaves, assign_buckets(nbytes, cap=500, first_cap=200))
+        combined = combine(traced.module, traced.leaves, assign_buckets(nbytes, caps=(200, 500)))
         assert not any("c10d" in str(node.target) for node in tensor_nodes(combined.graph))
         assert run(combined) == want
         state = new_state

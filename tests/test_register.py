@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp import allreduce, error_feedback, fp16, powersgd
+from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
 from tests.laws import bits
 from tests.ranks import RankFailed
 
@@ -268,6 +268,140 @@ def test_an_error_on_one_rank_never_mixes_steps(gloo):
     gloo(2, check_error_on_one_rank)
 
 
+class Trouble(Exception):
+    pass
+
+
+def check_poll_fails(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
+    model, straight = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01, process_group=group) for _ in range(2))
+    handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
+    engine = handle._engine
+    poll = engine.poll
+
+    def poll_badly() -> None:
+        if engine.is_open:
+            raise Trouble("between buckets")
+
+    for step in range(4):
+        before = bits(handle.state)
+        if step in (1, 2):  # DDP has several buckets from the second step on
+            if rank == 0:
+                engine.poll = poll_badly
+                with pytest.raises(Trouble, match="between buckets"):
+                    loss_of(model(batch(rank, step))).backward()
+                engine.poll = poll
+            else:
+                with pytest.raises(StepFailedError, match=r"rank 0 failed with .*Trouble: between buckets\. State and"):
+                    loss_of(model(batch(rank, step))).backward()
+            assert bits(handle.state) == before
+        for each in (model, straight):
+            each.zero_grad()
+            loss_of(each(batch(rank, 10 + step))).backward()
+        assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
+        assert bits(handle.state) == bits(of_straight.state)
+
+
+def test_an_error_between_buckets_does_not_break_ddp(gloo):
+    gloo(2, check_poll_fails)
+
+
+class Hooked(nn.Module):
+    """Calls `fn` in its backward, when the buckets of its last layers are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: torch.Tensor, fn: Any = None) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if fn is not None and i == 1:
+                x.register_hook(fn)
+        return x
+
+
+def check_backward_breaks_off(rank: int) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise Trouble("in my backward")
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
+    model = DistributedDataParallel(Hooked(), bucket_cap_mb=0.01, process_group=group)
+    handle = fnddp.register(model, fnddp.parse(COMPRESSED))
+    loss_of(model(batch(rank, 0))).backward()
+    before, own = bits(handle.state), [p.grad.clone() for p in model.parameters()]
+    plain = Hooked()
+    loss_of(plain(batch(rank, 1))).backward()
+    if rank == 1:
+        with pytest.raises(Trouble, match="in my backward"):
+            loss_of(model(batch(rank, 1), fail)).backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+            model(batch(rank, 2))  # DDP's own word
+    else:
+        with pytest.raises(StepFailedError, match="rank 1 failed with .*its backward did not finish"):
+            loss_of(model(batch(rank, 1))).backward()
+        own = [was + p.grad for was, p in zip(own, plain.parameters(), strict=True)]
+        assert bits([p.grad for p in model.parameters()]) == bits(own)
+    assert bits(handle.state) == before
+
+
+def test_a_backward_that_breaks_off_fails_the_step_on_all(gloo):
+    gloo(2, check_backward_breaks_off)
+
+
+def check_forward_within_a_step(rank: int) -> None:
+    """Forwards that end no step: within backward, and between two backwards that share it."""
+    model, straight = (DistributedDataParallel(Hooked(), bucket_cap_mb=0.01) for _ in range(2))
+    handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
+    was_open = []
+
+    def run_again(_: torch.Tensor) -> None:
+        was_open.append(handle._engine.is_open)
+        with torch.no_grad():  # with gradients DDP allows none
+            model(batch(rank, 9))
+
+    for step in range(3):
+        for each, fn in ((model, run_again), (straight, None)):
+            each.zero_grad()
+            loss_of(each(batch(rank, step), fn)).backward()
+        assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
+        assert bits(handle.state) == bits(of_straight.state)
+    assert was_open == [False, True, True]  # DDP has several buckets from the second step on
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def check_two_backwards_share_a_step(rank: int) -> None:
+    model, straight = (DistributedDataParallel(Halves(), bucket_cap_mb=0.001) for _ in range(2))
+    handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
+    for step in range(3):
+        for each in (model, straight):
+            each.zero_grad()
+        first, second = model(batch(rank, step))
+        loss_of(second).backward()
+        assert handle._engine.is_open == (step > 0)
+        with torch.no_grad():
+            model(batch(rank, 9))
+        loss_of(first).backward()
+        first, second = straight(batch(rank, step))
+        (loss_of(first) + loss_of(second)).backward()
+        assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
+        assert bits(handle.state) == bits(of_straight.state)
+
+
+@pytest.mark.parametrize("check", [check_forward_within_a_step, check_two_backwards_share_a_step])
+def test_a_forward_within_a_step_does_not_end_it(gloo, check):
+    gloo(2, check)
+
+
 def check_model_is_freed(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     fnddp.register(model, error_feedback(allreduce))
@@ -331,7 +465,7 @@ def test_resuming_is_bit_exact(gloo):
 
 
 def check_bad_use(rank: int) -> None:
-    with pytest.raises(TypeError, match="expected a torch.nn.parallel.DistributedDataParallel, got Sequential"):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.parallel.DistributedDataParallel, got .*Sequential"):
         fnddp.register(make_model(), allreduce)
     model = DistributedDataParallel(make_model())
     handle = fnddp.register(model, allreduce)

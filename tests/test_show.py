@@ -30,14 +30,13 @@ slot 0
 slot 1
   need weight: encode, n operations
     send c1: all_reduce sum float16[192] over 2 ranks, 384 B, round 1 of 2: weight
-  wait c0: decode, n operations
 
 slot 2
   wait c1: decode, encode, n operations
     send c2: all_reduce sum float16[128] over 2 ranks, 256 B, round 2 of 2: weight
 
 slot 3
-  wait c2: decode, n operations
+  wait c0, c2: decode, n operations
 
 on the wire: 832 B per rank; float32 gradients: 24,960 B, 30.0x as much
 2 rounds, 3 collectives; peak extra memory 2.0 MiB"""

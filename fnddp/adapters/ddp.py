@@ -34,7 +34,13 @@ class Handle:
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._state = sync.init(self._parameters)
         leaves = {name: LeafSpec.of(p) for name, p in self._parameters.items()}
-        self._engine = Engine(sync, leaves, donation=Donation(gradients="at_end", state=True), learns_order=False)
+        self._engine = Engine(
+            sync,
+            leaves,
+            donation=Donation(gradients="at_end", state=True),
+            learns_order=False,
+            groups=[group_name(model.process_group)],
+        )
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
 
@@ -49,8 +55,7 @@ class Handle:
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._pending, self._failure = [], None
-            self._engine.fail(RuntimeError("its backward did not finish"))  # if the last one broke off
+            self._break_off()
         arrived = _Bucket(bucket)
         self._pending.append(arrived)
         try:
@@ -67,8 +72,22 @@ class Handle:
             self._give_up(self._failure)
         return arrived.future
 
+    def _carry_on(self) -> None:
+        try:
+            self._engine.poll()
+        except Exception as error:
+            self._failure = self._failure or error
+
     def _before_forward(self, *_: object) -> None:
+        # Within backward, or without gradients between two backwards that share a step, a forward ends none. Any other
+        # DDP itself refuses while a step is open.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+            self._break_off()
         self._engine.refuse_after_failure()  # DDP has collectives in forward too
+
+    def _break_off(self) -> None:
+        self._pending, self._failure = [], None
+        self._engine.fail(RuntimeError("its backward did not finish"))  # if a step is open
 
     def _finish(self) -> None:
         if self._failure is not None:
@@ -120,7 +139,7 @@ class _Poll:
     def __call__(self, _: Tensor) -> None:
         handle = self._handle()
         if handle is not None:
-            handle._engine.poll()  # pyright: ignore[reportPrivateUsage]
+            handle._carry_on()  # pyright: ignore[reportPrivateUsage]
 
 
 class _Bucket:
@@ -162,9 +181,9 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
 
     All ranks must call it. An error on one rank ends the step on all: that rank's `backward()` raises it, the others'
     raise `StepFailedError`. The state is then what it was, and the gradients are each rank's own; clear them and go on.
-    After an error of which the others cannot be told (a collective failed, a rank died, or the pipeline cannot be
-    lowered) this rank refuses further steps, and ranks that wait for it fail when it ends or when the process group's
-    timeout is over.
+    After an error of which the others cannot be told (a collective failed, a rank died, or the pipeline runs a hook)
+    this rank refuses further steps, and ranks that wait for it fail when it ends or when the process group's timeout is
+    over. An error in the rest of backward is told when the model is called again; DDP then refuses further steps there.
 
     Args:
         model: The wrapped module.
@@ -188,8 +207,11 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     torch.Size([8, 8])
     >>> dist.destroy_process_group()
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"register: expected a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}")
+    if DistributedDataParallel not in type(model).__mro__:  # isinstance is also true of fnddp's, which has no reducer
+        raise TypeError(
+            f"register: expected a torch.nn.parallel.DistributedDataParallel, got {type(model).__module__}."
+            f"{type(model).__name__}; of a fnddp.DistributedDataParallel set `sync`"
+        )
     group = group_name(model.process_group)
     handles: list[Handle] = []
 

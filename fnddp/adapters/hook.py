@@ -1,7 +1,7 @@
 """The other way: any torch DDP communication hook as a leaf of a pipeline."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class from_hook(Sync):
         hook: `hook(state, bucket) -> Future[Tensor]`.
         state: Its first argument: a process group for torch's default hooks, or a `PowerSGDState`. The hook uses the
             process group it finds there: `over` has no effect.
+        parameters: For hooks that ask a bucket for them: the parameters of the gradients, by leaf path.
 
     Raises:
         TypeError: `hook` is not callable.
@@ -46,6 +47,7 @@ class from_hook(Sync):
 
     hook: Callable[[Any, Any], torch.futures.Future[Tensor]]
     state: Any = None
+    parameters: Mapping[str, Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.hook):
@@ -85,7 +87,7 @@ class from_hook(Sync):
     def _run(self, leaves: Leaves, index: int, is_last: bool) -> Leaves:
         shapes = [leaf.shape for leaf in leaves.values()]
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])  # hooks write to it; the gradients stay
-        result = self.hook(self.state, Bucket(flat, shapes, index, is_last)).wait()
+        result = self.hook(self.state, Bucket(flat, shapes, index, is_last, self._parameters_of(leaves))).wait()
         tensor = result[0] if isinstance(result, list) else result
         if tensor.numel() != flat.numel():
             raise ValueError(f"{self!r} returned {tensor.numel()} elements for a bucket of {flat.numel()}")
@@ -94,6 +96,9 @@ class from_hook(Sync):
             path: in_format_of(leaf, view.to(leaf.dtype))
             for (path, leaf), view in zip(leaves.items(), views, strict=True)
         }
+
+    def _parameters_of(self, leaves: Leaves) -> list[Tensor] | None:
+        return None if self.parameters is None else [self.parameters[path] for path in leaves]
 
     def __repr__(self) -> str:
         # Without addresses, so that equal ranks print equal text.
@@ -106,8 +111,16 @@ class from_hook(Sync):
 class Bucket:
     """What a hook sees: the methods of `dist.GradBucket`, which Python cannot construct."""
 
-    def __init__(self, buffer: Tensor, shapes: list[torch.Size], index: int, is_last: bool) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        shapes: list[torch.Size],
+        index: int,
+        is_last: bool,
+        parameters: list[Tensor] | None = None,
+    ) -> None:
         self._buffer, self._shapes, self._index, self._is_last = buffer, shapes, index, is_last
+        self._parameters = parameters
 
     def index(self) -> int:
         return self._index
@@ -125,7 +138,12 @@ class Bucket:
         return _views(self._buffer, self._shapes)
 
     def parameters(self) -> list[Tensor]:
-        raise TypeError("from_hook: this hook asks for parameters, which a pipeline of gradients does not have")
+        if self._parameters is None:
+            raise TypeError(
+                "from_hook: this hook asks for parameters, which a pipeline of gradients does not have; "
+                "give them as parameters={path: parameter}"
+            )
+        return self._parameters
 
 
 def _views(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:

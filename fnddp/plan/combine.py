@@ -17,20 +17,21 @@ from fnddp import collectives
 from fnddp.plan.ir import Collective, Payload, launch, take, tensor_nodes, value
 
 MB = 2**20
+BUCKET_CAPS = (1 * MB, 25 * MB)  # those of torch's DDP
 
 _all_reduce: Any = torch.ops._c10d_functional.all_reduce.default
 _wait: Any = torch.ops._c10d_functional.wait_tensor.default
 
 
-def assign_buckets(nbytes: Mapping[str, int], cap: float, first_cap: float) -> dict[str, int]:
-    """The bucket of every leaf: filled in the order of `nbytes`, closed once it holds the cap.
+def assign_buckets(nbytes: Mapping[str, int], caps: Sequence[float]) -> dict[str, int]:
+    """The bucket of every leaf: filled in the order of `nbytes`, closed once it holds its cap.
 
     Args:
         nbytes: Size of each leaf, in the order in which gradients are expected.
-        cap: Bytes at which a bucket is closed.
-        first_cap: The same for the first one: small, so that communication starts early.
+        caps: Bytes at which a bucket is closed: the first ones, and the last for all others. A small first one has
+            communication start early.
 
-    >>> assign_buckets({"c": 10, "b": 10, "a": 10}, cap=20, first_cap=1)
+    >>> assign_buckets({"c": 10, "b": 10, "a": 10}, caps=[1, 20])
     {'c': 0, 'b': 1, 'a': 1}
     """
     buckets: dict[str, int] = {}
@@ -38,7 +39,7 @@ def assign_buckets(nbytes: Mapping[str, int], cap: float, first_cap: float) -> d
     for path, size in nbytes.items():
         buckets[path] = bucket
         filled += size
-        if filled >= (cap if bucket else first_cap):
+        if filled >= caps[min(bucket, len(caps) - 1)]:
             bucket, filled = bucket + 1, 0
     return buckets
 

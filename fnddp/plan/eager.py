@@ -1,22 +1,43 @@
 """What stands in for the executor where a pipeline has no static schedule: everything at the end, as a whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fnddp import tree
+from fnddp import collectives, tree
 from fnddp.plan.execute import require_expected
 from fnddp.plan.ir import LeafSpec
+from fnddp.reducers.all_reduce import all_reduce
 from fnddp.sync import Sync
 from fnddp.tree import Leaves
 
 
-class Eager:
-    """Keeps gradients until `finish`, and runs the pipeline then. The methods are those of `Executor`."""
+def groups_of(sync: Sync) -> list[str | None] | None:
+    """The process groups that `sync` reduces over; None if a reducer of another kind, such as a hook, does not say."""
+    if isinstance(sync, all_reduce):
+        return [collectives.group_name(sync.group)]
+    inner = [groups_of(child) for child in sync.children()]
+    known = [groups for groups in inner if groups is not None]
+    return [group for groups in known for group in groups] if inner and known == inner else None
 
-    def __init__(self, sync: Sync, leaves: Mapping[str, LeafSpec], structure: Any) -> None:
-        self._sync, self._leaves, self._structure = sync, leaves, structure
+
+class Eager:
+    """Keeps gradients until `finish`, and runs the pipeline then. The methods are those of `Executor`.
+
+    Args:
+        sync: The pipeline.
+        leaves: What the gradients are like.
+        structure: Of the state.
+        on_complete: Called when all gradients that will arrive have arrived, before the pipeline runs. It may raise.
+    """
+
+    has_launched_all = True  # there is nothing on its way before `finish`
+
+    def __init__(
+        self, sync: Sync, leaves: Mapping[str, LeafSpec], structure: Any, on_complete: Callable[[], None]
+    ) -> None:
+        self._sync, self._leaves, self._structure, self._on_complete = sync, leaves, structure, on_complete
 
     def start(self, parts: Sequence[Any]) -> None:
         """See `Executor.start`."""
@@ -32,6 +53,7 @@ class Eager:
 
     def finish(self) -> tuple[Leaves, list[Any]]:
         """See `Executor.finish`."""
+        self._on_complete()
         zeros = {path: self._leaves[path].empty().zero_() for path in self.missing}
         arrived, self._grads = self._grads | zeros, {}
         mean, state = self._sync({path: arrived[path] for path in self._leaves}, self._state)

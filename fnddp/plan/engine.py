@@ -4,16 +4,18 @@ It keeps a plan for each phase, learns the order in which gradients arrive, and 
 either all of them have the result, or all of them raise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fnddp import collectives, tree
 from fnddp.plan.buffers import Buffers, storage_uses
+from fnddp.plan.combine import BUCKET_CAPS
 from fnddp.plan.debug import debug_level, make_executor
-from fnddp.plan.eager import Eager
+from fnddp.plan.eager import Eager, groups_of
 from fnddp.plan.execute import CollectiveError, Executor
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower_leaves
@@ -42,6 +44,10 @@ class _NothingArrived(Exception):
     pass
 
 
+class _Refused(Exception):
+    """All ranks have agreed on what makes all of them raise."""
+
+
 class Engine:
     """Runs `sync` on `leaves`: `start`, a `feed` for each gradient, `finish`.
 
@@ -49,10 +55,14 @@ class Engine:
         sync: The pipeline.
         leaves: What the gradients are like.
         donation: What a step may write over.
-        bucket_cap_mb, first_bucket_mb: See `lower`.
+        bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
             order of all later ones.
         skips_unused: Whether a step in which no gradient arrives on any rank is none: the state stays what it is.
+        drops_unused: Whether the leaves that arrive on no rank in the first step are left out of later ones.
+        check_unused: Called in each step, on all ranks alike, with the leaves that have arrived on no rank, before
+            anything is written over. If it raises, the step has failed on all ranks, and the next one works.
+        groups: Process groups whose ranks end a step together, where the pipeline does not say which it reaches.
     """
 
     def __init__(
@@ -61,21 +71,25 @@ class Engine:
         leaves: Mapping[str, LeafSpec],
         *,
         donation: Donation,
-        bucket_cap_mb: float = 25,
-        first_bucket_mb: float = 1,
+        bucket_caps: Sequence[float] = BUCKET_CAPS,
         learns_order: bool,
         skips_unused: bool = False,
+        drops_unused: bool = False,
+        check_unused: Callable[[frozenset[str]], None] | None = None,
+        groups: Sequence[str | None] | None = None,
     ) -> None:
         self.sync = sync
-        self._skips_unused = skips_unused
+        self._skips_unused, self._drops_unused = skips_unused, drops_unused
+        self._check_unused = check_unused
+        self._groups = groups
         self.leaves = dict(leaves)
         self._overwrites_early = donation.gradients == "yes"
-        self._lower: Any = partial(
-            lower_leaves, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb, donation=donation
-        )
+        self._lower: Any = partial(lower_leaves, bucket_caps=bucket_caps, donation=donation)
         self._buffers = Buffers()
         self._debug = debug_level()
+        self._has_plans = True
         self._arrival: list[str] | None = None
+        self._dropped: frozenset[str] = frozenset()
         self._arriving: list[str] | None = [] if learns_order else None
         self._runs: list[tuple[Executor, Status]] = []
         self._running: Executor | Eager | None = None
@@ -131,6 +145,11 @@ class Engine:
         """The leaves that have not arrived in this step."""
         return frozenset(self._running.missing) if self._running is not None else frozenset()
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether a collective of this step has been issued."""
+        return isinstance(self._running, Executor) and self._running.has_launched_some
+
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
         if self.is_open and isinstance(self._running, Executor):
@@ -145,15 +164,17 @@ class Engine:
         running = self._running
         assert running is not None
         self._absent = frozenset(running.missing)
-        if isinstance(running, Executor) and running.has_launched_all:
+        if running.has_launched_all:
             self._send_status()
         # Without a status nobody knows what other ranks have used: the zeros of this one count as a gradient.
         self._unused = self._absent if self._status is not None and not self._status.has_peers else frozenset()
         try:
             mean, parts = running.finish()
-        except _NothingArrived:
+        except (_NothingArrived, _Refused) as stop:
             running.abort()
             self.is_open = False
+            if stop.__cause__ is not None:
+                raise stop.__cause__ from None
             return Synchronized({}, None, self._unused)
         self.is_open = False
         self._learn_order()
@@ -163,16 +184,18 @@ class Engine:
         """Ends an open step on this rank because of `error`, and tells the others, which raise `StepFailedError`.
 
         Where they cannot be told, because a collective failed or because they have been told that all is well, and on
-        CUDA, where they do not wait to be told, this engine refuses further steps. Does nothing if no step is open.
+        CUDA, where they do not wait to be told, this engine refuses further steps. So it does for a pipeline without a
+        plan that does not say which ranks it reaches. Does nothing if no step is open.
         """
         if not self.is_open:
             return
         self.is_open = False
         running, status = self._running, self._status
-        if not isinstance(running, Executor) or status is None:  # nothing has been sent yet
-            is_of_check = isinstance(error, FloatingPointError) and self._absent is not None  # raised on all ranks
-            self._broken = None if is_of_check else error
-        elif isinstance(error, CollectiveError) or (self._absent is not None and running.has_launched_all):
+        assert running is not None
+        said_all_is_well = self._absent is not None and running.has_launched_all
+        if said_all_is_well and isinstance(running, Eager) and isinstance(error, FloatingPointError):
+            self._broken = None  # of fp16(..., check=True), which raises on all ranks
+        elif status is None or isinstance(error, CollectiveError) or said_all_is_well:
             self._broken = error
         else:
             self._absent, self._failed = frozenset(), True
@@ -211,19 +234,32 @@ class Engine:
                 raise
             if self._skips_unused and len(self._unused) == len(self.leaves):
                 raise _NothingArrived
+            if self._check_unused is not None:
+                try:
+                    self._check_unused(self._unused)
+                except Exception as error:
+                    raise _Refused from error
 
     def _choose(self, state: State, parts: list[Any]) -> None:
         for executor, status in self._runs:
             if executor.plan.holds([parts[i] for i in executor.plan.counters]):
                 self._running, self._status = executor, status
                 return
-        try:
-            plan = self._lower(self.sync, self.leaves, state, arrival=self._arrival)
-        except LoweringError:
-            self._running, self._status = Eager(self.sync, self.leaves, self._structure), None
-            return
-        executor = make_executor(self._debug, plan, self._buffers, self._send_status, self._agree)
-        self._running, self._status = executor, Status(plan)
+        if self._has_plans:
+            try:
+                self._run(self._lower(self.sync, self.leaves, state, arrival=self._arrival, dropped=self._dropped))
+                return
+            except LoweringError:
+                self._has_plans = False  # in no later phase either: a trace takes longer than a step
+        groups = (groups_of(self.sync) or self._groups) if self.leaves else []
+        device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
+        self._running = Eager(self.sync, self.leaves, self._structure, self._agree)
+        self._status = None if groups is None else Status(self.leaves, groups, device)
+
+    def _run(self, plan: Plan) -> None:
+        device = next((c.device for c in plan.collectives), torch.device("cpu"))
+        self._status = Status(plan.leaves, [c.group for c in plan.collectives], device)
+        self._running = make_executor(self._debug, plan, self._buffers, self._send_status, self._agree)
         self._runs = [(self._running, self._status), *self._runs[: MAX_PHASES - 1]]
 
     def _learn_order(self) -> None:
@@ -232,7 +268,9 @@ class Engine:
         arrived = dict.fromkeys(self._arriving)
         expected = [*arrived, *(path for path in reversed(self.leaves) if path not in arrived)]
         self._arriving = None
-        if self._status is not None and self._status.has_peers:  # otherwise there is nobody to agree with
+        if self._drops_unused and self._unused:
+            self._dropped, self._runs = self._unused, []
+        if self.plan is not None and self._status is not None and self._status.has_peers:  # or nobody to agree with
             self.expect(self._status.of_first_rank(expected))
 
     def expect(self, arrival: list[str]) -> None:
@@ -244,6 +282,8 @@ class Engine:
 
 class Engines:
     """Engines by what they are for: leaves and a state of given shapes, in a world of a given size.
+
+    Not of given layouts: what ranks agree on does not include those. Means are laid out as the first leaves were.
 
     Args:
         sync: The pipeline.
@@ -259,10 +299,15 @@ class Engines:
     def of(self, leaves: Leaves, state: State) -> Engine:
         """The engine for such leaves and such a state."""
         parts, structure = tree.flatten_any(state)
-        specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
+        likes = tuple((path, leaf.shape, leaf.dtype, leaf.device) for path, leaf in leaves.items())
         kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
-        key = (tuple(specs.items()), structure, kinds, collectives.current_world())
-        engine = self._engines.pop(key, None) or self._make(specs)
+        key = (likes, structure, kinds, collectives.current_world())
+        engine = self._engines.pop(key, None) or self._make(_dense_specs(leaves))
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
         self.last = engine
         return engine
+
+
+def _dense_specs(leaves: Leaves) -> dict[str, LeafSpec]:
+    # As torch lays out what is like them: what follows may be copied there, so no two elements share memory.
+    return {path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()}

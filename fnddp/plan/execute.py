@@ -82,6 +82,11 @@ class Executor:
         """Whether every collective of this step has been issued."""
         return self._to_launch == 0
 
+    @property
+    def has_launched_some(self) -> bool:
+        """Whether a collective of this step has been issued."""
+        return self._to_launch < len(self.plan.collectives)
+
     def start(self, parts: Sequence[Any]) -> None:
         """Begins a step.
 

@@ -1,14 +1,13 @@
 """`lower`: from a pipeline and parameters to a plan, pass by pass."""
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor, fx
+from collections.abc import Container, Mapping, Sequence
 
 from fnddp import collectives, tree
 from fnddp.plan.combine import MB, assign_buckets, combine
+from fnddp.plan.drop import drop
 from fnddp.plan.emit import emit, name_of
 from fnddp.plan.fuse import fuse
-from fnddp.plan.ir import LeafSpec, output_nodes, uncombined_bytes, value
+from fnddp.plan.ir import LeafSpec, output_nodes, uncombined_bytes
 from fnddp.plan.order import order
 from fnddp.plan.plan import Plan
 from fnddp.plan.reuse import Donation, Memory, Result
@@ -59,6 +58,10 @@ def lower(
     >>> plan.wire_bytes, plan.rounds, len(plan.collectives)
     (4608, 2, 2)
     """
+    if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
+        raise ValueError(
+            f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
+        )
     leaves, _ = tree.flatten(params)
     with collectives.planned_world(world_size):
         state = sync.init(leaves) if state is None else state
@@ -68,8 +71,7 @@ def lower(
         state,
         world_size=world_size,
         arrival=arrival,
-        bucket_cap_mb=bucket_cap_mb,
-        first_bucket_mb=first_bucket_mb,
+        bucket_caps=(first_bucket_mb * MB, bucket_cap_mb * MB),
         donation=donation,
     )
 
@@ -81,27 +83,27 @@ def lower_leaves(
     *,
     world_size: int | None = None,
     arrival: Sequence[str] | None = None,
-    bucket_cap_mb: float,
-    first_bucket_mb: float,
+    bucket_caps: Sequence[float],
     donation: Donation,
+    dropped: Container[str] = frozenset(),
 ) -> Plan:
-    """`lower`, for leaves by path."""
+    """`lower`, for leaves by path, and buckets of any number of sizes, in bytes.
+
+    Args:
+        dropped: Leaves without gradients on any rank. What is only theirs is neither computed nor sent.
+    """
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
-    if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
-        raise ValueError(
-            f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
-        )
-    nbytes = {path: leaves[path].nbytes for path in expected}
-    buckets = assign_buckets(nbytes, cap=bucket_cap_mb * MB, first_cap=first_bucket_mb * MB)
+    buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
 
     with collectives.planned_world(world_size):
         traced = trace(sync, leaves, state)
+        drop(traced.module.graph, traced.leaves, dropped)
         fuse(simplify(traced.module.graph))
         module = combine(traced.module, traced.leaves, buckets)
     graph = module.graph
-    segments = order(graph, traced.leaves, buckets, decode_last=_waits_for_the_end(graph, len(leaves), donation))
+    segments = order(graph, traced.leaves, buckets)
     memory = Memory(graph, segments, traced.leaves, donation)
     inputs = [node.name for node in graph.find_nodes(op="placeholder")]
     leaf_names = dict(zip(leaves, inputs, strict=False))
@@ -127,10 +129,3 @@ def lower_leaves(
         uncombined_bytes=uncombined_bytes(graph),
         peak_bytes=memory.peak_bytes(),
     )
-
-
-def _waits_for_the_end(graph: fx.Graph, leaves: int, donation: Donation) -> bool:
-    """Whether something is written over that a step which fails must leave alone."""
-    state = [node for node in output_nodes(graph)[leaves:] if isinstance(node, fx.Node)]
-    makes_state = any(node.op == "call_function" and isinstance(value(node), Tensor) for node in state)
-    return donation.gradients == "at_end" or (donation.state and makes_state)

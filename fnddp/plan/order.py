@@ -1,8 +1,10 @@
 """Pass 5: one total order of everything, the same on all ranks.
 
 A bucket of gradients arrives in the slot of its number; a collective of depth d is issued d slots after its bucket, and
-its result is read one slot later. So a bucket's second round is issued behind the next bucket's first: a software
-pipeline, in which the wire is busy with one bucket while the other is computed.
+what the next round needs of its result is computed one slot later. So a bucket's second round is issued behind the next
+bucket's first: a software pipeline, in which the wire is busy with one bucket while the other is computed. What no
+collective needs, means and the next state, comes last, when all collectives are complete and the step can no longer
+fail on another rank: until then nothing is written over, and no encoding stands behind a wait.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,28 +50,22 @@ class Position:
     index: int
 
 
-def order(
-    graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int], *, decode_last: bool = False
-) -> list[Segment]:
+def order(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]) -> list[Segment]:
     """Sorts the nodes of a combined graph and cuts them into segments.
 
     Args:
         graph: From `combine`.
         paths: The leaves: the graph's first placeholders.
         buckets: The bucket of each leaf, in the order of arrival.
-        decode_last: Put what no collective depends on behind the last wait, so that until then nothing but
-            communication and what it needs has happened.
     """
     positions = _positions(graph, paths, buckets)
     outputs = output_nodes(graph)
     feeding = _ancestors([node for node in graph.nodes if node.target is launch])
     remembering = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
-    end = max((position.slot for position in positions.values()), default=0) + 1
+    end = max((positions[node].slot for node in feeding), default=-1) + 1
     for node, at in positions.items():
         if node not in feeding:
-            positions[node] = replace(at, only_for_mean=node not in remembering)
-            if decode_last:
-                positions[node] = replace(positions[node], slot=end, depth=0)
+            positions[node] = replace(at, slot=end, depth=0, only_for_mean=node not in remembering)
     leaf_of = dict(zip(graph.find_nodes(op="placeholder"), paths, strict=False))
     return _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of, end)
 

@@ -1,7 +1,7 @@
-"""How ranks end a step alike: a byte for each leaf and one for the step, reduced behind the last collective."""
+"""How ranks end a step alike: a byte for each leaf and one for the step, gathered behind a plan's last collective."""
 
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Container, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,27 +11,33 @@ from torch import Tensor
 
 from fnddp import collectives
 from fnddp.plan.execute import CollectiveError
-from fnddp.plan.plan import Plan
 
 
 class StepFailedError(RuntimeError):
-    """Another rank failed in this step. Gradients, state and parameters are what they were before it, on all ranks."""
+    """Another rank failed in this step. State and parameters are what they were before it, on all ranks.
+
+    Gradients are not synchronized: clear them, as `optimizer.zero_grad()` does, and go on. Until then `.grad` is this
+    rank's own with `register`: what this backward gave, added to what was there. So it is with
+    `DistributedDataParallel` where there was a gradient before; elsewhere it is None. `value_and_grad` and `jit` write
+    to no `.grad`.
+    """
 
 
 class Status:
     """Whether any rank has failed in a step, and which leaves have arrived on some rank.
 
     Args:
-        plan: Its process groups are those that must agree. Where it has several, they are asked one after the other.
+        leaves: Their paths.
+        groups: The process groups that must agree. Where several have other ranks, they are asked one after the other.
+        device: Where their payloads live.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        sizes = {c.group: (c.world_size, c.device) for c in plan.collectives}
-        self._groups = [group for group, (size, _) in sizes.items() if size > 1]
-        self._device = next((device for _, device in sizes.values()), torch.device("cpu"))
-        self._on_cuda = self._device.type == "cuda"
-        self._leaves = list(plan.leaves)
-        self._flags: Tensor | None = None
+    def __init__(self, leaves: Iterable[str], groups: Iterable[str | None], device: torch.device) -> None:
+        self._groups = [group for group in dict.fromkeys(groups) if collectives.world_size(group) > 1]
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._leaves = list(leaves)
+        self._flags: Tensor | None = None  # of all ranks: [ranks, 1 + leaves]
         self._work: collectives.Work | None = None
 
     @property
@@ -39,17 +45,15 @@ class Status:
         """Whether other ranks wait for what this one says before they end a step. On CUDA they do not."""
         return not (self._groups and self._on_cuda)
 
-    def send(self, missing: Iterable[str], failed: bool = False) -> None:
-        """Tells the other ranks, without waiting for them. Once a step, behind its last collective."""
+    def send(self, missing: Container[str], failed: bool = False) -> None:
+        """Tells the other ranks, without waiting for them. Once a step, behind the last collective of its plan."""
         if self._groups:
             flags = [int(failed), *(int(path not in missing) for path in self._leaves)]
             # From pinned memory: a copy from any other would have the host wait for all that is queued before it.
             on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=self._on_cuda)
-            self._flags = on_host.to(self._device, non_blocking=True)
-            self._work = collectives.start_status(self._flags, self._groups[0])
+            self._start(on_host.to(self._device, non_blocking=True), self._groups[0])
             for group in self._groups[1:] if self._on_cuda else ():  # all, whether this rank will ask or not
-                self._work.wait()
-                self._work = collectives.start_status(self._flags, group)
+                self._start(self._waited(), group)
 
     def agree(self, missing: frozenset[str]) -> frozenset[str]:
         """The leaves that have arrived on no rank.
@@ -79,24 +83,33 @@ class Status:
 
     @property
     def has_peers(self) -> bool:
-        """Whether the plan has collectives with other ranks."""
+        """Whether there are other ranks that must agree."""
         return bool(self._groups)
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
         for group in self._groups:
-            value = collectives.all_gather_object(value, group)[0]
+            value = collectives.broadcast_object(value, group)
         return value
 
-    def _complete(self) -> list[int]:
+    def _start(self, flags: Tensor, group: str | None) -> None:
+        self._flags, self._work = collectives.start_gather_status(flags, group)
+
+    def _waited(self) -> Tensor:
+        """Each flag as it is on some rank."""
         assert self._work is not None
         assert self._flags is not None
+        self._work.wait()
+        self._work = None
+        return self._flags.amax(0)
+
+    def _complete(self) -> list[int]:
         with _named_failures():
-            self._work.wait()
-            self._work = None
+            flags = self._waited()
             for group in () if self._on_cuda else self._groups[1:]:
-                collectives.start_status(self._flags, group).wait()
-        return self._flags.tolist()
+                self._start(flags, group)
+                flags = self._waited()
+        return flags.tolist()
 
     def _explanation(self, error: BaseException | None) -> str:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
@@ -105,7 +118,10 @@ class Status:
             for group in self._groups:
                 reasons = sorted({one for some in collectives.all_gather_object(reasons, group) for one in some})
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
-        return f"{failures}. No rank has changed its gradients, state or parameters in this step"
+        return (
+            f"{failures}. State and parameters are unchanged on all ranks, and gradients are not synchronized: clear "
+            "them and go on"
+        )
 
 
 @contextmanager

@@ -15,15 +15,30 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._sympy.printers import PythonPrinter
 
 from fnddp import tree
 from fnddp.plan.ir import LeafSpec, remove_dead
 from fnddp.sync import State, Sync
+
+_READS_VALUES = DataDependentOutputException, DynamicOutputShapeException
+_HAS_NO_FAKE = UnsupportedOperatorException, UnsupportedFakeTensorException
+# How torch says the same where it has no class for it.
+_IS_FOREIGN = (
+    "There was no fake impl registered",
+    ".numpy() is not supported for tensor subclasses",
+    "using FX to symbolically trace a dynamo-optimized function",
+)
 
 _one_at_a_time = threading.Lock()  # make_fx patches torch for the whole process; ranks may be threads
 
@@ -58,12 +73,14 @@ def trace(sync: Sync, leaves: Mapping[str, LeafSpec], state: State) -> Trace:
         state: Shapes, dtypes and devices of its tensors are read, and the values of its Python ints.
 
     Raises:
-        LoweringError: The pipeline reads values of tensors, or holds foreign code.
+        LoweringError: The pipeline reads values of tensors, or holds foreign code. Other errors are its own.
     """
     if not sync.traceable:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
     parts, spec = tree.flatten_any(state)
-    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    shapes = ShapeEnv(
+        specialize_zero_one=False, duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+    )
     mode = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
     symbols: list[sympy.Symbol] = []
 
@@ -86,9 +103,19 @@ def trace(sync: Sync, leaves: Mapping[str, LeafSpec], state: State) -> Trace:
         no_autocast: Any = torch._C._DisableAutocast()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         with _one_at_a_time, _disable_current_modes(), no_autocast, torch.no_grad(), mode:
             module = make_fx(exchange)(*fakes)
-    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+    except _READS_VALUES as error:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads the values of tensors ({error})") from error
+    except RuntimeError as error:
+        if isinstance(error, _HAS_NO_FAKE) or any(text in str(error) for text in _IS_FOREIGN):
+            raise LoweringError(
+                f"{sync!r} cannot be lowered: it runs code that needs tensors with values ({error})"
+            ) from error
+        raise
     remove_dead(module.graph)
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, str(node.target))
+        if not isinstance(held, Tensor):
+            raise LoweringError(f"{sync!r} cannot be lowered: it holds a {type(held).__name__}, which has a state")
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
     guards = sympy.And(*(guard.expr for guard in shapes.guards))
     return Trace(module, tuple(leaves), counters, _predicate(symbols, guards))

@@ -1,0 +1,164 @@
+"""The constructor's arguments as torch's `DistributedDataParallel` reads them."""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _get_device_index  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import distributed as torch_ddp
+from torch.nn.parameter import UninitializedParameter
+
+from fnddp.plan.combine import MB
+from fnddp.reducers.all_reduce import allreduce
+from fnddp.sync import Sync
+from fnddp.transforms.cast import cast
+
+OWNER = "DistributedDataParallel"
+
+
+def checked_group(
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, module: nn.Module
+) -> dist.ProcessGroup | None:
+    """The process group; None for the default one.
+
+    A mesh that is part of a larger one makes local tensors of the parameters that the rest of it shards.
+
+    Raises:
+        RuntimeError: Both are given, or the mesh has several dimensions.
+    """
+    if mesh is None:
+        return process_group
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
+    if mesh._get_root_mesh() != mesh:  # pyright: ignore[reportPrivateUsage]
+        # Costs seconds to import, and only tensor parallelism needs it.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # pyright: ignore[reportPrivateUsage]
+
+        _pre_dp_module_transform(module)
+    return mesh.get_group(mesh_dim=0)
+
+
+def checked_devices(
+    parameters: Iterable[nn.Parameter], device_ids: list[Any] | None, output_device: Any
+) -> tuple[list[int] | None, int | None]:
+    """Indices of the device that inputs are moved to and of the output's; None where inputs stay where they are.
+
+    Raises:
+        RuntimeError: A parameter has no shape yet.
+        ValueError: Several devices, or devices for a module that is on the CPU or on several.
+    """
+    parameters = list(parameters)
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise RuntimeError(
+            f"{OWNER}: the module has parameters without a shape yet; run its forward once before you wrap it"
+        )
+    devices = {parameter.device for parameter in parameters}
+    types = {device.type for device in devices}
+    if len(types) > 1:
+        raise ValueError(f"{OWNER}: all parameters must be on one type of device, got {sorted(types)}")
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"{OWNER}: device_ids must name one device, got {device_ids}")
+    if not device_ids and output_device is None:
+        return None, None
+    if len(devices) != 1 or types == {"cpu"} or not device_ids:
+        raise ValueError(
+            f"{OWNER}: device_ids {device_ids} and output_device {output_device} are for modules on one GPU, got "
+            f"parameters on {sorted(map(str, devices))}; leave both out, and move inputs yourself"
+        )
+    indices = [_get_device_index(device, True) for device in device_ids]
+    return indices, indices[0] if output_device is None else _get_device_index(output_device, True)
+
+
+def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are made equal before forward, and whether they are when the module is wrapped."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "`broadcast_buffers` is deprecated in torch 2.13, and ignored beside `forward_sync_buffers`; use that. "
+            "Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal once, when the "
+            "module is wrapped",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    keep_equal = broadcast_buffers is None or broadcast_buffers
+    return keep_equal, keep_equal
+
+
+def warn_of_check_reduction() -> None:
+    """torch ignores the argument too."""
+    warnings.warn(
+        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """How much each bucket of gradients holds, in bytes.
+
+    Attributes:
+        caps: Of the first buckets in the order of arrival; the last one is that of all others too.
+        listed: What `bucket_cap_mb_list` says.
+    """
+
+    caps: tuple[int, ...]
+    listed: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> "BucketSizes":
+        """From the arguments, in MiB: the list is stronger; with neither the first bucket has 1 and others 25.
+
+        Raises:
+            ValueError: A size is not positive.
+        """
+        sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
+        if min(sizes) <= 0:
+            raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
+        caps = tuple(int(size * MB) for size in sizes)
+        return cls(caps, caps if bucket_cap_mb_list else ())
+
+
+def check_delay(named_parameters: list[tuple[str, nn.Parameter]] | None, hooked: nn.Parameter | None) -> None:
+    """Raises a ValueError unless both arguments of a delayed reduction are given, or neither."""
+    if (named_parameters is None) != (hooked is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+
+
+def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
+    """The pipeline under `mixed_precision`: a plain mean travels in its `reduce_dtype`, as in torch.
+
+    Raises:
+        ValueError: `reduce_dtype` is set beside a pipeline, which says itself what travels.
+    """
+    if mixed_precision is None:
+        return sync
+    if sync == allreduce:
+        dtype = mixed_precision.reduce_dtype or mixed_precision.param_dtype
+        return sync if dtype is None else cast(sync, dtype)
+    if mixed_precision.reduce_dtype is not None:
+        raise ValueError(
+            f"{OWNER}: mixed_precision has reduce_dtype={mixed_precision.reduce_dtype}, but the pipeline {sync!r} says "
+            "itself what travels; leave reduce_dtype out and write it there, as in fp16(allreduce)"
+        )
+    return sync
+
+
+def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
+    """Casts buffers, and leaves the attributes on parameters that torch's class leaves there."""
+    torch_ddp._setup_mixed_precision_params(mixed_precision, module)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    if mixed_precision.buffer_dtype is not None:
+        torch_ddp._cast_buffers(mixed_precision, module)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+
+
+def require_no_sync_batch_norm_on_cpu(module: nn.Module, device_type: str) -> None:
+    """Raises a ValueError where SyncBatchNorm would fail in the middle of forward."""
+    if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError("SyncBatchNorm layers only work with GPU modules")

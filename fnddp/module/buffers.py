@@ -1,0 +1,69 @@
+"""Buffers, such as those of BatchNorm: which, from whom, and when they are made equal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import distributed as torch_ddp
+
+from fnddp import collectives
+
+HookLocation = torch_ddp._BufferCommHookLocation  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """What synchronizes buffers instead of a broadcast: `hook(state, buffers by name)`, which may return futures."""
+
+    hook: Callable[[Any, dict[str, Tensor]], Any]
+    state: Any
+    location: HookLocation
+
+
+class Buffers:
+    """The buffers of `module`, looked up each time, since modules assign new ones.
+
+    Args:
+        module: The wrapped module.
+        ignored: Names that are nobody's business.
+        group: Name of the process group.
+
+    Attributes:
+        is_synced: Whether forward makes them equal at all.
+        is_due: Whether the next forward does: not after one that did not synchronize, as in torch.
+        hook: What does so, if not a broadcast.
+    """
+
+    def __init__(self, module: nn.Module, ignored: set[str], group: str | None, is_synced: bool) -> None:
+        self._module, self._ignored, self._group = module, ignored, group
+        self.is_synced = is_synced
+        self.is_due = True
+        self.hook: BufferHook | None = None
+        self.futures: list[torch.futures.Future[Any]] = []
+
+    def named(self) -> dict[str, Tensor]:
+        """The buffers by name."""
+        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+
+    def runs_at(self, location: HookLocation) -> bool:
+        """Whether there is something to do before or after this forward."""
+        mine = HookLocation.PRE_FORWARD if self.hook is None else self.hook.location
+        return location == mine and self.is_synced and self.is_due and bool(self.named())
+
+    def sync(self, source: int) -> None:
+        """Makes them equal to those of the rank `source`, or runs the hook."""
+        named = self.named()
+        # What backward needs of them was saved: it must not find that they have changed.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(named.values())):  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+            if self.hook is None:
+                collectives.broadcast(list(named.values()), self._group, source=source)
+            else:
+                self.futures += self.hook.hook(self.hook.state, named) or []
+
+    def wait(self) -> None:
+        """For what a hook has left to the end of backward."""
+        futures, self.futures = self.futures, []
+        for future in futures:
+            future.wait()

@@ -1,0 +1,85 @@
+"""A pipeline's state in torch.distributed.checkpoint, also for another number of ranks."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fnddp import collectives
+from fnddp.state import load_state_dict, parts, state_dict
+from fnddp.sync import LOCAL, State
+
+
+class HasState(Protocol):
+    """What keeps the state of a pipeline."""
+
+    sync_state: State
+
+
+class Checkpoint:
+    """A `torch.distributed.checkpoint.stateful.Stateful` for the state of `owner`.
+
+    What is replicated is saved once, and what is local once for each rank. Loaded by as many ranks as have saved it,
+    training goes on to the bit. Other numbers of ranks get shares of the local parts (see `shares`).
+
+    Args:
+        owner: Its `sync_state` is saved and set.
+        group: Name of its process group.
+        saved_world_size: How many ranks have saved what is loaded; None for as many as there are.
+    """
+
+    def __init__(self, owner: HasState, group: str | None, saved_world_size: int | None = None) -> None:
+        self._owner = owner
+        self._rank, self._size = collectives.rank(group), collectives.world_size(group)
+        self._shares = shares(self._rank, self._size, saved_world_size or self._size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save; also called to say what to load, into memory of its own."""
+        saved = state_dict(self._owner.sync_state)
+        kinds = {part.key: part.kind for part in parts(self._owner.sync_state)}
+        replicated = {key: value for key, value in saved.items() if kinds[key] != LOCAL}
+        local = {key: value for key, value in saved.items() if kinds[key] == LOCAL}
+        keyed = {_of_rank(r, key): value for r in self._shares for key, value in local.items()}
+        return {key: v.clone() if isinstance(v, Tensor) else v for key, v in {**replicated, **keyed}.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets the state.
+
+        Raises:
+            ValueError: It is of another pipeline or other parameters.
+        """
+        merged: dict[str, Any] = {}
+        for part in parts(self._owner.sync_state):
+            if part.kind == LOCAL:
+                values = {r: state_dict[_of_rank(r, part.key)] for r in self._shares}
+                merged[part.key] = combined(values, self._shares)
+            else:
+                merged[part.key] = state_dict[part.key]
+        self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
+
+
+def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
+    """How much of which saved rank's residual becomes this one's, so that the mean over ranks is what it was.
+
+    Ranks are laid out on a line of length 1, before and after; a rank takes what it covers. So twice as many ranks each
+    get a copy, half as many the mean of two, and no residual grows.
+
+    >>> shares(0, 4, 2), shares(0, 2, 4), shares(1, 3, 2)
+    ({0: 1.0}, {0: 0.5, 1: 0.5}, {0: 0.5, 1: 0.5})
+    """
+    # In units of 1 / (size * saved_size), where all borders are whole numbers.
+    begin, end = rank * saved_size, (rank + 1) * saved_size
+    overlaps = {r: min(end, (r + 1) * size) - max(begin, r * size) for r in range(saved_size)}
+    return {r: overlap / saved_size for r, overlap in overlaps.items() if overlap > 0}
+
+
+def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
+    """A rank's share of a local part. Of numbers that are no fractions it is that of the largest share."""
+    if len(values) == 1 or not all(isinstance(v, Tensor) and v.is_floating_point() for v in values.values()):
+        return values[max(shares, key=shares.__getitem__)]
+    return torch.stack([share * values[r] for r, share in shares.items()]).sum(0)
+
+
+def _of_rank(rank: int, key: str) -> str:
+    return f"rank{rank}/{key}"

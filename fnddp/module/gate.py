@@ -1,0 +1,59 @@
+"""How a wrapped module takes part in torch.func transforms: parameters pass through a gate.
+
+Within `torch.func.grad` there is no `backward` to hook into, and gradients do not belong to parameters. So the tensors
+that stand for parameters go through an identity on their way in, whose derivative synchronizes what comes back. Other
+transforms of parameters have no rule here, so torch raises: never is a result silently that of one rank.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
+
+Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether a torch.func transform takes derivatives with respect to `tensor`."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_gradtrackingtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
+
+
+def gated(tensors: Mapping[str, Tensor], run: Run) -> dict[str, Tensor]:
+    """The same tensors, whose gradients will be `run` of their gradients."""
+    return dict(zip(tensors, _Gate.apply(run, *tensors.values()), strict=True))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.run = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *_Run.apply(ctx.run, *grads)  # pyright: ignore[reportUnknownMemberType, reportGeneralTypeIssues]
+
+
+class _Run(torch.autograd.Function):
+    """A function of its own, so that torch.func takes the transform off the gradients before it runs."""
+
+    @staticmethod
+    def forward(run: Run, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return run(grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ARG004
+        raise RuntimeError("a gradient synchronization has no derivative: this is the second one of the loss")

@@ -1,0 +1,526 @@
+"""`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
+
+import functools
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from fnddp import collectives, state
+from fnddp.adapters.jit import jit
+from fnddp.agreement import agree, description
+from fnddp.module import arguments
+from fnddp.module.arguments import OWNER, BucketSizes
+from fnddp.module.buffers import Buffers, HookLocation
+from fnddp.module.checkpoint import Checkpoint
+from fnddp.module.gate import gated, is_differentiated
+from fnddp.module.join import ShadowHook
+from fnddp.module.log import Log, environment, parameter_facts
+from fnddp.module.reducer import Reducer
+from fnddp.module.steps import Steps
+from fnddp.module.torch_names import TorchNames
+from fnddp.plan.combine import assign_buckets
+from fnddp.plan.engine import Engine
+from fnddp.plan.ir import LeafSpec
+from fnddp.plan.plan import Plan
+from fnddp.plan.reuse import Donation
+from fnddp.reducers.all_reduce import allreduce
+from fnddp.sync import State, Sync
+
+_PREFIX, _SYNC_PREFIX = "module.", "sync_state."
+
+
+class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+    """Wraps a module so that gradients are synchronized, with any pipeline: torch's class, and what it cannot do.
+
+    Gradients are handed over as backward makes them, and the pipeline's collectives run behind the rest of it.
+    `torch.autograd.grad` and `torch.func.grad` give synchronized gradients too. Nothing can hang because a parameter
+    is unused: what does not arrive on a rank counts as zero there, and what arrives on no rank keeps its gradient,
+    usually None. The wrong choice in a functional loop: there is `value_and_grad`.
+
+    It passes for torch's class (`isinstance` says so) and takes its arguments, by position too. All ranks must
+    construct it. An error in one rank's backward ends the step on all: the others raise `StepFailedError` when that
+    rank uses the module again, or the process group's error when it ends or times out.
+
+    Args:
+        module: What to wrap. Its parameters and buffers are made equal to the first rank's.
+        device_ids: At most one GPU, which inputs are moved to; None to leave them where they are.
+        output_device: Accepted as torch does; outputs stay where the module makes them.
+        dim: Of `scatter` and `gather`.
+        broadcast_buffers: torch's old name of `forward_sync_buffers`, which if False skips the first time as well.
+        init_sync: Whether to verify and broadcast parameters and buffers now. If not, they must be equal.
+        process_group: The group of reducers that name none; None for the default one.
+        bucket_cap_mb: Size of a bucket of gradients in MiB; None for 25, and 1 for the first one.
+        find_unused_parameters: Needless: unused parameters are always found, at no cost.
+        check_reduction: Does nothing, as in torch.
+        gradient_as_bucket_view: Needless: no gradient is copied that need not be.
+        static_graph: A promise that every step uses the same parameters. It is checked, and needless.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives, and these
+            parameters are synchronized as all others.
+        mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype` and gradients are those
+            of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline says so itself.
+            Activation checkpointing within it fails; use torch.autocast.
+        device_mesh: Instead of `process_group`: a mesh of one dimension.
+        skip_all_reduce_unused_params: A promise that the parameters that no rank uses in the first step are never used.
+            They are not sent any more; a broken promise is an error on all ranks.
+        bucket_cap_mb_list: Sizes of the first buckets in the order of arrival, the last one that of all others too.
+        batched_grad_copy: Needless: copies are part of the plan.
+        forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
+        sync: The pipeline.
+
+    Attributes:
+        module: The wrapped module.
+
+    Raises:
+        RankMismatchError: On all ranks, if they disagree about the pipeline or the parameters.
+        RuntimeError: No parameter requires a gradient, or one has no shape yet; a group and a mesh are given.
+        ValueError: Devices do not fit the module; `mixed_precision` contradicts the pipeline.
+
+    >>> from fnddp import fp16
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> model = DistributedDataParallel(nn.Linear(2, 1), sync=fp16(allreduce))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> model.module.weight.grad
+    tensor([[1., 1.]])
+    >>> torch.autograd.grad(model(torch.ones(1, 2)).sum(), model.module.bias)
+    (tensor([1.]),)
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        sync: Sync = allreduce,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)  # pyright: ignore[reportUnknownMemberType]
+        arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        if check_reduction:
+            arguments.warn_of_check_reduction()
+        self.module = module
+        self._group = collectives.group_name(arguments.checked_group(process_group, device_mesh, module))
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._parameters_by_name = self._trained_parameters()
+        parameters = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
+        self.device_ids, self.output_device = arguments.checked_devices(parameters, device_ids, output_device)
+        self.device = parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in parameters}) > 1
+        arguments.require_no_sync_batch_norm_on_cpu(module, self.device_type)
+        sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(sizes.caps), list(sizes.listed)
+        self._bucket_caps = sizes.caps
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.require_backward_grad_sync = True
+        self.divides_by_initial_world_size = True
+        sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
+        self._buffers_of_module = Buffers(module, self.parameters_to_ignore, self._group, sync_in_forward)
+        self._sync = sync
+        self._set_up(sync, verify=init_sync)
+        if init_sync:
+            buffers = self._buffers_of_module.named().values() if sync_now else ()
+            collectives.broadcast([t.detach() for t in [*parameters, *buffers]], self._group)
+        if mixed_precision is not None:
+            arguments.set_up_mixed_precision(mixed_precision, module)
+
+    # What users call
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline that runs: it names the process group where it named none, unless that is the default one.
+
+        Set it between steps, on all ranks, to go on with another one, whose state begins anew.
+
+        Raises:
+            RankMismatchError: On all ranks, if they disagree about the new pipeline.
+            RuntimeError: A step is under way.
+        """
+        return self._engine.sync
+
+    @sync.setter
+    def sync(self, sync: Sync) -> None:
+        if self._engine.is_open:
+            raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
+        self._steps.detach()
+        self._sync, before = sync, self._sync
+        try:
+            self._set_up(sync, verify=True)
+        except BaseException:
+            self._sync = before
+            self._set_up(before, verify=False)
+            raise
+
+    @property
+    def sync_state(self) -> State:
+        """The pipeline's state after the last step: a pytree keyed by the names of `module`'s parameters.
+
+        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks.
+        """
+        return state.shared(self._steps.state)
+
+    @sync_state.setter
+    def sync_state(self, saved: State) -> None:
+        self._steps.state = state.require_like(repr(self.sync), saved, self._steps.state)
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
+        """The pipeline's state for torch.distributed.checkpoint.
+
+        Args:
+            saved_world_size: To load what another number of ranks has saved.
+        """
+        return Checkpoint(self, self._group, saved_world_size)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last backward ran; None before the first, and for a pipeline that cannot be lowered."""
+        return self._engine.plan
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group; None without torch.distributed."""
+        return collectives.live_group(self._group) if dist.is_initialized() else None
+
+    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module; the backward of what it returns synchronizes."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            is_within_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+            if self._engine.is_open and is_within_backward:  # activation checkpointing computes it again
+                return self.module(*inputs, **kwargs)
+            if self._engine.is_open:
+                self._steps.fail(RuntimeError("its backward did not finish"))
+            self._engine.refuse_after_failure()
+            inputs, kwargs = self._before_forward(inputs, kwargs)
+            tensors = self._tensors_to_run_with()
+            if tensors:
+                output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
+            else:
+                output = self.module(*inputs, **kwargs)
+            self._after_forward(output)
+            return output
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Within it forward passes do not synchronize: gradients add up until a backward outside of it."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for uneven inputs: ranks that have run out of them take part in the others' steps with zeros.
+
+        At the end all ranks have the parameters of one that has seen the last input. Every forward within it must be
+        followed by one backward, in all of it or in none.
+
+        Args:
+            divide_by_initial_world_size: Take the mean over all ranks, so that every input has the same weight;
+                otherwise over the ranks that are left. Works with any pipeline (torch ignores it under a hook).
+            enable: If not, nothing is done, and inputs must be even.
+            throw_on_early_termination: Raise on all ranks when the first one runs out. Needed where forward has
+                collectives of its own.
+
+        Raises:
+            RuntimeError: With `throw_on_early_termination`.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self.process_group
+
+    def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The module's state under `module.`, as torch's class gives it.
+
+        Args:
+            *args, **kwargs: As of `torch.nn.Module.state_dict`.
+            sync_state: Add the pipeline's state, under `sync_state.`. What is local in it is this rank's own, so each
+                rank must save its own then.
+        """
+        saved = super().state_dict(*args, **kwargs)
+        if sync_state:
+            prefix = kwargs.get("prefix", "") + _SYNC_PREFIX
+            saved.update({prefix + key: value for key, value in state.state_dict(self.sync_state).items()})
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads what `state_dict` gave, of this class, of torch's, or of the module itself, without `module.`.
+
+        Raises:
+            RuntimeError: See `torch.nn.Module.load_state_dict`.
+            ValueError: The state of the pipeline in it, if any, is of another pipeline.
+        """
+        synced = {key.removeprefix(_SYNC_PREFIX): v for key, v in state_dict.items() if key.startswith(_SYNC_PREFIX)}
+        rest = {key: value for key, value in state_dict.items() if not key.startswith(_SYNC_PREFIX)}
+        if not any(key.startswith(_PREFIX) for key in rest):
+            rest = {_PREFIX + key: value for key, value in rest.items()}
+        loaded = super().load_state_dict(rest, strict, assign)
+        if synced:
+            self.sync_state = state.load_state_dict(self.sync_state, synced)
+        return loaded
+
+    # Forward
+
+    def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self._synchronizes:
+            self._log.forward_starts()
+        Join.notify_join_context(self)
+        if self._buffers_of_module.runs_at(HookLocation.PRE_FORWARD):
+            self._buffers_of_module.sync(self._source())
+        if self._joins:
+            left = collectives.total(int(self.require_backward_grad_sync), self._group)
+            scales = left > 0 and not self.divides_by_initial_world_size
+            self._steps.scale = collectives.world_size(self._group) / left if scales else 1.0
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, True)  # pyright: ignore[reportUnknownVariableType, reportAssignmentType]
+        if self.mixed_precision is not None:
+            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)  # pyright: ignore[reportUnknownVariableType, reportAssignmentType]
+        return inputs, kwargs
+
+    def _after_forward(self, output: Any) -> None:
+        if self._buffers_of_module.runs_at(HookLocation.POST_FORWARD):
+            self._buffers_of_module.sync(self._source())
+        self._buffers_of_module.is_due = self._synchronizes
+        if torch.is_grad_enabled():
+            self._steps.is_armed = self._synchronizes and not self._is_gated
+        if self._steps.is_armed and torch.is_grad_enabled() and not collectives.is_transforming():
+            # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._steps.start)
+
+    @property
+    def _synchronizes(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    def _tensors_to_run_with(self) -> dict[str, Tensor]:
+        """What to run the module with instead of what it has."""
+        has = {name: owner.get(key) for name, owner, key in self._slots}
+        swapped = {name: t for name, t in has.items() if t is not None and t is not self._parameters_by_name[name]}
+        self._is_gated = self._synchronizes and any(t.requires_grad or is_differentiated(t) for t in swapped.values())
+        tensors: dict[str, Tensor] = {}
+        if self._is_gated:  # by torch.func.functional_call, or for good
+            self._require_shapes(swapped)
+            tensors = {n: t for n, t in has.items() if t is not None and (t.requires_grad or is_differentiated(t))}
+            tensors = gated(tensors, functools.partial(self._synchronize, tuple(tensors)))
+        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
+            has = {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+            dtype = self.mixed_precision.param_dtype
+            tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in (has | tensors).items()}
+        self._require_no_thawed()
+        return tensors
+
+    def _synchronize(self, names: tuple[str, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The means of gradients that are all there."""
+        given = dict(zip(names, grads, strict=True))
+        leaves = {n: given[n] if n in given else torch.zeros_like(p) for n, p in self._parameters_by_name.items()}
+        if self._steps.scale != 1:
+            leaves = {name: leaf * self._steps.scale for name, leaf in leaves.items()}
+        mean, self._steps.state = self._jit(leaves, self.sync_state)
+        return tuple(mean[name] for name in names)
+
+    def _require_shapes(self, swapped: Mapping[str, Tensor]) -> None:
+        for name, tensor in swapped.items():
+            expected = self._parameters_by_name[name]
+            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+                raise ValueError(
+                    f"{OWNER}: {name!r} is now {state.describe(tensor)}, but was {state.describe(expected)} when the "
+                    "module was wrapped; wrap it again"
+                )
+
+    def _require_no_thawed(self) -> None:
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{OWNER}: {', '.join(thawed)} did not require a gradient when the module was wrapped, and does now, "
+                "so its gradient would not be synchronized; wrap the module again"
+            )
+
+    # Uneven inputs
+
+    @property
+    def _joins(self) -> bool:
+        return self._join_config.enable
+
+    def _source(self) -> int:
+        """Whose buffers are right: the first rank's, and while ranks run out of inputs, the last that has some."""
+        return collectives.highest(collectives.rank(self._group), self._group) if self._joins else 0
+
+    def shadow(self) -> None:
+        """One forward and backward of the ranks that still have inputs."""
+        buffers = self._buffers_of_module
+        if buffers.runs_at(HookLocation.PRE_FORWARD):
+            buffers.sync(collectives.highest(-1, self._group))
+        synchronizes = collectives.total(0, self._group) > 0
+        if buffers.runs_at(HookLocation.POST_FORWARD):
+            buffers.sync(collectives.highest(-1, self._group))
+        buffers.is_due = synchronizes
+        if synchronizes:
+            self._steps.shadow()
+
+    def take_from_last(self, is_last_joiner: bool) -> None:
+        """Makes parameters and buffers those of a rank that has seen the last input."""
+        source = collectives.highest(collectives.rank(self._group) if is_last_joiner else -1, self._group)
+        named = dict(self.module.named_parameters())
+        named |= self._buffers_of_module.named() if self._buffers_of_module.is_synced else {}
+        kept = [tensor.detach() for name, tensor in named.items() if name not in self.parameters_to_ignore]
+        collectives.broadcast(kept, self._group, source=source)
+        self._steps.scale = 1.0
+
+    # Set-up
+
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        """What to synchronize. Parameters of a wrapped part of the module are synchronized by that part."""
+        parts = [part for part in self.module.modules() if isinstance(part, DistributedDataParallel)]
+        theirs = {parameter for part in parts for parameter in part._parameters_by_name.values()}
+        named = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        if not any(p.requires_grad for p in named.values()):
+            raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use it unwrapped")
+        return {name: p for name, p in named.items() if p.requires_grad and p not in theirs}
+
+    def _set_up(self, sync: Sync, *, verify: bool, saved: State = None) -> None:
+        """Makes the engine for `sync`; with `saved`, from that state."""
+        parameters = self._parameters_by_name
+        made: list[tuple[Sync, State]] = []
+
+        def begin() -> dict[str, str]:
+            over = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
+            made.append((over, over.init(parameters) if saved is None else saved))
+            return description(sync, parameters, made[-1][1])
+
+        if verify:
+            agree(begin, self._group)
+        else:
+            begin()
+        pipeline, initial = made[-1]
+        self._slots = [(name, *_slot(self.module, name)) for name in parameters]
+        self._is_gated = False
+        self._jit = jit(pipeline)
+        self.reducer = Reducer(
+            list(parameters),
+            self._group,
+            static_graph=self.static_graph,
+            skips_unused=self.skip_all_reduce_unused_params,
+        )
+        leaves = {name: LeafSpec.of(parameter) for name, parameter in parameters.items()}
+        self._engine = Engine(
+            pipeline,
+            leaves,
+            donation=Donation(gradients="yes", state=True),
+            bucket_caps=self._bucket_caps,
+            learns_order=True,
+            skips_unused=True,
+            drops_unused=self.skip_all_reduce_unused_params,
+            check_unused=self.reducer.check,
+            groups=[self._group],
+        )
+        buckets = assign_buckets({name: leaves[name].nbytes for name in reversed(leaves)}, self._bucket_caps)
+        self._log = Log({**self._facts(), **environment(self.process_group), **parameter_facts(leaves, buckets)})
+        self._steps = Steps(parameters, self._engine, initial, self._log, self._buffers_of_module.wait)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # With the pipeline and its state, which torch's class loses with its hook. Hooks and plans are made again.
+        made_again = ("_engine", "_steps", "_jit", "_log", "reducer", "_slots")
+        attributes = {key: value for key, value in self.__dict__.items() if key not in made_again}
+        return {**attributes, "_saved_state": self.sync_state}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        attributes = dict(attributes)
+        saved = attributes.pop("_saved_state")
+        super().__setstate__(attributes)
+        self._set_up(self._sync, verify=False, saved=saved)
+
+
+# So that isinstance and issubclass take it for torch's class, as accelerate, lightning and DCP do to find `module`.
+TorchDDP.register(DistributedDataParallel)
+
+
+def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a module keeps the parameter `name`."""
+    owner, _, key = name.rpartition(".")
+    return module.get_submodule(owner)._parameters, key  # pyright: ignore[reportPrivateUsage]
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returns, whatever it is made of."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    elif isinstance(output, list | tuple | set):
+        for part in output:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors_in(part)
+    elif is_dataclass(output):
+        yield from _tensors_in([getattr(output, field.name, None) for field in fields(output)])

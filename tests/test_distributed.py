@@ -1,0 +1,629 @@
+"""Lightning's old `utilities.distributed`: the numbers of a single process, on any group, and errors on all ranks."""
+
+import functools
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import fnddp
+from fnddp import RankMismatchError, WireCounter, allreduce, error_feedback, fp16
+from fnddp.distributed import (
+    AllGatherGrad,
+    all_gather_ddp_if_available,
+    gather_all_tensors,
+    init_dist_connection,
+    register_ddp_comm_hook,
+    sync_ddp,
+    sync_ddp_if_available,
+)
+from tests.ranks import run_threads
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+
+# By rank: the same number of dimensions on all.
+SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "even": lambda rank: (3, 2),
+    "0-d": lambda rank: (),
+    "longer with the rank": lambda rank: (rank + 1, 2),
+    "longest in other dimensions": lambda rank: (4 - rank, 1 + rank, 2),
+    "empty on one": lambda rank: (rank, 3),
+    "empty on all": lambda rank: (0, rank),
+}
+EVEN = [(3, 2), (), (0, 2), (1,)]
+
+
+def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """What `rank` holds: every rank can make every other's."""
+    generator = torch.Generator().manual_seed(rank)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype.is_floating_point or dtype.is_complex:
+        numbers = torch.randn(shape, generator=generator, dtype=torch.complex128)
+        return (numbers if dtype.is_complex else numbers.real).to(dtype)
+    return torch.randint(0, 9, shape, generator=generator).to(dtype)
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def my_pair(rank: int) -> tuple[dist.ProcessGroup, list[int]]:
+    """Ranks 0 and 2, or 1 and 3: the rank in the group is not that in the world."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return groups[rank % 2], [rank % 2, rank % 2 + 2]
+
+
+# Gathering
+
+
+def check_gather(rank: int, shapes: str, dtype: torch.dtype) -> None:
+    shape_of = SHAPES[shapes]
+    for group, members in ((None, [0, 1, 2, 3]), my_pair(rank)):
+        mine = tensor_of(rank, shape_of(rank), dtype)
+        gathered = gather_all_tensors(mine, group)
+        assert len(gathered) == len(members)
+        for got, member in zip(gathered, members, strict=True):
+            assert_same(got, tensor_of(member, shape_of(member), dtype))
+            assert got.is_contiguous()
+            assert got.untyped_storage().nbytes() == got.numel() * got.element_size()  # nothing else is kept with it
+            assert got.numel() == 0 or got.data_ptr() != mine.data_ptr()
+        assert_same(mine, tensor_of(rank, shape_of(rank), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_gather_all_tensors(shapes, dtype):
+    run_threads(4, check_gather, shapes, dtype)
+
+
+def check_gather_all(rank: int) -> None:
+    for shapes in SHAPES:
+        for dtype in DTYPES:
+            check_gather(rank, shapes, dtype)
+
+
+def test_gather_all_tensors_on_gloo(gloo):
+    gloo(4, check_gather_all)
+
+
+def test_gather_all_tensors_of_a_dtype_that_gloo_does_not_know(gloo):
+    gloo(2, check_gather_float8)
+
+
+def check_gather_float8(rank: int) -> None:
+    gathered = gather_all_tensors(torch.full((rank + 1,), 2.0).to(torch.float8_e4m3fn))
+    assert [g.dtype for g in gathered] == [torch.float8_e4m3fn] * 2
+    assert [g.float().tolist() for g in gathered] == [[2.0], [2.0, 2.0]]
+
+
+def check_strides(rank: int) -> None:
+    def layouts(r: int) -> list[Tensor]:
+        x = tensor_of(r, (2, 3, 4, 5))
+        return [
+            x.mT,
+            x[:, ::2],
+            x.to(memory_format=torch.channels_last),
+            x[0, 0, 0, 0].expand(3, 2),
+            torch.complex(x, -x).conj(),
+            torch.complex(x, -x).conj().imag,  # with the negative bit
+        ]
+
+    ranks = range(dist.get_world_size())
+    for i, mine in enumerate(layouts(rank)):
+        want = torch.stack([layouts(r)[i] for r in ranks])
+        assert_same(torch.stack(gather_all_tensors(mine)), want)
+        assert_same(all_gather_ddp_if_available(mine), want)
+        torch.testing.assert_close(sync_ddp(mine), want.sum(0))
+        torch.testing.assert_close(sync_ddp(mine, reduce_op="product"), want.prod(0))
+    # one rank's strides are not another's
+    mixed = tensor_of(rank, (4, 3)).mT if rank else tensor_of(rank, (3, 4))
+    want = torch.stack([tensor_of(r, (4, 3)).mT if r else tensor_of(r, (3, 4)) for r in ranks])
+    assert_same(all_gather_ddp_if_available(mixed), want)
+    assert_same(torch.stack(gather_all_tensors(mixed)), want)
+
+
+def test_strides_do_not_matter():
+    run_threads(3, check_strides)
+
+
+def check_gather_mismatch(rank: int) -> None:
+    gather = gather_all_tensors
+    with pytest.raises(RankMismatchError, match=r"about dtype: ranks 0, 2: torch.float32; rank 1: torch.int64"):
+        gather(torch.ones(2, dtype=torch.int64 if rank == 1 else torch.float32))
+    with pytest.raises(RankMismatchError, match=r"about the number of dimensions: ranks 0, 1: 1; rank 2: 2"):
+        gather(torch.ones(2) if rank < 2 else torch.ones(2, 1))
+    check_bad_tensors(rank, gather)
+
+
+def check_bad_tensors(rank: int, call: Callable[[Any], Any]) -> None:
+    bad = {
+        r"expected a tensor, got a float; wrap it": 1.0,
+        r"expected a dense tensor, got layout torch.sparse_coo; pass tensor.to_dense": torch.ones(2).to_sparse(),
+    }
+    for message, value in bad.items():
+        if rank == 1:
+            with pytest.raises(TypeError, match=message):
+                call(value)
+        else:
+            with pytest.raises(RankMismatchError, match=rf"rank 1: .*failed with TypeError: {message}"):
+                call(torch.ones(2))
+    call(torch.ones(2))  # nothing is left over
+
+
+def test_gather_all_tensors_tells_all_ranks_what_differs(gloo):
+    run_threads(3, check_gather_mismatch)
+    gloo(3, check_gather_mismatch)
+
+
+def check_all_gather(rank: int) -> None:
+    for dtype in DTYPES:
+        for shape in EVEN:
+            for group, members in ((None, [0, 1, 2, 3]), my_pair(rank)):
+                mine = tensor_of(rank, shape, dtype)
+                got = all_gather_ddp_if_available(mine, group)
+                assert_same(got, torch.stack([tensor_of(member, shape, dtype) for member in members]))
+                assert_same(AllGatherGrad.apply(mine, group), got)
+                assert got.numel() == 0 or got.data_ptr() != mine.data_ptr()
+
+
+def test_all_gather(gloo):
+    run_threads(4, check_all_gather)
+    gloo(4, check_all_gather)
+
+
+def check_all_gather_mismatch(rank: int) -> None:
+    for gather in (all_gather_ddp_if_available, AllGatherGrad.apply):
+        with pytest.raises(RankMismatchError) as raised:
+            gather(torch.ones(rank + 1, 2))
+        differ = "rank 0: float32[1, 2]; rank 1: float32[2, 2]; rank 2: float32[3, 2]"
+        assert str(raised.value) == f"ranks disagree about the tensor to gather: {differ}"
+        with pytest.raises(RankMismatchError, match=r"ranks 0, 1: float32\[2\]; rank 2: float64\[2\]"):
+            gather(torch.ones(2, dtype=torch.float64 if rank == 2 else torch.float32))
+        check_bad_tensors(rank, gather)
+
+
+def test_all_gather_tells_all_ranks_what_differs(gloo):
+    run_threads(3, check_all_gather_mismatch)
+    gloo(3, check_all_gather_mismatch)
+
+
+# Gradients
+
+
+def loss_on(rank: int, stacked: Tensor) -> Tensor:
+    """Another loss on each rank, of all tensors, whose gradients depend on them."""
+    weights = torch.arange(1, 1 + stacked.numel(), dtype=torch.float64).reshape(stacked.shape)
+    return ((rank + 1) * weights * stacked.abs() ** 3).sum() / 10 + stacked.abs().sum() ** 2
+
+
+def penalty_on(rank: int, grad: Tensor) -> Tensor:
+    return (rank + 2) * (grad.abs() ** 2).sum()
+
+
+def reference(members: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """First gradients, and those of the penalty on them, by member: in one process, of the sum of all losses."""
+    tensors = [tensor_of(member, shape, dtype).requires_grad_() for member in members]
+    total = sum(loss_on(member, torch.stack(tensors)) for member in members)
+    firsts = torch.autograd.grad(total, tensors, create_graph=True)
+    penalty = sum(penalty_on(member, first) for member, first in zip(members, firsts, strict=True))
+    return list(firsts), list(torch.autograd.grad(penalty, tensors))
+
+
+def check_gradients(rank: int) -> None:
+    everyone = list(range(dist.get_world_size()))
+    groups = [(None, everyone)] + ([my_pair(rank)] if len(everyone) == 4 else [])
+    for dtype in (torch.float64, torch.complex128):
+        for shape in EVEN:
+            for group, members in groups:
+                me = members.index(rank)
+                firsts, seconds = reference(members, shape, dtype)
+                mine = tensor_of(rank, shape, dtype).requires_grad_()
+                loss = loss_on(rank, all_gather_ddp_if_available(mine, group, sync_grads=True))
+                (first,) = torch.autograd.grad(loss, mine, create_graph=True)
+                torch.testing.assert_close(first, firsts[me])
+                (second,) = torch.autograd.grad(penalty_on(rank, first), mine)
+                torch.testing.assert_close(second, seconds[me])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gradients_and_their_gradients_are_those_of_one_process(n):
+    run_threads(n, check_gradients)
+
+
+def test_gradients_on_gloo(gloo):
+    gloo(4, check_gradients)
+
+
+def check_gradient_forms(rank: int) -> None:
+    n = dist.get_world_size()
+    mine = tensor_of(rank, (3, 2)).mT.requires_grad_()
+    AllGatherGrad.apply(mine).sum().backward()  # a gradient without strides
+    assert_same(mine.grad, torch.full((2, 3), float(n), dtype=torch.float64))
+
+    half = torch.full((2,), 3.0, dtype=torch.float16, requires_grad=True)
+    AllGatherGrad.apply(half).square().sum().backward()
+    assert half.grad.dtype == torch.float16
+    assert half.grad.tolist() == [6.0 * n] * 2
+
+    assert not all_gather_ddp_if_available(mine).requires_grad
+    assert not any(gathered.requires_grad for gathered in gather_all_tensors(mine))
+    assert not sync_ddp(mine).requires_grad
+    with torch.no_grad():
+        assert not all_gather_ddp_if_available(mine, sync_grads=True).requires_grad
+
+
+def test_forms_of_gradients(gloo):
+    run_threads(3, check_gradient_forms)
+    gloo(3, check_gradient_forms)
+
+
+def check_scattered(rank: int) -> None:
+    mine = torch.ones(100, requires_grad=True)
+    loss = AllGatherGrad.apply(mine).sum()
+    with WireCounter() as counter:
+        loss.backward()
+    assert (counter.wire_bytes, counter.collectives) == (2 * 400, 1)
+
+
+def test_backward_is_one_collective(gloo):
+    gloo(2, check_scattered)
+
+
+def check_torch_func(rank: int) -> None:
+    shape = (3,)
+    members = list(range(dist.get_world_size()))
+    mine = tensor_of(rank, shape)
+
+    def loss(x: Tensor) -> Tensor:
+        return loss_on(rank, AllGatherGrad.apply(x))
+
+    def total(*tensors: Tensor) -> Tensor:
+        stacked = torch.stack(tensors)
+        return sum(loss_on(member, stacked) for member in members)
+
+    first = torch.func.grad(loss)
+    firsts, seconds = reference(members, shape, torch.float64)
+    torch.testing.assert_close(first(mine), firsts[rank])
+    second = torch.func.grad(lambda x: penalty_on(rank, first(x)))(mine)
+    torch.testing.assert_close(second, seconds[rank])
+    assert torch.func.grad(lambda x: (x * all_gather_ddp_if_available(x)).sum())(mine).shape == shape  # as a constant
+
+    # Batched: each example on its own.
+    batch = torch.stack([mine, 2 * mine, -mine])
+    stacked = torch.stack([torch.stack([tensor_of(m, shape) for m in members]) * factor for factor in (1, 2, -1)])
+    assert_same(torch.func.vmap(AllGatherGrad.apply)(batch), stacked)
+    want = torch.stack([torch.func.grad(total, argnums=rank)(*example) for example in stacked])
+    torch.testing.assert_close(torch.func.vmap(first)(batch), want)
+    torch.testing.assert_close(torch.func.vmap(first, in_dims=1)(batch.mT), want)
+
+    # Forward: all ranks' tangents at once.
+    tangents = [tensor_of(10 + member, shape) for member in members]
+    everyone = tuple(tensor_of(member, shape) for member in members)
+    want_value, want_tangent = torch.func.jvp(
+        lambda *tensors: loss_on(rank, torch.stack(tensors)), everyone, tuple(tangents)
+    )
+    value, tangent = torch.func.jvp(loss, (mine,), (tangents[rank],))
+    torch.testing.assert_close((value, tangent), (want_value, want_tangent))
+    _, want_tangent = torch.func.jvp(torch.func.grad(total, argnums=rank), everyone, tuple(tangents))
+    _, tangent = torch.func.jvp(first, (mine,), (tangents[rank],))
+    torch.testing.assert_close(tangent, want_tangent)
+
+
+def test_within_torch_func(gloo):
+    gloo(3, check_torch_func)  # threads share torch's levels of forward differentiation
+
+
+def check_vmap_is_refused(rank: int) -> None:
+    batch = torch.ones(2, 3)
+    calls = [
+        lambda x: gather_all_tensors(x)[0],
+        sync_ddp,
+        functools.partial(sync_ddp, reduce_op="product"),
+        lambda x: allreduce({"w": x}, ())[0]["w"],
+        torch.func.grad(lambda x: (x + gather_all_tensors(x)[0]).sum()),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"a collective cannot run inside torch.func.vmap: call it on the whole"):
+            torch.func.vmap(call)(batch)
+
+
+def test_what_vmap_would_get_wrong_is_refused(gloo):
+    gloo(2, check_vmap_is_refused)
+
+
+# Reducing
+
+
+def reduce_exactly(tensors: list[Tensor], op: str) -> Tensor:
+    """In Python's integers, or double precision."""
+    dtype = tensors[0].dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.stack([t.to(torch.complex128 if dtype.is_complex else torch.float64) for t in tensors])
+        reductions = {"sum": torch.sum, "mean": torch.mean, "product": torch.prod}
+        return (reductions[op](wide, 0) if op in reductions else getattr(torch, f"a{op}")(wide, 0)).to(dtype)
+    columns = list(zip(*(t.flatten().tolist() for t in tensors), strict=True))
+    n = len(tensors)
+    of: dict[str, Callable[[tuple[int, ...]], int]] = {
+        "sum": sum,
+        "mean": lambda column: (2 * sum(column) + n) // (2 * n),  # to the nearest, halves up
+        "max": max,
+        "min": min,
+        "product": lambda column: functools.reduce(lambda a, b: a * b, column),
+    }
+    values = [of[op](tuple(int(x) for x in column)) for column in columns]
+    return torch.tensor(values, dtype=torch.int64).to(dtype).reshape(tensors[0].shape)
+
+
+SPELLINGS = {
+    "sum": [None, "sum", "SUM", dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.SUM)],
+    "mean": ["mean", "AVG", "Mean", "avg", dist.ReduceOp.AVG],
+    "max": ["max", "Max", dist.ReduceOp.MAX],
+    "min": ["MIN", dist.ReduceOp.MIN],
+    "product": ["product", "PRODUCT", dist.ReduceOp.PRODUCT],
+}
+
+# Sums of four terms and a division: a few roundings.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 1e-6, torch.complex64: 1e-6}
+
+
+def check_reduce(rank: int, op: str) -> None:
+    pair = my_pair(rank)
+    for dtype in DTYPES:
+        if dtype.is_complex and op in ("max", "min"):
+            continue
+        for shape in EVEN:
+            for group, members in ((None, [0, 1, 2, 3]), pair):
+                want = reduce_exactly([tensor_of(member, shape, dtype) for member in members], op)
+                for spelling in SPELLINGS[op]:
+                    mine = tensor_of(rank, shape, dtype)
+                    got = sync_ddp(mine, group, spelling)
+                    tolerance = TOLERANCE.get(dtype, 1e-12 if dtype.is_floating_point or dtype.is_complex else 0)
+                    torch.testing.assert_close(got, want, rtol=tolerance, atol=4 * tolerance)
+                    assert_same(mine, tensor_of(rank, shape, dtype))  # not in place
+                    assert_same(sync_ddp_if_available(mine, group, spelling), got)
+
+
+@pytest.mark.parametrize("op", SPELLINGS)
+def test_sync_ddp(op):
+    run_threads(4, check_reduce, op)
+
+
+@pytest.mark.parametrize("op", SPELLINGS)
+def test_sync_ddp_on_gloo(gloo, op):
+    gloo(4, check_reduce, op)
+
+
+def check_integer_means(rank: int) -> None:
+    def mean(*values: int, dtype: torch.dtype = torch.int32) -> int:
+        return sync_ddp(torch.tensor(values[rank], dtype=dtype), reduce_op="mean").item()
+
+    assert mean(1, 1, 3) == 2  # 5/3, which truncation makes 1
+    assert mean(-1, -1, -3) == -2
+    assert mean(0, 0, 1) == 0
+    assert mean(2**31 - 1, 2**31 - 1, 2**31 - 1) == 2**31 - 1  # the sum does not fit
+    assert mean(200, 200, 199, dtype=torch.uint8) == 200
+    assert mean(True, True, False, dtype=torch.bool) is True
+    large = torch.tensor(60000.0, dtype=torch.float16)
+    assert sync_ddp(large, reduce_op="mean").item() == pytest.approx(60000, rel=2e-3)  # nor does this one
+
+
+def test_means_neither_truncate_nor_overflow():
+    run_threads(3, check_integer_means)
+
+
+def check_reduce_errors(rank: int) -> None:
+    for op in ("median", dist.ReduceOp.BAND, "", 3):
+        with pytest.raises(
+            ValueError, match=r"reduce_op must be one of avg, mean, sum, max, min, product, or None, got"
+        ):
+            sync_ddp(torch.ones(2), reduce_op=op)
+    with pytest.raises(RankMismatchError, match=r"about reduce_op: ranks 0, 1: sum; rank 2: mean"):
+        sync_ddp(torch.ones(2), reduce_op="mean" if rank == 2 else "sum")
+    with pytest.raises(RankMismatchError, match=r"about the tensor to reduce: ranks 0, 1: float32\[2\]; rank 2: float"):
+        sync_ddp(torch.ones(3 if rank == 2 else 2))
+    with pytest.raises(ValueError, match=r"is torch.complex64, which has no max"):
+        sync_ddp(torch.ones(2, dtype=torch.complex64), reduce_op="max")
+    check_bad_tensors(rank, sync_ddp)
+    with pytest.raises(RuntimeError, match=r"cannot run inside torch.func.grad"):
+        torch.func.grad(lambda x: sync_ddp(x).sum())(torch.ones(2))
+
+
+def test_sync_ddp_errors(gloo):
+    run_threads(3, check_reduce_errors)
+    gloo(3, check_reduce_errors)
+
+
+# Without a process group
+
+
+def test_without_a_process_group():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert all_gather_ddp_if_available(x) is x
+    assert all_gather_ddp_if_available(x, sync_grads=True) is x
+    assert sync_ddp_if_available(x, reduce_op="no such") is x
+    (gathered,) = gather_all_tensors(x)
+    assert gathered is x
+    for spelling in ("sum", "mean", "max", "min", "product"):
+        synced = sync_ddp(x, reduce_op=spelling)
+        assert synced.tolist() == [1.0, 2.0]
+        assert synced.data_ptr() != x.data_ptr()
+    assert AllGatherGrad.apply(x).tolist() == [[1.0, 2.0]]
+
+
+def test_under_a_launcher_a_missing_process_group_is_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    x = torch.ones(2)
+    for call in (gather_all_tensors, sync_ddp):
+        with pytest.raises(
+            RuntimeError, match="the launcher started 2 ranks, but torch.distributed is not initialized"
+        ):
+            call(x)
+
+
+# Connecting
+
+
+class Cluster:
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self.main_address, self.main_port = "127.0.0.1", port
+        self._rank, self._size = rank, size
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def world_size(self) -> int:
+        return self._size
+
+
+class NotAsked(Cluster):
+    """Knows an address, and must not be asked for anything else."""
+
+    def global_rank(self) -> int:
+        raise AssertionError("asked for the rank")
+
+    def world_size(self) -> int:
+        raise AssertionError("asked for the size")
+
+
+def check_connection(rank: int, port: int, asks: bool) -> float:
+    dist.destroy_process_group()
+    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    try:
+        if asks:
+            init_dist_connection(Cluster(rank, 2, port), "gloo", timeout=timedelta(seconds=30))
+        else:
+            init_dist_connection(NotAsked(0, 0, port), "gloo", rank, 2)
+        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", str(port))
+        return sync_ddp(torch.tensor(float(rank + 1))).item()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_init_dist_connection(gloo, asks):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert gloo(2, check_connection, port, asks) == [3.0, 3.0]
+
+
+def test_init_dist_connection_when_there_is_nothing_to_do(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "before")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    init_dist_connection(NotAsked(0, 0, 1), "gloo")
+    assert os.environ["MASTER_ADDR"] == "before"
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch.distributed is not available"):
+        init_dist_connection(NotAsked(0, 0, 1), "gloo")
+
+
+# Hooks
+
+
+def scaled_hook(scale: float, state: Any, renamed: Any) -> torch.futures.Future[Tensor]:
+    state.append(scale)
+    return allreduce_hook(None, renamed).then(lambda done: done.value() * scale)
+
+
+class ObjectHook:
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        return scaled_hook(2.0, state, bucket)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
+def mean_gradient(n: int) -> Tensor:
+    model = make_model()
+    (sum(model(torch.full((1, 4), float(r + 1))).square().sum() for r in range(n)) / n).backward()
+    return model.weight.grad
+
+
+def gradient(model: nn.Module, rank: int) -> Tensor:
+    model(torch.full((1, 4), float(rank + 1))).square().sum().backward()
+    return model.module.weight.grad
+
+
+def check_hooks(rank: int) -> None:
+    want = mean_gradient(dist.get_world_size())
+    partial = functools.partial(scaled_hook, 2.0)
+    for hook, name in ((partial, "scaled_hook"), (ObjectHook(), "ObjectHook")):
+        for wrapper, tolerance in ((None, 1e-6), (fp16_compress_wrapper, 2e-3), (functools.partial, 1e-6)):
+            model, calls = DistributedDataParallel(make_model()), []
+            assert register_ddp_comm_hook(model, calls, hook, wrapper) is None
+            torch.testing.assert_close(gradient(model, rank), 2 * want, rtol=tolerance, atol=tolerance)
+            assert calls == [2.0]
+            if wrapper is None:
+                assert model._get_ddp_logging_data()["comm_hook"] == name
+
+    model = DistributedDataParallel(make_model())
+    register_ddp_comm_hook(model, None, allreduce_hook)
+    assert model._comm_hooks == [(allreduce_hook, None)]
+    torch.testing.assert_close(gradient(model, rank), want)
+
+    model = DistributedDataParallel(make_model())
+    register_ddp_comm_hook(model, ddp_comm_wrapper=fp16_compress_wrapper)
+    assert model._comm_hooks == []
+
+
+def test_hooks_on_torchs_class_off_cuda(gloo):
+    gloo(2, check_hooks)
+
+
+def check_pipelines(rank: int) -> None:
+    model = DistributedDataParallel(make_model())
+    handle = register_ddp_comm_hook(model, ddp_comm_hook=error_feedback(fp16(allreduce)))
+    got = gradient(model, rank)
+    torch.testing.assert_close(got, mean_gradient(dist.get_world_size()), rtol=2e-3, atol=2e-3)  # fp16
+    assert handle.sync == error_feedback(fp16(allreduce))
+    assert set(handle.state.residual) == {"weight", "bias"}
+
+    model = DistributedDataParallel(make_model())
+    for extra in ({"ddp_comm_state": 1}, {"ddp_comm_wrapper": fp16_compress_wrapper}):
+        with pytest.raises(
+            ValueError, match=r"allreduce is a pipeline, which takes no ddp_comm_state and no ddp_comm_w"
+        ):
+            register_ddp_comm_hook(model, ddp_comm_hook=allreduce, **extra)
+    model = fnddp.DistributedDataParallel(make_model())
+    assert register_ddp_comm_hook(model, ddp_comm_hook=error_feedback(fp16(allreduce))) is None
+    assert model.sync == error_feedback(fp16(allreduce))
+    torch.testing.assert_close(gradient(model, rank), mean_gradient(dist.get_world_size()), rtol=2e-3, atol=2e-3)
+
+
+def test_pipelines_as_hooks(gloo):
+    gloo(2, check_pipelines)
+
+
+def test_any_model_with_a_hook_slot():
+    class Slot:
+        def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+            self.state, self.hook = state, hook
+
+    model = Slot()
+    register_ddp_comm_hook(model, "state", functools.partial(lambda offset, state, b: (offset, state, b), 1))
+    assert model.state == "state"
+    assert model.hook("state", bucket="bucket") == (1, "state", "bucket")

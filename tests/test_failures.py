@@ -1,0 +1,546 @@
+"""What every rank sees when one rank of a `DistributedDataParallel` misbehaves: the rows of docs/failures.md.
+
+No test measures time. Where ranks are to give up after the process group's timeout, the module has a group of its own
+with a short one, and a test whose ranks wait for longer than `DEADLINE` fails with the traces of all of them.
+
+There is no `skip_nonfinite` transform yet. What stops a step in which a gradient is not finite is a cast with
+`check=True`, which raises on all ranks; without it all ranks get the same mean, see that it is not finite, and may
+undo the step by putting back the state that they held. Both are shown here.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fnddp
+from fnddp import RankMismatchError, StepFailedError
+from fnddp.plan.execute import CollectiveError
+from tests.laws import bits, gather
+from tests.test_register import batch, loss_of, make_model
+
+PLAIN = "allreduce"
+COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+CHECKED = "fp16(allreduce, check=True)"  # cannot be lowered
+CHECKED_FACTORS = "error_feedback(powersgd(fp16(allreduce, check=True), rank=2))"
+
+TIMEOUT = 3  # seconds, of a process group in which a rank is going to be missed
+DEADLINE = 60  # seconds, of a test: the default group's timeout in the pool, and much more than TIMEOUT
+LAYERS = ("0.", "2.")  # those that a gradient reaches after Fragile's trouble; it has been through the last one
+
+
+class Trouble(Exception):
+    pass
+
+
+def fails(grad: Tensor) -> Tensor:
+    raise Trouble("in my backward")
+
+
+def dies(grad: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return grad
+
+
+def not_a_number(grad: Tensor) -> Tensor:
+    return grad * float("nan")
+
+
+def infinite(grad: Tensor) -> Tensor:
+    return grad * float("inf")
+
+
+def huge(grad: Tensor) -> Tensor:
+    """Finite, and beyond float16."""
+    return grad * 1e9
+
+
+class Fragile(nn.Module):
+    """A model with trouble in the middle of forward or of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: Tensor, in_backward: Callable[[Tensor], Tensor] | None = None, raises: bool = False) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if raises and i == 2:
+                raise Trouble("in my forward")
+            if in_backward and i == 2:
+                x.register_hook(in_backward)
+        return x
+
+
+class Training:
+    """Steps that change parameters only where they succeed."""
+
+    def __init__(self, text: str, group: dist.ProcessGroup | None = None) -> None:
+        sync = fnddp.parse(text)
+        self.model = fnddp.DistributedDataParallel(Fragile(), process_group=group, bucket_cap_mb=0.01, sync=sync)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self, x: Tensor, in_backward: Callable[[Tensor], Tensor] | None = None) -> Exception | None:
+        """A step; the error if it fails."""
+        self.optimizer.zero_grad()
+        try:
+            loss_of(self.model(x, in_backward)).backward()
+        except Exception as error:
+            return error
+        self.optimizer.step()
+        return None
+
+    @property
+    def parameters(self) -> Any:
+        return bits(list(self.model.parameters()))
+
+    @property
+    def all(self) -> Any:
+        """Parameters, momentum and the pipeline's state."""
+        return self.parameters, bits(self.optimizer.state_dict()["state"]), bits(self.model.sync_state)
+
+
+def short_group() -> dist.ProcessGroup:
+    return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=TIMEOUT))
+
+
+def require_same_on_all_ranks(value: Any) -> None:
+    everyone = gather(value)
+    assert all(other == everyone[0] for other in everyone)
+
+
+def require_refused(training: Training, rank: int) -> None:
+    """The module does not go on where ranks are out of step."""
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
+        training.model(batch(rank, 0))
+
+
+# Ranks that differ
+
+
+def odd_model(what: str) -> nn.Module:
+    model = make_model()
+    match what:
+        case "fewer parameters":
+            model[4] = nn.Linear(64, 4, bias=False)
+        case "shape":
+            model[4] = nn.Linear(64, 5)
+        case "order":
+            return nn.ModuleDict(reversed(list(model.named_children())))
+        case "dtype":
+            return model.double()
+    return model
+
+
+def check_difference(rank: int, text: str, what: str) -> str:
+    is_odd = rank == dist.get_world_size() - 1
+    sync = fnddp.bf16(fnddp.allreduce) if is_odd and what == "pipeline" else fnddp.parse(text)
+    model = odd_model(what) if is_odd else make_model()
+    before = bits(list(model.parameters()))
+    with pytest.raises(RankMismatchError) as caught:
+        fnddp.DistributedDataParallel(model, sync=sync)
+    assert bits(list(model.parameters())) == before
+    good = fnddp.DistributedDataParallel(make_model())  # nothing is left behind
+    loss_of(good(batch(rank, 0))).backward()
+    require_same_on_all_ranks(bits([p.grad for p in good.parameters()]))
+    return str(caught.value)
+
+
+DIFFERENCES = {
+    "fewer parameters": ("leaf '4.bias'", "float32[4] on cpu", "nothing"),
+    "shape": ("leaf '4.weight'", "float32[4, 64] on cpu", "float32[5, 64] on cpu"),
+    "order": ("leaf '0.weight'", "float32[64, 16] on cpu", "leaf '4.weight' in its place, float32[4, 64] on cpu"),
+    "dtype": ("leaf '0.weight'", "float32[64, 16] on cpu", "float64[64, 16] on cpu"),
+    "pipeline": ("pipeline", "{text}", "bf16(allreduce)"),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("text", [PLAIN, COMPRESSED, CHECKED])
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ(gloo, what, text, n):
+    messages = gloo(n, check_difference, text, what, timeout=DEADLINE)
+    about, theirs, odd = DIFFERENCES[what]
+    if text == COMPRESSED and what == "fewer parameters":  # where others have their last leaf, it has its state
+        odd = "state 'residual.0.weight' in its place, float32[64, 16]"
+    others = "rank 0" if n == 2 else "ranks 0, 1"
+    want = f"ranks disagree about {about}: {others}: {theirs.format(text=text)}; rank {n - 1}: {odd}"
+    assert messages == [want] * n
+
+
+def check_other_pipeline_later(rank: int) -> None:
+    training = Training(COMPRESSED)
+    assert training.step(batch(rank, 0)) is None
+    before = training.all
+    with pytest.raises(RankMismatchError, match=r"ranks disagree about pipeline: rank 0: fp16\(allreduce\); rank 1"):
+        training.model.sync = fnddp.parse("bf16(allreduce)" if rank == 1 else "fp16(allreduce)")
+    assert repr(training.model.sync) == COMPRESSED
+    assert training.all == before
+    assert training.step(batch(rank, 1)) is None
+    require_same_on_all_ranks(training.parameters)
+
+
+@pytest.mark.xfail(strict=True, reason="the setter begins anew with the pipeline that it goes back to")
+def test_ranks_that_set_another_pipeline_each(gloo):
+    gloo(2, check_other_pipeline_later, timeout=DEADLINE)
+
+
+# Ranks that fail and go on
+
+SCHEDULES: dict[str, dict[int, dict[int, Any]]] = {
+    "at once": {0: {0: fails}},  # before the order of arrival is known
+    "two in a row": {2: {1: fails}, 3: {1: fails}},
+    "two in a row, by turns": {2: {1: fails}, 3: {0: fails}},
+    "several": {1: {0: fails, 1: fails}, 2: {1: fails}, 4: {0: fails, 1: fails}},
+}
+CHECKED_SCHEDULES = {
+    "not finite, then an error": {2: {1: not_a_number}, 3: {0: fails}},
+    "an error, then not finite": {2: {1: fails}, 3: {0: huge}},
+}
+STEPS = 7
+
+
+def expected_error(rank: int, troubles: dict[int, Any]) -> Any:
+    if not troubles:
+        return type(None)
+    if fails not in troubles.values():
+        return FloatingPointError
+    return Trouble if rank in troubles else StepFailedError
+
+
+def check_recovery(rank: int, text: str, schedule: dict[int, dict[int, Any]]) -> None:
+    training, seen = Training(text), []
+    for step in range(STEPS):
+        troubles, before = schedule.get(step, {}), training.all
+        error = training.step(batch(rank, step), troubles.get(rank))
+        assert type(error) is expected_error(rank, troubles), f"step {step}: {error!r}"
+        if isinstance(error, StepFailedError):
+            names = [f"rank {r} failed with RuntimeError: its backward did not finish" for r in sorted(troubles)]
+            assert str(error).startswith("; ".join(names) + ". State and parameters are unchanged on all ranks")
+        assert (training.all == before) == bool(troubles), f"step {step}"
+        seen.append(training.parameters)
+    require_same_on_all_ranks(seen)  # after each step; not in between, where a rank that failed keeps others waiting
+    straight = Training(text)
+    for step in range(STEPS):
+        if step not in schedule:
+            assert straight.step(batch(rank, step)) is None
+            assert straight.parameters == seen[step], f"step {step}"
+    assert straight.all == training.all
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("n", "text"), [(2, PLAIN), (2, COMPRESSED), (3, COMPRESSED), (3, CHECKED)])
+def test_after_errors_in_backward_training_goes_on_as_if_the_steps_had_not_been(gloo, n, text, name):
+    gloo(n, check_recovery, text, SCHEDULES[name], timeout=DEADLINE)
+
+
+@pytest.mark.parametrize("name", CHECKED_SCHEDULES)
+@pytest.mark.parametrize(("n", "text"), [(2, CHECKED), (3, CHECKED), (2, CHECKED_FACTORS)])
+def test_after_failures_of_two_kinds(gloo, n, text, name):
+    gloo(n, check_recovery, text, CHECKED_SCHEDULES[name], timeout=DEADLINE)
+
+
+def skipped_step(training: Training, x: Tensor, how: str) -> None:
+    """A step that the other ranks do not hear of."""
+    training.optimizer.zero_grad()
+    if how == "forward":
+        with pytest.raises(Trouble, match="in my forward"):
+            training.model(x, raises=True)
+    elif how == "loss":
+        output = training.model(x) + 0
+        output.register_hook(fails)
+        with pytest.raises(Trouble, match="in my backward"):  # before it has reached the module
+            loss_of(output).backward()
+    else:
+        training.model(x)
+
+
+def check_one_step_behind(rank: int, text: str, how: str) -> None:
+    """Rank 1 skips step 2: its later steps meet the others' earlier ones, and the others' last one meets none."""
+    training, straight = Training(text, short_group()), Training(text)
+    for step in range(4):
+        if rank == 1 and step == 2:
+            skipped_step(training, batch(rank, step), how)
+        else:
+            assert training.step(batch(rank, step)) is None
+    if rank == 1:
+        assert training.step(batch(rank, 4)) is None  # for it all is well
+    else:
+        before = training.all
+        error = training.step(batch(rank, 4))
+        assert isinstance(error, CollectiveError)
+        assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
+        assert training.all == before
+        require_refused(training, rank)
+    require_same_on_all_ranks(training.parameters)
+    for step in (0, 1, 3, 4) if rank == 1 else range(4):
+        assert straight.step(batch(rank, step)) is None
+    assert training.all == straight.all
+
+
+@pytest.mark.parametrize(
+    ("n", "text", "how"),
+    [
+        (2, PLAIN, "forward"),
+        (3, COMPRESSED, "forward"),
+        (2, CHECKED, "forward"),
+        (3, PLAIN, "loss"),
+        (2, COMPRESSED, "no backward"),
+        (3, CHECKED, "no backward"),
+    ],
+)
+def test_a_rank_that_skips_a_step_is_one_behind(gloo, n, text, how):
+    gloo(n, check_one_step_behind, text, how, timeout=DEADLINE)
+
+
+def check_buffers_meet_backward(rank: int) -> None:
+    """Rank 1 raises in forward and goes on: its next forward broadcasts buffers while others reduce gradients."""
+    module = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = fnddp.DistributedDataParallel(module, process_group=short_group())
+    loss_of(model(batch(rank, 0))).backward()
+    before = bits(list(model.parameters()))
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(8, 3))
+    for step in (1, 2):
+        with pytest.raises(RuntimeError) as caught:
+            loss_of(model(batch(rank, step))).backward()
+        if rank == 0:
+            assert isinstance(caught.value, CollectiveError) == (step == 1)
+            assert "not called backward" in str(caught.value)
+    assert bits(list(model.parameters())) == before
+    dist.barrier()
+
+
+def test_a_rank_that_skips_a_step_of_a_module_with_buffers(gloo):
+    gloo(2, check_buffers_meet_backward, timeout=DEADLINE)
+
+
+# Ranks that hang
+
+
+def check_late(rank: int, text: str) -> None:
+    """Rank 1 comes when the others have given up."""
+    training = Training(text, short_group())
+    assert training.step(batch(rank, 0)) is None
+    before = training.all
+    if rank == 1:
+        dist.barrier()
+    error = training.step(batch(rank, 1))
+    assert isinstance(error, CollectiveError)
+    assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
+    if rank != 1:
+        dist.barrier()
+    assert training.all == before
+    require_refused(training, rank)
+    require_same_on_all_ranks(training.parameters)
+
+
+@pytest.mark.parametrize(("n", "text"), [(2, PLAIN), (3, COMPRESSED), (2, CHECKED)])
+def test_a_rank_that_comes_after_the_timeout(gloo, n, text):
+    gloo(n, check_late, text, timeout=DEADLINE)
+
+
+def check_failure_that_is_not_told(rank: int) -> None:
+    """Rank 1 fails in backward and never uses the module again, so it tells nobody."""
+    training = Training(COMPRESSED, short_group())
+    assert training.step(batch(rank, 0)) is None
+    before = training.all
+    error = training.step(batch(rank, 1), fails if rank == 1 else None)
+    assert isinstance(error, Trouble if rank == 1 else CollectiveError)
+    dist.barrier()  # here rank 1 waits
+    assert training.all == before
+    require_refused(training, rank)
+    require_same_on_all_ranks(training.parameters)
+
+
+def test_a_rank_that_fails_in_backward_and_does_not_go_on(gloo):
+    gloo(2, check_failure_that_is_not_told, timeout=DEADLINE)
+
+
+# Ranks that die
+
+
+def serve(rank: int, n: int, port: int, results: Any, traces: Path, fn: Callable[..., Any], *arguments: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with (traces / f"rank{rank}.txt").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        try:
+            seconds = timedelta(seconds=DEADLINE)
+            dist.init_process_group("gloo", rank=rank, world_size=n, store=store, timeout=seconds)
+            results.send((fn(rank, *arguments), ""))
+        except BaseException:
+            results.send((None, traceback.format_exc()))
+        results.close()
+        os._exit(0)  # gloo's threads may not join a dead peer
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Any]:
+    """Processes that have imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    yield context
+    forkserver._forkserver._stop()
+
+
+@contextmanager
+def ranks_that_may_die(forks: Any, folder: Path, n: int, fn: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    """`fn(rank, *arguments)` on `n` processes of its own; gives a function for the result of a rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [forks.Pipe(duplex=False) for _ in range(n)]
+    processes = [
+        forks.Process(target=serve, args=(rank, n, store.port, pipes[rank][1], folder, fn, *arguments), daemon=True)
+        for rank in range(n)
+    ]
+
+    def result(rank: int) -> Any:
+        if not pipes[rank][0].poll(DEADLINE):
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGUSR1)
+            processes[rank].join(1)  # for faulthandler to write
+            pytest.fail("\n".join(f"{file.stem}:\n{file.read_text()}" for file in sorted(folder.iterdir())))
+        value, trace = pipes[rank][0].recv()
+        assert not trace, f"rank {rank}: {trace}"
+        return value
+
+    for process, (_, sender) in zip(processes, pipes, strict=True):
+        process.start()
+        sender.close()
+    try:
+        yield result
+    finally:
+        for process, (receiver, _) in zip(processes, pipes, strict=True):
+            process.kill()
+            process.join()
+            process.close()
+            receiver.close()
+
+
+def check_death(rank: int, text: str, how: str) -> tuple[str, Any]:
+    """The last rank ends in step 1. Gives what the others see, and their parameters."""
+    training = Training(text, short_group())
+    assert training.step(batch(rank, 0)) is None
+    before = training.all
+    if rank == dist.get_world_size() - 1:
+        if how == "raises in forward":
+            training.model(batch(rank, 1), raises=True)
+        loss_of(training.model(batch(rank, 1), dies if how == "is killed" else fails)).backward()
+    error = training.step(batch(rank, 1))
+    assert isinstance(error, CollectiveError), repr(error)
+    assert training.all == before
+    require_refused(training, rank)
+    return str(error), training.parameters
+
+
+@pytest.mark.parametrize(
+    ("n", "text", "how"),
+    [
+        (2, PLAIN, "is killed"),
+        (3, COMPRESSED, "is killed"),
+        (2, CHECKED, "is killed"),
+        (3, PLAIN, "raises in forward"),
+        (2, COMPRESSED, "raises in backward"),
+    ],
+)
+def test_a_rank_that_ends(forks, tmp_path, n, text, how):
+    with ranks_that_may_die(forks, tmp_path, n, check_death, text, how) as result:
+        survivors = [result(rank) for rank in range(n - 1)]
+        assert all(
+            "Another rank has failed, left, or not called backward; see its own error" in e for e, _ in survivors
+        )
+        assert all(parameters == survivors[0][1] for _, parameters in survivors)
+        if how == "is killed":
+            with pytest.raises(EOFError):
+                result(n - 1)
+        else:
+            with pytest.raises(AssertionError, match="Trouble: in my (forward|backward)"):
+                result(n - 1)
+
+
+# Gradients that are not finite
+
+
+def are_finite(training: Training) -> bool:
+    return all(bool(p.grad.isfinite().all()) for p in training.model.parameters())
+
+
+def check_not_finite(rank: int, text: str, poison: Any, forgets: bool) -> None:
+    """Rank 1's gradient is not finite in step 2."""
+    training, straight, stuck = Training(text), Training(text), Training(text)
+    for step in range(5):
+        training.optimizer.zero_grad()
+        before = training.model.sync_state
+        loss_of(training.model(batch(rank, step), poison if (rank, step) == (1, 2) else None)).backward()
+        grads = {name: p.grad for name, p in training.model.module.layers.named_parameters()}
+        require_same_on_all_ranks(bits(grads))
+        finite = [name for name, grad in grads.items() if grad.isfinite().all()]
+        if step == 2:
+            assert finite == [name for name in grads if not name.startswith(LAYERS)]
+            training.model.sync_state = before  # all ranks see the same mean, so all do this
+        else:
+            assert finite == list(grads)
+            training.optimizer.step()
+            assert straight.step(batch(rank, step)) is None
+            assert training.all == straight.all
+    for step in range(5):  # without putting the state back
+        stuck.optimizer.zero_grad()
+        loss_of(stuck.model(batch(rank, step), poison if (rank, step) == (1, 2) else None)).backward()
+        assert are_finite(stuck) == (step < 2 or (step > 2 and forgets)), f"step {step}"
+        require_same_on_all_ranks(bits([p.grad for p in stuck.model.parameters()]))
+
+
+@pytest.mark.parametrize(
+    ("n", "text", "poison", "forgets"),
+    [
+        (2, PLAIN, not_a_number, True),
+        (3, PLAIN, infinite, True),
+        (3, "fp16(allreduce)", not_a_number, True),
+        (2, "fp16(allreduce)", huge, True),
+        (2, "powersgd(fp16(allreduce), rank=2)", not_a_number, True),
+        (2, "powersgd(fp16(allreduce), rank=2)", huge, True),
+        (2, "error_feedback(fp16(allreduce))", huge, False),
+        (3, COMPRESSED, not_a_number, False),
+        (2, COMPRESSED, infinite, False),
+    ],
+)
+def test_a_gradient_that_is_not_finite(gloo, n, text, poison, forgets):
+    gloo(n, check_not_finite, text, poison, forgets, timeout=DEADLINE)
+
+
+def check_not_finite_with_check(rank: int, text: str, poison: Any) -> None:
+    training, straight = Training(text), Training(text)
+    for step in range(5):
+        if step == 2:
+            before = training.all
+            error = training.step(batch(rank, step), poison if rank == 1 else None)
+            assert type(error) is FloatingPointError
+            assert "not finite after a float16 wire: leaf 'layers.0." in str(error)
+            assert training.all == before
+            assert all(p.grad is None for p in training.model.parameters())
+        else:
+            assert training.step(batch(rank, step)) is None
+            assert straight.step(batch(rank, step)) is None
+        assert training.all == straight.all
+        require_same_on_all_ranks(training.parameters)
+
+
+@pytest.mark.parametrize("poison", [not_a_number, infinite, huge])
+@pytest.mark.parametrize(("n", "text"), [(2, CHECKED), (3, CHECKED), (2, CHECKED_FACTORS)])
+def test_check_raises_on_all_ranks(gloo, n, text, poison):
+    gloo(n, check_not_finite_with_check, text, poison, timeout=DEADLINE)
