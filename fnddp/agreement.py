@@ -1,7 +1,9 @@
 """Do the ranks agree? A digest each, compared by all; on a difference every rank raises the same named error."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -65,6 +67,29 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group) -> None:
     if failure is not None:
         raise failure
     raise RankMismatchError(first_difference(everyone))
+
+
+@contextmanager
+def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
+    """If the block raises on one rank, the ranks that come to their next `agree` raise as well.
+
+    Args:
+        group: The ranks that must agree.
+        enabled: Whether they ever come to one.
+
+    Raises:
+        Exception: What the block raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if enabled:
+            agree(partial(_raise, error), group)
+        raise
+
+
+def _raise(error: Exception) -> dict[str, str]:
+    raise error
 
 
 def description(sync: Sync, grads: Tree, state: State | None) -> dict[str, str]:

@@ -192,7 +192,6 @@ def check_other_pipeline_later(rank: int) -> None:
     require_same_on_all_ranks(training.parameters)
 
 
-@pytest.mark.xfail(strict=True, reason="the setter begins anew with the pipeline that it goes back to")
 def test_ranks_that_set_another_pipeline_each(gloo):
     gloo(2, check_other_pipeline_later, timeout=DEADLINE)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fnddp import tree
 from fnddp.agreement import agree, description
 from fnddp.collectives import group_name
 from fnddp.plan.engine import Engine
@@ -47,6 +48,8 @@ class Handle:
     @property
     def state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the parameter names of `model.module`."""
+        if self._engine.is_open:  # which has begun to write over what it was alone to hold
+            return tree.map_tensors(Tensor.clone, self._state)
         return shared(self._state)
 
     @state.setter

@@ -1,6 +1,6 @@
 """What a wrapped module knows of the graphs it has seen, by the names of torch's reducer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ class Reducer:
         group: Name of the process group.
 
     Attributes:
+        arm: Called where torch's reducer is told that a backward comes that synchronizes.
         static_graph: Promised: the same parameters are used in every step.
         skips_unused: Promised, too: what the first step has not used is not sent in later ones.
     """
 
     def __init__(self, names: Sequence[str], group: str | None, *, static_graph: bool, skips_unused: bool) -> None:
+        self.arm: Callable[[], None] | None = None
         self.static_graph = static_graph
         self.skips_unused = skips_unused
         self._names, self._group = list(names), group
@@ -60,6 +62,15 @@ class Reducer:
 
     def _show(self, names: frozenset[str]) -> str:
         return ", ".join(f"{i} ({name})" for i, name in enumerate(self._names) if name in names)
+
+    def prepare_for_backward(self, _: Sequence[Tensor]) -> None:
+        """The next backward synchronizes, though the last forward did not say so: what lightning calls."""
+        if self.arm is not None:
+            self.arm()
+
+    def _rebuild_buckets(self) -> bool:
+        """Plans are made anew by themselves."""
+        return False
 
     def _ddp_graph_static(self) -> bool:
         """Whether all steps so far have used the same parameters."""

@@ -6,7 +6,7 @@ parameter hands its gradient over, in one of two ways: as `parameter.grad`, once
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Steps:
         self._at_end = at_end
         self._accumulated: set[str] = set()  # with gradients that no step has synchronized yet
         self._kept: set[str] = set()  # with a gradient that the step adds to
+        self._late: set[str] = set()  # whose gradient waits for the end of the step
+        self._task = -1  # autograd's number for the backward of the step
+        self._is_finishing = False
         self._sparse: dict[str, int] = {}
         self._captured: dict[str, Tensor] = {}  # what torch.autograd.grad will return
         self._capturing: list[RemovableHandle] = []
@@ -61,13 +64,18 @@ class Steps:
             for name, parameter in self.parameters.items()
         ]
 
+    def arm(self) -> None:
+        """The next backward synchronizes."""
+        self.is_armed = True
+
     def start(self, _: Tensor | None = None) -> None:
         """At the beginning of a backward."""
         if self.engine.is_open:
             return
         # What is there already is added to, and is the user's: it is not written over.
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
-        self._sparse, self._captured = {}, {}
+        self._sparse, self._captured, self._late = {}, {}, set()
+        self._task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         with self._log.errors():
             self.engine.start(self.state)
         self._log.backward_starts()
@@ -124,6 +132,9 @@ class Steps:
                 return
             self.start()  # the module has returned what we know no tensors of
             self._kept.add(name)  # too late to tell
+        if torch._C._current_graph_task_id() != self._task and not self._is_finishing:  # pyright: ignore[reportPrivateUsage]
+            self._late.add(name)  # a backward within the backward, of reentrant checkpointing: more may be added
+            return
         if grad.is_sparse:
             self._sparse[name] = grad.sparse_dim()
             grad = grad.to_dense()
@@ -152,8 +163,10 @@ class Steps:
         was_armed = self.is_armed
         try:
             # What was accumulated within no_sync, of parameters that this backward has not reached.
-            missing = self.engine.missing
-            for name in sorted(self._accumulated & missing) if len(missing) < len(self.parameters) else ():
+            self._is_finishing = True
+            missing = self.engine.missing - self._late
+            waiting = self._accumulated if len(missing) < len(self.parameters) else set[str]()
+            for name in sorted((waiting & missing) | self._late):
                 self.accumulated(name, self.parameters[name])
             done = self._run()
         except BaseException as error:
@@ -172,9 +185,22 @@ class Steps:
             placeholder.data.copy_(done.mean[name])
         for name, mean in done.mean.items() if not captured else ():
             if name not in done.unused:
-                self.parameters[name].grad = mean.to_sparse(self._sparse[name]) if name in self._sparse else mean
+                self._set_grad(name, mean)
         self._at_end()
         self._log.step_ends(self.engine, done.unused)
+
+    def _set_grad(self, name: str, mean: Tensor) -> None:
+        parameter = self.parameters[name]
+        if name in self._sparse:
+            mean = mean.to_sparse(self._sparse[name])
+        elif mean.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
+            mean = torch.empty_like(parameter).copy_(mean)
+        parameter.grad = mean
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+        if optimizers:
+            parameter.grad = None
 
     def _run(self) -> Synchronized:
         # So torch calls it in profiles: it is here that ranks learn what none of them has used.
@@ -186,7 +212,7 @@ class Steps:
         return len(done.unused) == len(self.parameters)
 
     def _close(self) -> None:
-        self.is_armed = False
+        self.is_armed = self._is_finishing = False
         for handle in self._capturing:
             handle.remove()
         self._capturing, self._captured = [], {}
@@ -202,3 +228,18 @@ class _Feeder:
         owner = self._owner()
         if owner is not None:
             owner.accumulated(self._name, tensor)
+
+
+def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """Optimizers that run within backward run when gradients are synchronized, not when they are accumulated.
+
+    They are those of `torch.distributed.optim._apply_optimizer_in_backward`. As in torch, gradients are None then.
+    """
+    theirs = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    if theirs:
+        # Whoever has such an optimizer has imported it; others would be warned of what it imports.
+        from torch.distributed.optim import apply_optimizer_in_backward
+
+        for parameter in theirs:
+            for handle in apply_optimizer_in_backward.param_to_optim_hook_handle_map.pop(parameter, []):
+                handle.remove()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.utils import _to_kwargs  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
@@ -34,6 +35,7 @@ class TorchNames:
 
     module: nn.Module
     dim: int
+    device_type: str
     static_graph: bool
     reducer: Reducer
     _log: Log
@@ -116,6 +118,10 @@ class TorchNames:
         """Whether the next forward makes buffers equal."""
         return self._buffers_of_module.is_due
 
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffers_of_module.is_due = value
+
     @property
     def modules_buffers(self) -> list[Tensor]:
         """The buffers."""
@@ -185,6 +191,10 @@ class TorchNames:
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """As torch's."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """As torch's."""
+        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), True)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """As torch's."""

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fnddp import collectives, state
+from fnddp import collectives, state, tree
 from fnddp.adapters.jit import jit
-from fnddp.agreement import agree, description
+from fnddp.agreement import agree, description, fails_alike
 from fnddp.module import arguments
 from fnddp.module.arguments import OWNER, BucketSizes
 from fnddp.module.buffers import Buffers, HookLocation
@@ -25,10 +25,12 @@ from fnddp.module.gate import gated, is_differentiated
 from fnddp.module.join import ShadowHook
 from fnddp.module.log import Log, environment, parameter_facts
 from fnddp.module.reducer import Reducer
-from fnddp.module.steps import Steps
+from fnddp.module.slots import Slots
+from fnddp.module.steps import Steps, take_over_optimizers
 from fnddp.module.torch_names import TorchNames
-from fnddp.plan.combine import assign_buckets
+from fnddp.plan.combine import MB, assign_buckets
 from fnddp.plan.engine import Engine
+from fnddp.plan.execute import CollectiveError
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.plan.reuse import Donation
@@ -48,7 +50,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     It passes for torch's class (`isinstance` says so) and takes its arguments, by position too. All ranks must
     construct it. An error in one rank's backward ends the step on all: the others raise `StepFailedError` when that
-    rank uses the module again, or the process group's error when it ends or times out.
+    rank uses the module again, or `CollectiveError` when it ends or times out. An error before a gradient has reached
+    what the module returned, in forward or in the loss, is not noticed: the step has not begun there.
 
     Args:
         module: What to wrap. Its parameters and buffers are made equal to the first rank's.
@@ -130,14 +133,15 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._parameters_by_name = self._trained_parameters()
-        parameters = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
-        self.device_ids, self.output_device = arguments.checked_devices(parameters, device_ids, output_device)
+        with fails_alike(self._group, enabled=init_sync):
+            self._parameters_by_name = self._trained_parameters()
+            parameters = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
+            self.device_ids, self.output_device = arguments.checked_devices(parameters, device_ids, output_device)
+            arguments.require_no_sync_batch_norm_on_cpu(module, parameters[0].device.type)
+            sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
         self.device = parameters[0].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for p in parameters}) > 1
-        arguments.require_no_sync_batch_norm_on_cpu(module, self.device_type)
-        sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(sizes.caps), list(sizes.listed)
         self._bucket_caps = sizes.caps
         self.dim = dim
@@ -151,8 +155,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.divides_by_initial_world_size = True
         sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
         self._buffers_of_module = Buffers(module, self.parameters_to_ignore, self._group, sync_in_forward)
-        self._sync = sync
-        self._set_up(sync, verify=init_sync)
+        self._install(*self._agreed(sync, verify=init_sync))
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()
             collectives.broadcast([t.detach() for t in [*parameters, *buffers]], self._group)
@@ -175,16 +178,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @sync.setter
     def sync(self, sync: Sync) -> None:
-        if self._engine.is_open:
+        if self._engine.is_open and _is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
+        if self._engine.is_open:
+            self._steps.fail(RuntimeError("its backward did not finish"))
+        self._engine.refuse_after_failure()
+        agreed = self._agreed(sync, verify=True)
         self._steps.detach()
-        self._sync, before = sync, self._sync
-        try:
-            self._set_up(sync, verify=True)
-        except BaseException:
-            self._sync = before
-            self._set_up(before, verify=False)
-            raise
+        self._install(*agreed)
 
     @property
     def sync_state(self) -> State:
@@ -192,6 +193,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks.
         """
+        if self._engine.is_open:  # which has begun to write over what it was alone to hold
+            return tree.map_tensors(Tensor.clone, self._steps.state)
         return state.shared(self._steps.state)
 
     @sync_state.setter
@@ -220,8 +223,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; the backward of what it returns synchronizes."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            is_within_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-            if self._engine.is_open and is_within_backward:  # activation checkpointing computes it again
+            if self._engine.is_open and _is_within_backward():  # activation checkpointing computes it again
                 return self.module(*inputs, **kwargs)
             if self._engine.is_open:
                 self._steps.fail(RuntimeError("its backward did not finish"))
@@ -309,7 +311,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         synced = {key.removeprefix(_SYNC_PREFIX): v for key, v in state_dict.items() if key.startswith(_SYNC_PREFIX)}
         rest = {key: value for key, value in state_dict.items() if not key.startswith(_SYNC_PREFIX)}
-        if not any(key.startswith(_PREFIX) for key in rest):
+        if not set(rest) & set(super().state_dict()):
             rest = {_PREFIX + key: value for key, value in rest.items()}
         loaded = super().load_state_dict(rest, strict, assign)
         if synced:
@@ -318,12 +320,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # Forward
 
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not self._log.has_stepped:
+            take_over_optimizers(self._parameters_by_name.values())
         if self._synchronizes:
             self._log.forward_starts()
         Join.notify_join_context(self)
-        if self._buffers_of_module.runs_at(HookLocation.PRE_FORWARD):
-            self._buffers_of_module.sync(self._source())
+        self._sync_buffers(HookLocation.PRE_FORWARD)
         if self._joins:
             left = collectives.total(int(self.require_backward_grad_sync), self._group)
             scales = left > 0 and not self.divides_by_initial_world_size
@@ -335,9 +339,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)  # pyright: ignore[reportUnknownVariableType, reportAssignmentType]
         return inputs, kwargs
 
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
     def _after_forward(self, output: Any) -> None:
-        if self._buffers_of_module.runs_at(HookLocation.POST_FORWARD):
-            self._buffers_of_module.sync(self._source())
+        self._sync_buffers(HookLocation.POST_FORWARD)
         self._buffers_of_module.is_due = self._synchronizes
         if torch.is_grad_enabled():
             self._steps.is_armed = self._synchronizes and not self._is_gated
@@ -347,25 +351,38 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 if tensor.requires_grad:
                     tensor.register_hook(self._steps.start)
 
+    def _sync_buffers(self, location: HookLocation) -> None:
+        if not self._buffers_of_module.runs_at(location):
+            return
+        try:
+            self._buffers_of_module.sync(self._source())
+        except RuntimeError as error:
+            self._engine.refuse_from_now_on(error)
+            raise CollectiveError(
+                f"buffers could not be made equal in forward: {error}. Another rank has failed or left, or is in "
+                "another step; see its own error"
+            ) from error
+
     @property
     def _synchronizes(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
     def _tensors_to_run_with(self) -> dict[str, Tensor]:
         """What to run the module with instead of what it has."""
-        has = {name: owner.get(key) for name, owner, key in self._slots}
-        swapped = {name: t for name, t in has.items() if t is not None and t is not self._parameters_by_name[name]}
+        self._slots.require_known(self.module)
+        swapped = self._slots.swapped()
         self._is_gated = self._synchronizes and any(t.requires_grad or is_differentiated(t) for t in swapped.values())
         tensors: dict[str, Tensor] = {}
         if self._is_gated:  # by torch.func.functional_call, or for good
-            self._require_shapes(swapped)
-            tensors = {n: t for n, t in has.items() if t is not None and (t.requires_grad or is_differentiated(t))}
+            self._slots.require_alike(swapped)
+            now = self._slots.tensors().items()
+            tensors = {name: t for name, t in now if t.requires_grad or is_differentiated(t)}
             tensors = gated(tensors, functools.partial(self._synchronize, tuple(tensors)))
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-            has = {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+            all_now = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
             dtype = self.mixed_precision.param_dtype
-            tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in (has | tensors).items()}
-        self._require_no_thawed()
+            tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in (all_now | tensors).items()}
         return tensors
 
     def _synchronize(self, names: tuple[str, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -376,23 +393,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             leaves = {name: leaf * self._steps.scale for name, leaf in leaves.items()}
         mean, self._steps.state = self._jit(leaves, self.sync_state)
         return tuple(mean[name] for name in names)
-
-    def _require_shapes(self, swapped: Mapping[str, Tensor]) -> None:
-        for name, tensor in swapped.items():
-            expected = self._parameters_by_name[name]
-            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-                raise ValueError(
-                    f"{OWNER}: {name!r} is now {state.describe(tensor)}, but was {state.describe(expected)} when the "
-                    "module was wrapped; wrap it again"
-                )
-
-    def _require_no_thawed(self) -> None:
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed:
-            raise RuntimeError(
-                f"{OWNER}: {', '.join(thawed)} did not require a gradient when the module was wrapped, and does now, "
-                "so its gradient would not be synchronized; wrap the module again"
-            )
 
     # Uneven inputs
 
@@ -435,24 +435,36 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         if not any(p.requires_grad for p in named.values()):
             raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use it unwrapped")
+        self._not_ours = {*self.parameters_to_ignore, *(name for name, p in named.items() if p in theirs)}
         return {name: p for name, p in named.items() if p.requires_grad and p not in theirs}
 
-    def _set_up(self, sync: Sync, *, verify: bool, saved: State = None) -> None:
-        """Makes the engine for `sync`; with `saved`, from that state."""
-        parameters = self._parameters_by_name
+    def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
+        """The pipeline as it will run, and its first state."""
         made: list[tuple[Sync, State]] = []
 
         def begin() -> dict[str, str]:
-            over = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
-            made.append((over, over.init(parameters) if saved is None else saved))
-            return description(sync, parameters, made[-1][1])
+            pipeline = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
+            made.append((pipeline, pipeline.init(self._parameters_by_name)))
+            return {"options": self._options(), **description(sync, self._parameters_by_name, made[-1][1])}
 
         if verify:
             agree(begin, self._group)
         else:
             begin()
-        pipeline, initial = made[-1]
-        self._slots = [(name, *_slot(self.module, name)) for name in parameters]
+        return made[-1]
+
+    def _options(self) -> str:
+        """What ranks must agree on, since plans and errors follow from it."""
+        caps = [cap / MB for cap in self._bucket_caps]
+        return (
+            f"buckets of {caps} MiB, static_graph={self.static_graph}, "
+            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}"
+        )
+
+    def _install(self, pipeline: Sync, initial: State) -> None:
+        """Makes the engine for `pipeline`, which begins with the state `initial`."""
+        parameters = self._parameters_by_name
+        self._slots = Slots(self.module, parameters, self._frozen, self._not_ours)
         self._is_gated = False
         self._jit = jit(pipeline)
         self.reducer = Reducer(
@@ -476,6 +488,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         buckets = assign_buckets({name: leaves[name].nbytes for name in reversed(leaves)}, self._bucket_caps)
         self._log = Log({**self._facts(), **environment(self.process_group), **parameter_facts(leaves, buckets)})
         self._steps = Steps(parameters, self._engine, initial, self._log, self._buffers_of_module.wait)
+        self.reducer.arm = self._steps.arm
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -487,6 +500,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
+            "is_multi_device_module": int(self.is_multi_device_module),
             "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
         }
 
@@ -494,23 +508,21 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         # With the pipeline and its state, which torch's class loses with its hook. Hooks and plans are made again.
         made_again = ("_engine", "_steps", "_jit", "_log", "reducer", "_slots")
         attributes = {key: value for key, value in self.__dict__.items() if key not in made_again}
-        return {**attributes, "_saved_state": self.sync_state}
+        return {**attributes, "_saved": (self.sync, self.sync_state)}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         attributes = dict(attributes)
-        saved = attributes.pop("_saved_state")
+        saved = attributes.pop("_saved")
         super().__setstate__(attributes)
-        self._set_up(self._sync, verify=False, saved=saved)
+        self._install(*saved)
 
 
 # So that isinstance and issubclass take it for torch's class, as accelerate, lightning and DCP do to find `module`.
 TorchDDP.register(DistributedDataParallel)
 
 
-def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a module keeps the parameter `name`."""
-    owner, _, key = name.rpartition(".")
-    return module.get_submodule(owner)._parameters, key  # pyright: ignore[reportPrivateUsage]
+def _is_within_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -45,7 +45,7 @@ class Eager:
         self._grads: Leaves = {}
         self.missing = dict.fromkeys(self._leaves)
 
-    def feed(self, path: str, grad: Tensor) -> None:
+    def feed(self, path: str, grad: Tensor, *, holds: bool = False) -> None:
         """See `Executor.feed`."""
         require_expected(path, grad, self._leaves, self.missing)
         del self.missing[path]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fnddp import collectives, tree
+from fnddp.plan import turns
 from fnddp.plan.buffers import Buffers, storage_uses
 from fnddp.plan.combine import BUCKET_CAPS
 from fnddp.plan.debug import debug_level, make_executor
@@ -99,6 +100,7 @@ class Engine:
         self._unused: frozenset[str] = frozenset()
         self._failed = False
         self._broken: BaseException | None = None
+        self._ahead: list[Any] = []  # engines whose open steps go first
         self.is_open = False
 
     @property
@@ -120,6 +122,7 @@ class Engine:
             self._broken = error if collectives.current_world()[1] > 1 else None  # others may have begun
             raise
         assert self._running is not None
+        self._ahead = turns.begin(self, self._status.groups if self._status is not None else ())
         self._running.start(parts)
         self._absent, self._failed, self.is_open = None, False, True
 
@@ -136,7 +139,7 @@ class Engine:
             # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
             shared = self._overwrites_early and storage_uses(grad) > 1
             grad = grad.clone() if keep or shared else grad
-        self._running.feed(path, grad)
+        self._running.feed(path, grad, holds=self._holds)
         if self._arriving is not None:
             self._arriving.append(path)
 
@@ -152,8 +155,18 @@ class Engine:
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
-        if self.is_open and isinstance(self._running, Executor):
+        if self.is_open and isinstance(self._running, Executor) and not self._holds:
             self._running.poll()
+
+    @property
+    def _holds(self) -> bool:
+        """Whether another engine's step goes first on a process group of this one."""
+        return bool(self._ahead) and any(engine.is_open for engine in self._ahead)
+
+    def catch_up(self) -> None:
+        """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
+        if self.is_open and isinstance(self._running, Executor) and not self._holds:
+            self._running.poll(block=True)
 
     def finish(self) -> Synchronized:
         """Ends the step, on all ranks alike.
@@ -163,6 +176,8 @@ class Engine:
         """
         running = self._running
         assert running is not None
+        for engine in self._ahead:  # to where all ranks are with the same gradients
+            engine.catch_up()
         self._absent = frozenset(running.missing)
         if running.has_launched_all:
             self._send_status()
@@ -208,6 +223,10 @@ class Engine:
             except RuntimeError as broken:
                 self._broken = broken
 
+    def refuse_from_now_on(self, error: BaseException) -> None:
+        """Refuses further steps because of `error`, which leaves this rank out of step with the others."""
+        self._broken = error
+
     def refuse_after_failure(self) -> None:
         """Raises a RuntimeError if this rank may be out of step with the others.
 
@@ -251,7 +270,8 @@ class Engine:
                 return
             except LoweringError:
                 self._has_plans = False  # in no later phase either: a trace takes longer than a step
-        groups = (groups_of(self.sync) or self._groups) if self.leaves else []
+        known = groups_of(self.sync) if self.leaves else []
+        groups = self._groups if known is None else known
         device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
         self._running = Eager(self.sync, self.leaves, self._structure, self._agree)
         self._status = None if groups is None else Status(self.leaves, groups, device)

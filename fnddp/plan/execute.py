@@ -110,20 +110,26 @@ class Executor:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def feed(self, path: str, grad: Tensor) -> None:
+    def feed(self, path: str, grad: Tensor, *, holds: bool = False) -> None:
         """Hands over the gradient of a leaf, and runs what can run now. It never blocks on the CPU.
 
         With a plan that donates, the gradient is the executor's from now on.
+
+        Args:
+            path: Of the leaf.
+            grad: Its gradient.
+            holds: Run nothing yet.
 
         Raises:
             ValueError: There is no such leaf, it has arrived already, or it differs from what the plan is for.
         """
         self._accept(path, grad)
-        self._advance(block=False)
+        if not holds:
+            self._advance(block=False)
 
-    def poll(self) -> None:
-        """Runs what can run now."""
-        self._advance(block=False)
+    def poll(self, *, block: bool = False) -> None:
+        """Runs what can run now; with `block`, all that needs no gradient that is not there."""
+        self._advance(block)
 
     def finish(self) -> tuple[Leaves, list[Any]]:
         """Waits for everything and ends the step. Leaves that have not arrived are zeros.

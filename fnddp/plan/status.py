@@ -30,10 +30,13 @@ class Status:
         leaves: Their paths.
         groups: The process groups that must agree. Where several have other ranks, they are asked one after the other.
         device: Where their payloads live.
+
+    Attributes:
+        groups: Those of `groups` that have other ranks.
     """
 
     def __init__(self, leaves: Iterable[str], groups: Iterable[str | None], device: torch.device) -> None:
-        self._groups = [group for group in dict.fromkeys(groups) if collectives.world_size(group) > 1]
+        self.groups = [group for group in dict.fromkeys(groups) if collectives.world_size(group) > 1]
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._leaves = list(leaves)
@@ -43,16 +46,16 @@ class Status:
     @property
     def is_heeded(self) -> bool:
         """Whether other ranks wait for what this one says before they end a step. On CUDA they do not."""
-        return not (self._groups and self._on_cuda)
+        return not (self.groups and self._on_cuda)
 
     def send(self, missing: Container[str], failed: bool = False) -> None:
         """Tells the other ranks, without waiting for them. Once a step, behind the last collective of its plan."""
-        if self._groups:
+        if self.groups:
             flags = [int(failed), *(int(path not in missing) for path in self._leaves)]
             # From pinned memory: a copy from any other would have the host wait for all that is queued before it.
             on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=self._on_cuda)
-            self._start(on_host.to(self._device, non_blocking=True), self._groups[0])
-            for group in self._groups[1:] if self._on_cuda else ():  # all, whether this rank will ask or not
+            self._start(on_host.to(self._device, non_blocking=True), self.groups[0])
+            for group in self.groups[1:] if self._on_cuda else ():  # all, whether this rank will ask or not
                 self._start(self._waited(), group)
 
     def agree(self, missing: frozenset[str]) -> frozenset[str]:
@@ -67,7 +70,7 @@ class Status:
         """
         if self._work is None or (self._on_cuda and not missing):
             self._work = None
-            return frozenset() if self._groups else missing
+            return frozenset() if self.groups else missing
         flags = self._complete()
         if flags[0] and self._on_cuda:
             raise CollectiveError("another rank has failed in this step; see its own error")
@@ -84,11 +87,11 @@ class Status:
     @property
     def has_peers(self) -> bool:
         """Whether there are other ranks that must agree."""
-        return bool(self._groups)
+        return bool(self.groups)
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
-        for group in self._groups:
+        for group in self.groups:
             value = collectives.broadcast_object(value, group)
         return value
 
@@ -106,7 +109,7 @@ class Status:
     def _complete(self) -> list[int]:
         with _named_failures():
             flags = self._waited()
-            for group in () if self._on_cuda else self._groups[1:]:
+            for group in () if self._on_cuda else self.groups[1:]:
                 self._start(flags, group)
                 flags = self._waited()
         return flags.tolist()
@@ -115,7 +118,7 @@ class Status:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(dist.get_rank(), reason)]
         with _named_failures():
-            for group in self._groups:
+            for group in self.groups:
                 reasons = sorted({one for some in collectives.all_gather_object(reasons, group) for one in some})
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
         return (

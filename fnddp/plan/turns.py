@@ -1,0 +1,34 @@
+"""Engines whose steps are open at the same time on one process group take turns.
+
+Each has a total order of its own collectives, but between two of them it would be the timing that decides, and that
+differs between ranks. So the one that has begun first goes first; another only collects gradients until then.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch.distributed as dist
+
+from fnddp import collectives
+
+
+class TakesTurns(Protocol):
+    """What may have a step open."""
+
+    is_open: bool
+
+
+_open: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[TakesTurns]]]" = weakref.WeakKeyDictionary()
+
+
+def begin(engine: TakesTurns, groups: Iterable[str | None]) -> list[TakesTurns]:
+    """Lines `engine` up behind those that have a step open on one of `groups`, which are returned."""
+    ahead: list[TakesTurns] = []
+    for group in groups:
+        line = _open.setdefault(collectives.live_group(group), [])
+        others = [other for other in (entry() for entry in line) if other is not None and other is not engine]
+        waiting = [other for other in others if other.is_open]
+        line[:] = [weakref.ref(other) for other in [*waiting, engine]]
+        ahead += waiting
+    return ahead
