@@ -180,6 +180,43 @@ def test_ranks_that_differ(gloo, what, text, n):
     assert messages == [want] * n
 
 
+OPTIONS = {
+    "bucket_cap_mb": (0.01, "buckets of 1, 25 MiB", "buckets of 0.01 MiB"),
+    "static_graph": (True, "static_graph=False", "static_graph=True"),
+    "skip_all_reduce_unused_params": (True, "unused_params=False", "unused_params=True"),
+}
+
+
+def check_other_options(rank: int) -> list[str]:
+    messages: list[str] = []
+    for option, (value, _, _) in OPTIONS.items():
+        with pytest.raises(RankMismatchError) as caught:
+            fnddp.DistributedDataParallel(make_model(), **({option: value} if rank == 1 else {}))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_with_other_options(gloo):
+    for messages in gloo(2, check_other_options, timeout=DEADLINE):
+        for message, (_, ours, theirs) in zip(messages, OPTIONS.values(), strict=True):
+            assert message.startswith("ranks disagree about options: rank 0: ")
+            assert ours in message.partition("; rank 1: ")[0]
+            assert theirs in message.partition("; rank 1: ")[2]
+
+
+def check_nothing_to_train(rank: int) -> str:
+    with pytest.raises((RankMismatchError, RuntimeError)) as caught:
+        fnddp.DistributedDataParallel(make_model().requires_grad_(rank != 1))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_whose_arguments_are_refused(gloo):
+    other, refused = gloo(2, check_nothing_to_train, timeout=DEADLINE)
+    assert refused.startswith("RuntimeError: DistributedDataParallel: no parameter of the module requires a gradient")
+    assert other.startswith("RankMismatchError: ")
+    assert "rank 1: set-up in its place, failed with RuntimeError: DistributedDataParallel: no parameter" in other
+
+
 def check_other_pipeline_later(rank: int) -> None:
     training = Training(COMPRESSED)
     assert training.step(batch(rank, 0)) is None

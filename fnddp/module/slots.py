@@ -1,6 +1,7 @@
 """Where a module keeps its parameters, and what lies there now."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -46,13 +47,14 @@ class Slots:
         Raises:
             RuntimeError: A frozen parameter is not frozen any more, or there are new parameters.
         """
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        thawed = [n for n, held, key in self._frozen_owners if (t := held.get(key)) is not None and t.requires_grad]
         if thawed:
             raise RuntimeError(
                 f"{OWNER}: {', '.join(thawed)} did not require a gradient when the module was wrapped, and does now, "
                 "so its gradient would not be synchronized; wrap the module again"
             )
-        if module is self._module and all(held.get(key) is part for held, key, part in self._parts):
+        has_all = module is self._module and all(held.get(key) is part for held, key, part in self._parts)
+        if has_all and all(len(held) == size for held, size in self._sizes):
             return
         known = {id(parameter) for parameter in [*self._parameters.values(), *self._frozen.values()]}
         new = [
@@ -77,8 +79,12 @@ class Slots:
             for name, part in parts.items()
             if name
         ]
-        named = [(name, *name.rpartition(".")[::2]) for name in self._parameters]
-        self._owners = [(n, parts[path]._parameters, key) for n, path, key in named if path in parts]  # pyright: ignore[reportPrivateUsage]
+        self._sizes: list[tuple[dict[str, Any], int]] = [
+            (held, len(held))
+            for part in parts.values()
+            for held in (part._modules, part._parameters)  # pyright: ignore[reportPrivateUsage]
+        ]
+        self._owners, self._frozen_owners = _owners(parts, self._parameters), _owners(parts, self._frozen)
 
     def require_alike(self, swapped: Mapping[str, Tensor]) -> None:
         """Raises a ValueError unless the tensors are of the shapes and dtypes of the parameters."""
@@ -89,3 +95,9 @@ class Slots:
                     f"{OWNER}: {name!r} is now {describe(tensor)}, but was {describe(expected)} when the module was "
                     "wrapped; wrap it again"
                 )
+
+
+def _owners(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
+    """For each parameter its name, the dict that holds it, and its key there."""
+    split = [(name, *name.rpartition(".")[::2]) for name in names]
+    return [(name, parts[path]._parameters, key) for name, path, key in split if path in parts]  # pyright: ignore[reportPrivateUsage]

@@ -33,6 +33,7 @@ class Steps:
         state: The pipeline's state after the last step.
         is_armed: Whether the next backward is one that synchronizes.
         scale: What gradients are multiplied by on their way.
+        unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Steps:
         self.scale = 1.0
         self._log = log
         self._at_end = at_end
-        self._accumulated: set[str] = set()  # with gradients that no step has synchronized yet
+        self.unsynchronized: set[str] = set()
         self._kept: set[str] = set()  # with a gradient that the step adds to
         self._late: set[str] = set()  # whose gradient waits for the end of the step
         self._task = -1  # autograd's number for the backward of the step
@@ -128,7 +129,7 @@ class Steps:
             return
         if not self.engine.is_open:
             if not self.is_armed:  # a forward within no_sync, or of the module itself
-                self._accumulated.add(name)
+                self.unsynchronized.add(name)
                 return
             self.start()  # the module has returned what we know no tensors of
             self._kept.add(name)  # too late to tell
@@ -165,7 +166,7 @@ class Steps:
             # What was accumulated within no_sync, of parameters that this backward has not reached.
             self._is_finishing = True
             missing = self.engine.missing - self._late
-            waiting = self._accumulated if len(missing) < len(self.parameters) else set[str]()
+            waiting = self.unsynchronized if len(missing) < len(self.parameters) else set[str]()
             for name in sorted((waiting & missing) | self._late):
                 self.accumulated(name, self.parameters[name])
             done = self._run()
@@ -180,7 +181,7 @@ class Steps:
         # With create_graph likewise: what follows is synchronized too.
         self.is_armed = was_armed and any(placeholder.requires_grad for placeholder in captured.values())
         self.state = done.state
-        self._accumulated = set()
+        self.unsynchronized = set()
         for name, placeholder in captured.items():
             placeholder.data.copy_(done.mean[name])
         for name, mean in done.mean.items() if not captured else ():

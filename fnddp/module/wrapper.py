@@ -184,8 +184,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._steps.fail(RuntimeError("its backward did not finish"))
         self._engine.refuse_after_failure()
         agreed = self._agreed(sync, verify=True)
-        self._steps.detach()
+        before = self._steps
+        before.detach()
         self._install(*agreed)
+        self._steps.unsynchronized |= before.unsynchronized
 
     @property
     def sync_state(self) -> State:
@@ -374,6 +376,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         swapped = self._slots.swapped()
         self._is_gated = self._synchronizes and any(t.requires_grad or is_differentiated(t) for t in swapped.values())
         tensors: dict[str, Tensor] = {}
+        if self._is_gated and self._joins:
+            raise RuntimeError(
+                f"{OWNER}: within join, ranks that have run out of inputs cannot follow torch.func or parameters that "
+                f"are not those it was wrapped with: {', '.join(swapped)}"
+            )
         if self._is_gated:  # by torch.func.functional_call, or for good
             self._slots.require_alike(swapped)
             now = self._slots.tensors().items()
@@ -455,7 +462,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _options(self) -> str:
         """What ranks must agree on, since plans and errors follow from it."""
-        caps = [cap / MB for cap in self._bucket_caps]
+        caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
         return (
             f"buckets of {caps} MiB, static_graph={self.static_graph}, "
             f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}"
