@@ -50,7 +50,8 @@ def run(name: str, limit: float) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="torch_suite_", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, HERE / "case.py", "-v", f"TestDistBackendWithSpawn.{name}"],
-            env={**os.environ, "TEMP_DIR": folder},
+            # In CI torch's runner wants a package that writes reports.
+            env={**{key: value for key, value in os.environ.items() if key != "CI"}, "TEMP_DIR": folder},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
