@@ -1,6 +1,6 @@
 """Buffers, such as those of BatchNorm: which, from whom, and when they are made equal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,23 @@ class BufferHook:
     location: HookLocation
 
 
+class Futures:
+    """What a hook has left to the end of backward."""
+
+    def __init__(self) -> None:
+        self._pending: list[torch.futures.Future[Any]] = []
+
+    def add(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Futures to wait for."""
+        self._pending += futures
+
+    def wait(self) -> None:
+        """Returns when all are done."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.wait()
+
+
 class Buffers:
     """The buffers of `module`, looked up each time, since modules assign new ones.
 
@@ -34,6 +51,7 @@ class Buffers:
         is_synced: Whether forward makes them equal at all.
         is_due: Whether the next forward does: not after one that did not synchronize, as in torch.
         hook: What does so, if not a broadcast.
+        futures: Of the hook. An object without the module: who waits for it must not keep the module alive.
     """
 
     def __init__(self, module: nn.Module, ignored: set[str], group: str | None, is_synced: bool) -> None:
@@ -41,7 +59,7 @@ class Buffers:
         self.is_synced = is_synced
         self.is_due = True
         self.hook: BufferHook | None = None
-        self.futures: list[torch.futures.Future[Any]] = []
+        self.futures = Futures()
 
     def named(self) -> dict[str, Tensor]:
         """The buffers by name."""
@@ -60,10 +78,4 @@ class Buffers:
             if self.hook is None:
                 collectives.broadcast(list(named.values()), self._group, source=source)
             else:
-                self.futures += self.hook.hook(self.hook.state, named) or []
-
-    def wait(self) -> None:
-        """For what a hook has left to the end of backward."""
-        futures, self.futures = self.futures, []
-        for future in futures:
-            future.wait()
+                self.futures.add(self.hook.hook(self.hook.state, named) or ())

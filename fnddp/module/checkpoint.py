@@ -9,6 +9,7 @@ from torch import Tensor
 from fnddp import collectives
 from fnddp.state import load_state_dict, parts, state_dict
 from fnddp.sync import LOCAL, State
+from fnddp.tree import is_inexact
 
 
 class HasState(Protocol):
@@ -76,7 +77,7 @@ def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
 
 def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
     """A rank's share of a local part. Of numbers that are no fractions it is that of the largest share."""
-    if len(values) == 1 or not all(isinstance(v, Tensor) and v.is_floating_point() for v in values.values()):
+    if len(values) == 1 or not all(isinstance(v, Tensor) and is_inexact(v) for v in values.values()):
         return values[max(shares, key=shares.__getitem__)]
     return torch.stack([share * values[r] for r, share in shares.items()]).sum(0)
 

@@ -1,18 +1,17 @@
 """Backward passes of a wrapped module as steps of an engine.
 
-A step begins with the first gradient of what the module has returned, and ends with the backward pass. In between each
-parameter hands its gradient over, in one of two ways: as `parameter.grad`, once it is accumulated; or, where
-`torch.autograd.grad` asks for it, through a hook that gives autograd memory which is filled at the end.
+A step begins with the first gradient of a backward that is to synchronize, and ends with it. In between each parameter
+hands its gradient over, in one of two ways: as `parameter.grad`, once it is accumulated; or, where
+`torch.autograd.grad` asks for it, before that: autograd gets memory which is filled at the end.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from fnddp.module.log import Log
 from fnddp.plan.engine import Engine, Synchronized
@@ -27,6 +26,7 @@ class Steps:
         engine: For leaves of these names.
         state: The pipeline's state before the first step.
         log: What is measured goes there.
+        sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
         at_end: Called when a step is over.
 
     Attributes:
@@ -42,6 +42,7 @@ class Steps:
         engine: Engine,
         state: State,
         log: Log,
+        sparse: Collection[str],
         at_end: Callable[[], None],
     ) -> None:
         self.parameters = dict(parameters)
@@ -49,20 +50,27 @@ class Steps:
         self.state = state
         self.is_armed = False
         self.scale = 1.0
+        self.unsynchronized: set[str] = set()
         self._log = log
         self._at_end = at_end
-        self.unsynchronized: set[str] = set()
+        self._always_sparse = dict.fromkeys(sparse, 1)
         self._kept: set[str] = set()  # with a gradient that the step adds to
         self._late: set[str] = set()  # whose gradient waits for the end of the step
-        self._task = -1  # autograd's number for the backward of the step
-        self._is_finishing = False
         self._sparse: dict[str, int] = {}
-        self._captured: dict[str, Tensor] = {}  # what torch.autograd.grad will return
-        self._capturing: list[RemovableHandle] = []
-        self._nodes: dict[str, Any] = {}  # where autograd accumulates the gradient of each parameter
-        self._feeders = [
-            parameter.register_post_accumulate_grad_hook(_Feeder(self, name))
+        self._asked: set[str] = set()  # whose gradients torch.autograd.grad will return
+        self._placeholders: dict[str, Tensor] = {}  # what means are written to, where autograd goes on with it
+        self._nodes: dict[str, Any] = {}
+        self._task = -1  # autograd's number for the backward of the step
+        self._ending: Callable[[], object] | None = None
+        self._is_finishing = False
+        self._successor: Steps | None = None
+        self._hooks = [
+            hook
             for name, parameter in self.parameters.items()
+            for hook in (
+                parameter.register_hook(_Hook(self, Steps._arrives, name)),
+                parameter.register_post_accumulate_grad_hook(_Hook(self, Steps._accumulated, name)),
+            )
         ]
 
     def arm(self) -> None:
@@ -71,17 +79,23 @@ class Steps:
 
     def start(self, _: Tensor | None = None) -> None:
         """At the beginning of a backward."""
+        if self._successor is not None:
+            self._successor.start()
+            return
+        self._fail_if_stale()
         if self.engine.is_open:
             return
         # What is there already is added to, and is the user's: it is not written over.
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
-        self._sparse, self._captured, self._late = {}, {}, set()
+        self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
+        self._asked = self._asked_for()
         self._task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         with self._log.errors():
             self.engine.start(self.state)
         self._log.backward_starts()
-        self._capturing = [self.parameters[name].register_hook(self._capture(name)) for name in self._asked_for()]
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        ending = _Ending(self._finish)
+        self._ending = weakref.ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step because of `error`."""
@@ -99,59 +113,58 @@ class Steps:
             raise
         if not self._is_none(done):
             self.state = done.state
+        self._at_end()
 
-    def detach(self) -> None:
-        """Lets go of the parameters: from now on their gradients are nobody's."""
-        self.fail(RuntimeError("its hooks were removed"))
-        for handle in self._feeders:
-            handle.remove()
-        self._feeders = []
+    def detach(self, successor: "Steps | None" = None) -> None:
+        """Lets go of the parameters: from now on their gradients are nobody's, or those of `successor`."""
+        if self.engine.is_open:
+            self.fail(RuntimeError("its hooks were removed"))
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if successor is not None:
+            self._successor = successor
+            successor.is_armed, successor.scale = self.is_armed, self.scale
+            successor.unsynchronized |= self.unsynchronized
 
-    def _asked_for(self) -> list[str]:
-        """The parameters whose gradients torch.autograd.grad will return, if this is a backward of that kind."""
-        asked: list[str] = []
-        for name, parameter in self.parameters.items():
-            if not parameter.requires_grad:
-                continue
-            if name not in self._nodes:
-                self._nodes[name] = get_gradient_edge(parameter).node
-            try:
-                if torch._C._will_engine_execute_node(self._nodes[name]):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-                    return []  # a gradient is accumulated: this is no torch.autograd.grad
-            except RuntimeError:  # so torch says that it returns the gradient
-                asked.append(name)
-        return asked
+    def _arrives(self, name: str, grad: Tensor) -> Tensor | None:
+        """Autograd has a gradient of a parameter, which it will accumulate or return."""
+        if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
+            return None
+        if self.is_armed:  # or it began with what the module returned
+            self.start()
+        if name not in self._asked or not self.engine.is_open:
+            return None
+        return self._feed_with_placeholder(name, grad)
 
-    def accumulated(self, name: str, parameter: Tensor) -> None:
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Autograd has accumulated a gradient in `parameter.grad`."""
         grad = parameter.grad
         if grad is None:  # an undefined one
             return
+        self._fail_if_stale()
         if not self.engine.is_open:
-            if not self.is_armed:  # a forward within no_sync, or of the module itself
-                self.unsynchronized.add(name)
-                return
-            self.start()  # the module has returned what we know no tensors of
-            self._kept.add(name)  # too late to tell
+            self.unsynchronized.add(name)
+            return
         if torch._C._current_graph_task_id() != self._task and not self._is_finishing:  # pyright: ignore[reportPrivateUsage]
             self._late.add(name)  # a backward within the backward, of reentrant checkpointing: more may be added
             return
         if grad.is_sparse:
             self._sparse[name] = grad.sparse_dim()
             grad = grad.to_dense()
+        if grad.requires_grad:  # backward(create_graph=True)
+            self._feed_with_placeholder(name, grad)
+            return
         if name not in self._kept:
             parameter.grad = None  # so that its memory is free once it is on its way
         self._feed(name, grad)
 
-    def _capture(self, name: str) -> Callable[[Tensor], Tensor]:
-        def hook(grad: Tensor) -> Tensor:
-            # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in
-            # its turn, it is the one of the mean.
-            self._captured[name] = placeholder = grad.clone()
-            self._feed(name, grad.detach())
-            return placeholder
-
-        return hook
+    def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
+        # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in its
+        # turn, it is the one of the mean.
+        self._placeholders[name] = placeholder = grad.to_dense() if grad.is_sparse else grad.clone()
+        self._feed(name, placeholder.detach().clone())
+        return placeholder
 
     def _feed(self, name: str, grad: Tensor) -> None:
         scaled = grad if self.scale == 1 else grad * self.scale
@@ -163,45 +176,65 @@ class Steps:
         self._log.backward_ends()
         was_armed = self.is_armed
         try:
-            # What was accumulated within no_sync, of parameters that this backward has not reached.
             self._is_finishing = True
-            missing = self.engine.missing - self._late
-            waiting = self.unsynchronized if len(missing) < len(self.parameters) else set[str]()
-            for name in sorted((waiting & missing) | self._late):
-                self.accumulated(name, self.parameters[name])
+            for name in sorted(self._waiting()):
+                self._accumulated(name, self.parameters[name])
             done = self._run()
         except BaseException as error:
             self.fail(error)
             raise
-        captured = self._captured
+        placeholders = self._placeholders
         self._close()
         if self._is_none(done):
             self.is_armed = was_armed  # for a backward through the gradients of inputs that this one has made
             return
         # With create_graph likewise: what follows is synchronized too.
-        self.is_armed = was_armed and any(placeholder.requires_grad for placeholder in captured.values())
+        self.is_armed = was_armed and any(placeholder.requires_grad for placeholder in placeholders.values())
         self.state = done.state
-        self.unsynchronized = set()
-        for name, placeholder in captured.items():
+        for name, placeholder in placeholders.items():
             placeholder.data.copy_(done.mean[name])
-        for name, mean in done.mean.items() if not captured else ():
-            if name not in done.unused:
-                self._set_grad(name, mean)
+        if self._asked:
+            self._require_returned(placeholders, done.unused)
+        else:
+            self.unsynchronized = set()
+            for name, mean in done.mean.items():
+                if name not in done.unused:
+                    self._set_grad(name, placeholders.get(name, mean))
         self._at_end()
         self._log.step_ends(self.engine, done.unused)
 
+    def _waiting(self) -> set[str]:
+        """Parameters whose gradients are there but have not been fed."""
+        missing = self.engine.missing - self._late
+        if self._asked or len(missing) == len(self.parameters):
+            return self._late
+        # What was accumulated within no_sync, of parameters that this backward has not reached.
+        return (self.unsynchronized & missing) | self._late
+
     def _set_grad(self, name: str, mean: Tensor) -> None:
         parameter = self.parameters[name]
+        grad = parameter.grad
         if name in self._sparse:
             mean = mean.to_sparse(self._sparse[name])
         elif mean.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
             mean = torch.empty_like(parameter).copy_(mean)
-        parameter.grad = mean
+        if name in self._kept and grad is not None and not grad.is_sparse and not mean.requires_grad:
+            grad.copy_(mean)  # others may hold it, as a part of a flat buffer
+        else:
+            parameter.grad = mean
         optimizers = getattr(parameter, "_in_backward_optimizers", ())
         for optimizer in optimizers:
             optimizer.step()
         if optimizers:
             parameter.grad = None
+
+    def _require_returned(self, returned: Collection[str], unused: Collection[str]) -> None:
+        lost = [name for name in self.parameters if name not in returned and name not in unused]
+        if lost:
+            raise RuntimeError(
+                f"torch.autograd.grad was asked on other ranks for {', '.join(lost)}, which this rank has not used or "
+                "not asked for, so it cannot return their mean; use backward(), or the same parameters on all ranks"
+            )
 
     def _run(self) -> Synchronized:
         # So torch calls it in profiles: it is here that ranks learn what none of them has used.
@@ -212,23 +245,56 @@ class Steps:
         """Whether no parameter had a gradient on any rank."""
         return len(done.unused) == len(self.parameters)
 
+    def _fail_if_stale(self) -> None:
+        # Autograd forgets its callbacks when a backward raises.
+        if self.engine.is_open and self._ending is not None and self._ending() is None:
+            self.fail(RuntimeError("its backward did not finish"))
+
     def _close(self) -> None:
         self.is_armed = self._is_finishing = False
-        for handle in self._capturing:
-            handle.remove()
-        self._capturing, self._captured = [], {}
+        self._placeholders, self._ending = {}, None
+
+    def _asked_for(self) -> set[str]:
+        """The parameters whose gradients torch.autograd.grad will return, if this is a backward of that kind."""
+        asked: set[str] = set()
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                continue
+            try:
+                if torch._C._will_engine_execute_node(self._node(name, parameter)):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+                    return set()  # a gradient is accumulated: this is no torch.autograd.grad
+            except RuntimeError:  # so torch says that it returns the gradient
+                asked.add(name)
+        return asked
+
+    def _node(self, name: str, parameter: nn.Parameter) -> Any:
+        """Where autograd accumulates the gradient: another place once the parameter was moved or cast."""
+        kind = parameter.dtype, parameter.device
+        if name not in self._nodes or self._nodes[name][0] != kind:
+            self._nodes[name] = kind, get_gradient_edge(parameter).node
+        return self._nodes[name][1]
 
 
-class _Feeder:
-    """The hook of one parameter."""
+class _Hook:
+    """A hook of one parameter."""
 
-    def __init__(self, owner: Steps, name: str) -> None:
-        self._owner, self._name = weakref.ref(owner), name  # the garbage collector does not see hooks of tensors
+    def __init__(self, owner: Steps, method: Callable[[Steps, str, Tensor], Any], name: str) -> None:
+        self._owner = weakref.ref(owner)  # the garbage collector does not see hooks of tensors
+        self._method, self._name = method, name
 
-    def __call__(self, tensor: Tensor) -> None:
+    def __call__(self, tensor: Tensor) -> Any:
         owner = self._owner()
-        if owner is not None:
-            owner.accumulated(self._name, tensor)
+        return None if owner is None else self._method(owner, self._name, tensor)
+
+
+class _Ending:
+    """The callback at the end of a backward. It lives as long as that is going on."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run()
 
 
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:

@@ -176,14 +176,9 @@ class TorchNames:
         """Needless: outputs are not copied."""
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        named = self._parameters_by_name
-        sparse = {
-            parameter
-            for module in self.module.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-            for parameter in module.parameters(recurse=False)
-        }
-        return list(named.values()), [parameter in sparse for parameter in named.values()]
+        sparse = sparse_parameters(self.module)
+        parameters = list(self._parameters_by_name.values())
+        return parameters, [parameter in sparse for parameter in parameters]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
         return debug_names(parameters, self._parameters_by_name)
@@ -199,6 +194,12 @@ class TorchNames:
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """As torch's."""
         return gather(outputs, output_device, dim=self.dim)  # pyright: ignore[reportUnknownVariableType]
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters whose gradients are sparse."""
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
+    return {parameter for part in embeddings for parameter in part.parameters(recurse=False)}
 
 
 def debug_names(parameters: Sequence[nn.Parameter], managed: Mapping[str, nn.Parameter]) -> dict[int, str]:

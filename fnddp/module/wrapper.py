@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -22,12 +21,12 @@ from fnddp.module.arguments import OWNER, BucketSizes
 from fnddp.module.buffers import Buffers, HookLocation
 from fnddp.module.checkpoint import Checkpoint
 from fnddp.module.gate import gated, is_differentiated
-from fnddp.module.join import ShadowHook
+from fnddp.module.join import UnevenInputs
 from fnddp.module.log import Log, environment, parameter_facts
 from fnddp.module.reducer import Reducer
 from fnddp.module.slots import Slots
 from fnddp.module.steps import Steps, take_over_optimizers
-from fnddp.module.torch_names import TorchNames
+from fnddp.module.torch_names import TorchNames, sparse_parameters
 from fnddp.plan.combine import MB, assign_buckets
 from fnddp.plan.engine import Engine
 from fnddp.plan.execute import CollectiveError
@@ -40,7 +39,7 @@ from fnddp.sync import State, Sync
 _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 
 
-class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
     """Wraps a module so that gradients are synchronized, with any pipeline: torch's class, and what it cannot do.
 
     Gradients are handed over as backward makes them, and the pipeline's collectives run behind the rest of it.
@@ -124,7 +123,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         sync: Sync = allreduce,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)  # pyright: ignore[reportUnknownMemberType]
+        UnevenInputs.__init__(self)
         arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
             arguments.warn_of_check_reduction()
@@ -152,7 +151,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
-        self.divides_by_initial_world_size = True
         sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
         self._buffers_of_module = Buffers(module, self.parameters_to_ignore, self._group, sync_in_forward)
         self._install(*self._agreed(sync, verify=init_sync))
@@ -183,11 +181,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._engine.is_open:
             self._steps.fail(RuntimeError("its backward did not finish"))
         self._engine.refuse_after_failure()
-        agreed = self._agreed(sync, verify=True)
-        before = self._steps
-        before.detach()
-        self._install(*agreed)
-        self._steps.unsynchronized |= before.unsynchronized
+        self._exchange(*self._agreed(sync, verify=True))
 
     @property
     def sync_state(self) -> State:
@@ -248,48 +242,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context for uneven inputs: ranks that have run out of them take part in the others' steps with zeros.
-
-        At the end all ranks have the parameters of one that has seen the last input. Every forward within it must be
-        followed by one backward, in all of it or in none.
-
-        Args:
-            divide_by_initial_world_size: Take the mean over all ranks, so that every input has the same weight;
-                otherwise over the ranks that are left. Works with any pipeline (torch ignores it under a hook).
-            enable: If not, nothing is done, and inputs must be even.
-            throw_on_early_termination: Raise on all ranks when the first one runs out. Needed where forward has
-                collectives of its own.
-
-        Raises:
-            RuntimeError: With `throw_on_early_termination`.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """See `torch.distributed.algorithms.Joinable`."""
-        return ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """See `torch.distributed.algorithms.Joinable`."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """See `torch.distributed.algorithms.Joinable`."""
-        return self.process_group
-
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The module's state under `module.`, as torch's class gives it.
 
@@ -316,6 +268,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not set(rest) & set(super().state_dict()):
             rest = {_PREFIX + key: value for key, value in rest.items()}
         loaded = super().load_state_dict(rest, strict, assign)
+        if assign:  # the parameters are others now
+            self._parameters_by_name = self._trained_parameters()
+            self._exchange(self.sync, self.sync_state)
         if synced:
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
@@ -328,12 +283,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             take_over_optimizers(self._parameters_by_name.values())
         if self._synchronizes:
             self._log.forward_starts()
-        Join.notify_join_context(self)
-        self._sync_buffers(HookLocation.PRE_FORWARD)
-        if self._joins:
-            left = collectives.total(int(self.require_backward_grad_sync), self._group)
-            scales = left > 0 and not self.divides_by_initial_world_size
-            self._steps.scale = collectives.world_size(self._group) / left if scales else 1.0
+        with self._on_device():
+            self._tell_joined_ranks()
+            self._sync_buffers(HookLocation.PRE_FORWARD)
+            self._steps.scale = self._scale_of_joins(self._synchronizes)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, True)  # pyright: ignore[reportUnknownVariableType, reportAssignmentType]
@@ -343,21 +296,22 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
     def _after_forward(self, output: Any) -> None:
-        self._sync_buffers(HookLocation.POST_FORWARD)
+        with self._on_device():
+            self._sync_buffers(HookLocation.POST_FORWARD)
         self._buffers_of_module.is_due = self._synchronizes
         if torch.is_grad_enabled():
             self._steps.is_armed = self._synchronizes and not self._is_gated
         if self._steps.is_armed and torch.is_grad_enabled() and not collectives.is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
             for tensor in _tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
                     tensor.register_hook(self._steps.start)
 
     def _sync_buffers(self, location: HookLocation) -> None:
         if not self._buffers_of_module.runs_at(location):
             return
         try:
-            self._buffers_of_module.sync(self._source())
+            self._buffers_of_module.sync(self._source_of_buffers())
         except RuntimeError as error:
             self._engine.refuse_from_now_on(error)
             raise CollectiveError(
@@ -376,6 +330,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         swapped = self._slots.swapped()
         self._is_gated = self._synchronizes and any(t.requires_grad or is_differentiated(t) for t in swapped.values())
         tensors: dict[str, Tensor] = {}
+        if not self._is_gated and torch.is_grad_enabled():
+            self._require_no_replaced(swapped)
         if self._is_gated and self._joins:
             raise RuntimeError(
                 f"{OWNER}: within join, ranks that have run out of inputs cannot follow torch.func or parameters that "
@@ -392,6 +348,15 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in (all_now | tensors).items()}
         return tensors
 
+    def _require_no_replaced(self, swapped: Mapping[str, Tensor]) -> None:
+        """What accumulates in a replaced parameter within no_sync would stay there unsynchronized."""
+        replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+        if replaced:
+            raise RuntimeError(
+                f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, so no_sync cannot "
+                "accumulate their gradients; wrap the module again"
+            )
+
     def _synchronize(self, names: tuple[str, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The means of gradients that are all there."""
         given = dict(zip(names, grads, strict=True))
@@ -400,37 +365,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             leaves = {name: leaf * self._steps.scale for name, leaf in leaves.items()}
         mean, self._steps.state = self._jit(leaves, self.sync_state)
         return tuple(mean[name] for name in names)
-
-    # Uneven inputs
-
-    @property
-    def _joins(self) -> bool:
-        return self._join_config.enable
-
-    def _source(self) -> int:
-        """Whose buffers are right: the first rank's, and while ranks run out of inputs, the last that has some."""
-        return collectives.highest(collectives.rank(self._group), self._group) if self._joins else 0
-
-    def shadow(self) -> None:
-        """One forward and backward of the ranks that still have inputs."""
-        buffers = self._buffers_of_module
-        if buffers.runs_at(HookLocation.PRE_FORWARD):
-            buffers.sync(collectives.highest(-1, self._group))
-        synchronizes = collectives.total(0, self._group) > 0
-        if buffers.runs_at(HookLocation.POST_FORWARD):
-            buffers.sync(collectives.highest(-1, self._group))
-        buffers.is_due = synchronizes
-        if synchronizes:
-            self._steps.shadow()
-
-    def take_from_last(self, is_last_joiner: bool) -> None:
-        """Makes parameters and buffers those of a rank that has seen the last input."""
-        source = collectives.highest(collectives.rank(self._group) if is_last_joiner else -1, self._group)
-        named = dict(self.module.named_parameters())
-        named |= self._buffers_of_module.named() if self._buffers_of_module.is_synced else {}
-        kept = [tensor.detach() for name, tensor in named.items() if name not in self.parameters_to_ignore]
-        collectives.broadcast(kept, self._group, source=source)
-        self._steps.scale = 1.0
 
     # Set-up
 
@@ -452,10 +386,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         def begin() -> dict[str, str]:
             pipeline = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
             made.append((pipeline, pipeline.init(self._parameters_by_name)))
-            return {"options": self._options(), **description(sync, self._parameters_by_name, made[-1][1])}
+            return {"options": self._options(), **description(pipeline, self._parameters_by_name, made[-1][1])}
 
         if verify:
-            agree(begin, self._group)
+            with self._on_device():
+                agree(begin, self._group)
         else:
             begin()
         return made[-1]
@@ -494,8 +429,17 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
         buckets = assign_buckets({name: leaves[name].nbytes for name in reversed(leaves)}, self._bucket_caps)
         self._log = Log({**self._facts(), **environment(self.process_group), **parameter_facts(leaves, buckets)})
-        self._steps = Steps(parameters, self._engine, initial, self._log, self._buffers_of_module.wait)
+        have_sparse = sparse_parameters(self.module)
+        sparse = [name for name, parameter in parameters.items() if parameter in have_sparse]
+        futures = self._buffers_of_module.futures
+        self._steps = Steps(parameters, self._engine, initial, self._log, sparse, futures.wait)
         self.reducer.arm = self._steps.arm
+
+    def _exchange(self, pipeline: Sync, initial: State) -> None:
+        """Goes on with `pipeline` instead of the one that is there."""
+        before = self._steps
+        self._install(pipeline, initial)
+        before.detach(self._steps)
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -60,5 +60,9 @@ class Eager:
         return mean, tree.flatten_any(state)[0]
 
     def abort(self) -> None:
-        """Forgets the step: nothing has been sent."""
+        """Gives the step up: nothing has been sent."""
+        self.forget()
+
+    def forget(self) -> None:
+        """See `Executor.forget`."""
         self._grads = {}

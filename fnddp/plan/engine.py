@@ -4,6 +4,7 @@ It keeps a plan for each phase, learns the order in which gradients arrive, and 
 either all of them have the result, or all of them raise.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,6 +102,7 @@ class Engine:
         self._failed = False
         self._broken: BaseException | None = None
         self._ahead: list[Any] = []  # engines whose open steps go first
+        self._behind: list[weakref.ref[Engine]] = []  # and those that wait for this one's
         self.is_open = False
 
     @property
@@ -123,6 +125,9 @@ class Engine:
             raise
         assert self._running is not None
         self._ahead = turns.begin(self, self._status.groups if self._status is not None else ())
+        self._behind = []
+        for engine in self._ahead:
+            engine.is_followed_by(self)
         self._running.start(parts)
         self._absent, self._failed, self.is_open = None, False, True
 
@@ -163,6 +168,18 @@ class Engine:
         """Whether another engine's step goes first on a process group of this one."""
         return bool(self._ahead) and any(engine.is_open for engine in self._ahead)
 
+    def is_followed_by(self, engine: "Engine") -> None:
+        """`engine` sends nothing before the step of this one is over; if that fails, its own is none."""
+        self._behind.append(weakref.ref(engine))
+
+    def _drop_behind(self) -> None:
+        for entry in self._behind:
+            engine = entry()
+            if engine is not None and engine.is_open and engine._running is not None:
+                engine._running.forget()
+                engine.is_open = False
+        self._behind = []
+
     def catch_up(self) -> None:
         """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
         if self.is_open and isinstance(self._running, Executor) and not self._holds:
@@ -189,8 +206,14 @@ class Engine:
             running.abort()
             self.is_open = False
             if stop.__cause__ is not None:
+                self._drop_behind()
                 raise stop.__cause__ from None
             return Synchronized({}, None, self._unused)
+        except StepFailedError:
+            running.abort()
+            self.is_open = False  # the step is over here too
+            self._drop_behind()
+            raise
         self.is_open = False
         self._learn_order()
         return Synchronized(mean, tree.unflatten_any(self._structure, parts), self._unused)
@@ -204,6 +227,11 @@ class Engine:
         """
         if not self.is_open:
             return
+        for engine in self._ahead:  # in the order in which other ranks end theirs
+            engine.fail(error)
+        if not self.is_open:  # it has sent nothing yet
+            return
+        self._drop_behind()
         self.is_open = False
         running, status = self._running, self._status
         assert running is not None
@@ -246,11 +274,7 @@ class Engine:
 
     def _agree(self) -> None:
         if self._absent is not None and self._status is not None:
-            try:
-                self._unused = self._status.agree(self._absent)
-            except StepFailedError:
-                self.is_open = False  # the step is over here too
-                raise
+            self._unused = self._status.agree(self._absent)
             if self._skips_unused and len(self._unused) == len(self.leaves):
                 raise _NothingArrived
             if self._check_unused is not None:

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Container, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -91,9 +91,14 @@ class Status:
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
-        for group in self.groups:
-            value = collectives.broadcast_object(value, group)
+        with self._on_device():
+            for group in self.groups:
+                value = collectives.broadcast_object(value, group)
         return value
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """NCCL sends objects from the current device, which need not be the model's."""
+        return torch.cuda.device(self._device) if self._on_cuda else nullcontext()
 
     def _start(self, flags: Tensor, group: str | None) -> None:
         self._flags, self._work = collectives.start_gather_status(flags, group)
@@ -117,7 +122,7 @@ class Status:
     def _explanation(self, error: BaseException | None) -> str:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(dist.get_rank(), reason)]
-        with _named_failures():
+        with _named_failures(), self._on_device():
             for group in self.groups:
                 reasons = sorted({one for some in collectives.all_gather_object(reasons, group) for one in some})
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)

@@ -19,6 +19,7 @@ class TakesTurns(Protocol):
     is_open: bool
 
 
+# Engines of models that know nothing of each other meet nowhere but on their process group.
 _open: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[TakesTurns]]]" = weakref.WeakKeyDictionary()
 
 

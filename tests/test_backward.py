@@ -1,0 +1,331 @@
+"""Kinds of backward through a wrapped module that are not one forward and one backward: nothing stays a rank's own.
+
+Everywhere a weight w of ranks 0 and 1 has the gradients 1 and 2, so the mean is 1.5.
+"""
+
+import gc
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import fnddp
+from fnddp import DistributedDataParallel as DDP
+from fnddp import StepFailedError, allreduce, error_feedback, fp16
+from fnddp.module.checkpoint import combined, shares
+
+MEAN = 1.5
+
+
+class Weight(nn.Module):
+    """Returns `wrap(w * x)`; keeps it as `last`."""
+
+    def __init__(self, wrap: Any = None) -> None:
+        super().__init__()
+        self.w, self.unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+        self.wrap = wrap or (lambda y: y)
+
+    def forward(self, x: Tensor, both: bool = False) -> Any:
+        self.last = self.w * x + (self.unused * x if both else 0)
+        return self.wrap(self.last)
+
+
+class Opaque:
+    """Nothing that a search for tensors looks into."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.fails:
+            raise ArithmeticError("here")
+        return grad, None
+
+
+def x_of(rank: int) -> Tensor:
+    return torch.tensor(1.0 + rank)
+
+
+def check_grad_is_held(rank: int) -> None:
+    model = DDP(Weight())
+    flat = torch.zeros(2)
+    model.module.w.grad = flat[0]
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.data_ptr() == flat.data_ptr()
+    assert flat.tolist() == [MEAN, 0.0]
+
+
+def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(gloo):
+    gloo(2, check_grad_is_held)
+
+
+def check_outputs(rank: int) -> None:
+    for wrap in (Opaque, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
+        model = DDP(Weight(wrap))
+        model(x_of(rank))
+        assert torch.autograd.grad(model.module.last, model.module.w)[0].item() == MEAN
+        model(x_of(rank))
+        model.module.last.backward()
+        assert model.module.w.grad.item() == MEAN
+
+
+def test_whatever_the_module_returns(gloo):
+    gloo(2, check_outputs)
+
+
+def check_failed_then_another(rank: int) -> None:
+    model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
+    model.fails = rank == 1
+    first = model(x_of(rank))
+    model.fails = False
+    second = model(x_of(rank))
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            first.backward()
+        second.backward()
+    else:
+        with pytest.raises(StepFailedError, match="rank 1 failed with RuntimeError: its backward did not finish"):
+            first.backward()
+        model.zero_grad()
+        second.backward()
+    assert model.module.w.grad.item() == MEAN
+    everyone = [None, None]
+    dist.all_gather_object(everyone, model.sync_state.residual["w"].item())
+    assert everyone == [0.0, 0.0]
+
+
+def test_another_backward_after_one_that_broke_off(gloo):
+    gloo(2, check_failed_then_another)
+
+
+def check_two_fail(rank: int) -> None:
+    a, b = DDP(Weight()), DDP(Weight(), sync=error_feedback(fp16(allreduce)))
+    for step in range(3):
+        a.zero_grad()
+        b.zero_grad()
+        loss = b(Fails.apply(a(x_of(rank)), rank == 1 and step == 1))
+        if step == 1:
+            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
+                loss.backward()
+        else:
+            loss.backward()
+            assert a.module.w.grad.item() == MEAN
+
+
+def test_two_wrapped_modules_fail_together(gloo):
+    gloo(2, check_two_fail)
+
+
+def check_sync_is_set_before_backward(rank: int) -> None:
+    for ask in (False, True):
+        model = DDP(Weight())
+        y = model(x_of(rank))
+        model.sync = error_feedback(fp16(allreduce))
+        if ask:
+            assert torch.autograd.grad(y, model.module.w)[0].item() == MEAN
+        else:
+            y.backward()
+            assert model.module.w.grad.item() == MEAN
+
+
+def test_a_pipeline_that_is_set_between_forward_and_backward(gloo):
+    gloo(2, check_sync_is_set_before_backward)
+
+
+def check_replaced(rank: int) -> None:
+    model = DDP(Weight())
+    model.module.w = nn.Parameter(torch.ones(()))
+    with model.no_sync(), pytest.raises(RuntimeError, match="w were replaced after the module was wrapped"):
+        model(x_of(rank))
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == MEAN
+
+    model = DDP(Weight())
+    model.load_state_dict({"w": nn.Parameter(torch.ones(())), "unused": torch.ones(())}, assign=True)
+    with model.no_sync():
+        model(x_of(rank)).backward()
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == 2 * MEAN
+    assert model.plan is not None  # by hooks, not through the gate
+
+
+def test_parameters_that_are_assigned(gloo):
+    gloo(2, check_replaced)
+
+
+def check_accumulated_is_kept(rank: int) -> None:
+    model = DDP(Weight())
+    with model.no_sync():
+        model(x_of(rank), both=True).backward()
+    model.module.w.grad = None
+    assert torch.autograd.grad(model(x_of(rank)), model.module.w)[0].item() == MEAN
+    assert model.module.unused.grad.item() == 1 + rank
+    model(x_of(rank)).backward()
+    assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+
+
+def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(gloo):
+    gloo(2, check_accumulated_is_kept)
+
+
+def check_unused_of_one_rank(rank: int) -> None:
+    model = DDP(Weight())
+    y = model(x_of(rank), both=rank == 0)
+    if rank == 0:
+        torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
+    else:
+        with pytest.raises(RuntimeError, match="asked on other ranks for unused, which this rank has not used"):
+            torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
+    y = model(x_of(rank))
+    _, nothing = torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
+    assert nothing is None
+
+
+def test_asking_for_what_only_others_have_used(gloo):
+    gloo(2, check_unused_of_one_rank)
+
+
+def check_create_graph(rank: int) -> None:
+    model = DDP(Weight())
+    loss = model(x_of(rank)) ** 2  # gradient 2 w x^2, mean 5; derivative of its square 2 * 5 * 2 x^2, mean 50
+    with pytest.warns(UserWarning, match="create_graph"):
+        loss.backward(create_graph=True)
+    grad = model.module.w.grad
+    assert grad.requires_grad
+    assert grad.item() == 5.0
+    model.module.w.grad = None
+    grad.square().backward()
+    assert model.module.w.grad.item() == 50.0
+
+
+def test_backward_with_a_graph(gloo):
+    gloo(2, check_create_graph)
+
+
+def check_forward_mode(rank: int) -> None:
+    model = DDP(Weight())
+    with forward_ad.dual_level():
+        duals = {f"module.{n}": forward_ad.make_dual(p, torch.ones(())) for n, p in model.module.named_parameters()}
+        with pytest.raises(RuntimeError, match="jvp"):
+            torch.func.functional_call(model, duals, x_of(rank))
+
+
+def test_forward_mode_is_refused(gloo):
+    gloo(2, check_forward_mode)
+
+
+def check_cast_later(rank: int) -> None:
+    model = DDP(Weight())
+    torch.autograd.grad(model(x_of(rank)), model.module.w)
+    model.double()
+    with pytest.raises(ValueError, match=r"gradient 'w' is float64\[\] on cpu, but the plan was made for float32"):
+        torch.autograd.grad(model(x_of(rank)), model.module.w)
+
+
+def test_a_module_that_is_cast_later_is_an_error(gloo):
+    gloo(2, check_cast_later)
+
+
+def check_leaf_output(rank: int) -> None:
+    model = DDP(Weight())
+    model.module.forward = lambda x: (model.module.w, model.module.w * x)  # type: ignore[method-assign]
+    for _ in range(3):
+        model.zero_grad()
+        model(x_of(rank))[1].backward()
+        assert model.module.w.grad.item() == MEAN
+    model.zero_grad()
+    with model.no_sync():
+        model(x_of(rank))[1].backward()
+    assert model.module.w.grad.item() == 1 + rank
+
+
+def test_a_module_that_returns_a_parameter(gloo):
+    gloo(2, check_leaf_output)
+
+
+def check_freed(rank: int) -> None:
+    model = DDP(Weight())
+    model(x_of(rank)).backward()
+    ref = weakref.ref(model.module)  # which keeps its output
+    del model
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_module_that_keeps_its_output_can_be_freed(gloo):
+    gloo(2, check_freed)
+
+
+def check_join(rank: int) -> None:
+    model = DDP(Weight())
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            model.zero_grad()
+            with torch.no_grad():  # an evaluation in between
+                model(x_of(rank))
+            model(x_of(rank)).backward()
+    model.zero_grad()
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == MEAN
+    try:
+        with model.join(divide_by_initial_world_size=False, throw_on_early_termination=True):
+            for _ in range(1 + rank):
+                model(x_of(rank))
+    except RuntimeError:
+        pass
+    else:
+        pytest.fail("a rank ran out of inputs")
+
+
+def test_evaluation_within_join(gloo):
+    gloo(2, check_join)
+
+
+def check_sparse(rank: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.w = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2))
+
+        def forward(self, i: Tensor, embeds: bool) -> Tensor:
+            return (self.w * (self.embed(i) if embeds else 1.0)).sum()
+
+    model = DDP(Model())
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([1]), embeds=rank == 0).backward()
+        assert model.module.embed.weight.grad.is_sparse
+
+
+def test_sparse_gradients_are_sparse_on_all_ranks(gloo):
+    gloo(2, check_sparse)
+
+
+def test_complex_residuals_are_shared_out():
+    values = {0: torch.tensor([1 + 0j]), 1: torch.tensor([3 + 0j])}
+    assert combined(values, shares(0, 1, 2)).tolist() == [2 + 0j]
+
+
+def check_mixed_precision_agrees(rank: int) -> None:
+    config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
+    with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
+        DDP(Weight(), mixed_precision=config)
+
+
+def test_ranks_with_other_wire_dtypes(gloo):
+    gloo(2, check_mixed_precision_agrees)
