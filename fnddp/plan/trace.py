@@ -38,6 +38,7 @@ _IS_FOREIGN = (
     "There was no fake impl registered",
     ".numpy() is not supported for tensor subclasses",
     "using FX to symbolically trace a dynamo-optimized function",
+    "argument of type: <class 'torch._C.Generator'>",
 )
 
 _one_at_a_time = threading.Lock()  # make_fx patches torch for the whole process; ranks may be threads
