@@ -18,7 +18,7 @@ from torch import Tensor
 import fnddp
 from fnddp.cli.launch import run_ranks
 from fnddp.cli.network import shaped_hosts
-from fnddp.plan.cost import estimate
+from fnddp.cost.estimate import estimate
 
 MB = 10**6
 FLOAT32, FLOAT16 = torch.float32, torch.float16

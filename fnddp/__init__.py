@@ -4,18 +4,17 @@ from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
-from fnddp.agreement import RankMismatchError, verify
+from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.compositions import batched_powersgd
+from fnddp.cost.link import Link
+from fnddp.cost.measure import measure_link
 from fnddp.memory.error_feedback import error_feedback
-from fnddp.module.wrapper import DistributedDataParallel
 from fnddp.parse import parse
-from fnddp.plan.link import Link
 from fnddp.plan.lower import lower
-from fnddp.plan.measure import measure_link
+from fnddp.plan.passes.trace import LoweringError
 from fnddp.plan.plan import Plan
-from fnddp.plan.status import StepFailedError
-from fnddp.plan.trace import LoweringError
 from fnddp.reducers.all_reduce import all_reduce, allreduce
+from fnddp.run.vote import StepFailedError
 from fnddp.schedules.partition import partition
 from fnddp.schedules.warmup import warmup
 from fnddp.state import load_state_dict, state_dict
@@ -24,7 +23,8 @@ from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import bf16, cast, fp16
 from fnddp.transforms.powersgd import powersgd
 from fnddp.transforms.squared import squared
-from fnddp.wire import WireCounter
+from fnddp.wire.agreement import RankMismatchError, verify
+from fnddp.wire.counter import WireCounter
 
 __all__ = [
     "DistributedDataParallel",

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import fnddp
 from fnddp import Sync, tree
-from fnddp.agreement import description
-from fnddp.plan.engine import Engine, Synchronized
 from fnddp.plan.ir import LeafSpec
-from fnddp.plan.reuse import Donation
+from fnddp.plan.passes.place import Donation
+from fnddp.run.engine import Engine, Synchronized
 from fnddp.state import describe, parts
+from fnddp.wire.agreement import description
 from tests.pipelines import grads
 
 STEPS = 4

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import StepFailedError, allreduce, error_feedback, fp16
-from fnddp.module.checkpoint import combined, shares
+from fnddp.adapters.checkpoint import combined, shares
 
 MEAN = 1.5
 

@@ -8,7 +8,7 @@ import torch
 
 import fnddp
 from fnddp import error_feedback, fp16, parse, powersgd
-from fnddp.plan import debug
+from fnddp.show import trace as debug
 from tests.laws import bits
 from tests.ranks import run_threads
 

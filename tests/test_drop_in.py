@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import RankMismatchError, StepFailedError, allreduce, bf16, fp16
-from fnddp.module.checkpoint import shares
+from fnddp.adapters.checkpoint import shares
 from tests.laws import bits, gather
 from tests.test_register import COMPRESSED, Branches, batch, make_model
 

@@ -29,11 +29,11 @@ from fnddp import (
     partition,
     tree,
 )
-from fnddp.plan.eager import groups_of
-from fnddp.plan.engine import Engine
-from fnddp.plan.execute import CollectiveError, Executor
 from fnddp.plan.ir import LeafSpec
-from fnddp.plan.reuse import Donation
+from fnddp.plan.passes.place import Donation
+from fnddp.run.eager import groups_of
+from fnddp.run.engine import Engine
+from fnddp.run.planned import CollectiveError, Executor
 from tests.laws import DONATIONS, bits, gather, make_engine
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import run_threads

@@ -24,13 +24,13 @@ from fnddp import (
     tree,
     warmup,
 )
-from fnddp.plan import fuse as fuse_pass
-from fnddp.plan.combine import MB, assign_buckets, combine
-from fnddp.plan.fuse import fuse
 from fnddp.plan.ir import LeafSpec, launch, tensor_nodes
-from fnddp.plan.reuse import Donation
-from fnddp.plan.simplify import simplify
-from fnddp.plan.trace import trace
+from fnddp.plan.passes import fuse as fuse_pass
+from fnddp.plan.passes.combine import MB, assign_buckets, combine
+from fnddp.plan.passes.fuse import fuse
+from fnddp.plan.passes.place import Donation
+from fnddp.plan.passes.simplify import simplify
+from fnddp.plan.passes.trace import trace
 from tests.laws import DONATIONS, bits, make_engine
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import run_threads

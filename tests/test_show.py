@@ -11,8 +11,8 @@ import torch
 
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
 from fnddp.plan.lower import KEEP
-from fnddp.plan.reuse import Donation
-from fnddp.plan.timeline import CHARACTER
+from fnddp.plan.passes.place import Donation
+from fnddp.show.timeline import CHARACTER
 from fnddp.tree import Tree
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))

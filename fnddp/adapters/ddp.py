@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fnddp import tree
-from fnddp.agreement import agree, description
 from fnddp.collectives import group_name
-from fnddp.plan.engine import Engine
 from fnddp.plan.ir import LeafSpec
-from fnddp.plan.reuse import Donation
+from fnddp.plan.passes.place import Donation
+from fnddp.run.engine import Engine
 from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync
+from fnddp.wire.agreement import agree, description
 
 
 class Handle:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fnddp import collectives, tree
-from fnddp.plan.engine import Engine, Engines
-from fnddp.plan.reuse import Donation
+from fnddp.plan.passes.place import Donation
+from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves, Tree
 

@@ -3,9 +3,9 @@
 import torch
 
 from fnddp import collectives, tree
-from fnddp.plan.engine import Engines
+from fnddp.plan.passes.place import Donation
 from fnddp.plan.plan import Plan
-from fnddp.plan.reuse import Donation
+from fnddp.run.engine import Engines
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fnddp
 from fnddp.cli.models import Batch, Loss, load
 from fnddp.sync import Sync
-from fnddp.wire import WireCounter
+from fnddp.wire.counter import WireCounter
 
 PEERS = ("ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "none")
 

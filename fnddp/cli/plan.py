@@ -13,7 +13,7 @@ from fnddp.cli.checks import check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.plan_report import Planned, Setting
-from fnddp.plan.link import Link
+from fnddp.cost.link import Link
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
 from fnddp.sync import State, Sync

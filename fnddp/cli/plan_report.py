@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from fnddp.plan.cost import Estimate
-from fnddp.plan.link import Link, duration
+from fnddp.cost.estimate import Estimate
+from fnddp.cost.link import Link, duration
 from fnddp.plan.plan import Plan
-from fnddp.plan.show import size
+from fnddp.show.text import size
 
 UNBOUNDED = 10_000  # columns: a file or pipe has no width, and tables are as wide as they need
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.adapters.functional import value_and_grad
-from fnddp.agreement import agree, verify
 from fnddp.cli import digits
 from fnddp.sync import Sync
-from fnddp.wire import WireCounter
+from fnddp.wire.agreement import agree, verify
+from fnddp.wire.counter import WireCounter
 
 BATCH_SIZE = 32  # per rank
 LEARNING_RATE = 0.1  # falls linearly to zero

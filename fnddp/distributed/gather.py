@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
-from fnddp.agreement import agree
 from fnddp.collectives import Group
 from fnddp.state import describe
+from fnddp.wire.agreement import agree
 
 
 def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:

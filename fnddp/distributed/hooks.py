@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fnddp.adapters.ddp import Handle, register
-from fnddp.module.wrapper import DistributedDataParallel as OurDDP
+from fnddp.adapters.module.wrapper import DistributedDataParallel as OurDDP
 from fnddp.sync import Sync
 
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Tensor]]

@@ -1,1 +1,1 @@
-"""Lowering: trace -> simplify -> combine -> order -> reuse -> Plan -> execute. Each pass is a file."""
+"""Lowering: from a pipeline and parameters to a plan, pass by pass."""

@@ -3,16 +3,16 @@
 from collections.abc import Container, Mapping, Sequence
 
 from fnddp import collectives, tree
-from fnddp.plan.combine import MB, assign_buckets, combine
-from fnddp.plan.drop import drop
-from fnddp.plan.emit import emit, name_of
-from fnddp.plan.fuse import fuse
 from fnddp.plan.ir import LeafSpec, output_nodes, uncombined_bytes
-from fnddp.plan.order import order
+from fnddp.plan.passes.combine import MB, assign_buckets, combine
+from fnddp.plan.passes.drop import drop
+from fnddp.plan.passes.emit import emit, name_of
+from fnddp.plan.passes.fuse import fuse
+from fnddp.plan.passes.order import order
+from fnddp.plan.passes.place import Donation, Memory, Result
+from fnddp.plan.passes.simplify import simplify
+from fnddp.plan.passes.trace import trace
 from fnddp.plan.plan import Plan
-from fnddp.plan.reuse import Donation, Memory, Result
-from fnddp.plan.simplify import simplify
-from fnddp.plan.trace import trace
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fnddp.plan.cost import Estimate, Links, estimate
-from fnddp.plan.draw import to_html, to_svg
-from fnddp.plan.emit import Step
+from fnddp.cost.estimate import Estimate, Links, estimate
 from fnddp.plan.ir import Collective, LeafSpec
-from fnddp.plan.show import show
+from fnddp.plan.passes.emit import Step
+from fnddp.show.drawing import to_html, to_svg
+from fnddp.show.text import show
 from fnddp.sync import Sync
 
 
@@ -134,7 +134,7 @@ class Plan:
     ) -> Estimate:
         """What the collectives of a step cost, and with `backward_seconds`, what backward does not hide of them.
 
-        See `fnddp.plan.cost.estimate` for the model.
+        See `fnddp.cost.estimate.estimate` for the model.
 
         Args:
             link: Of all groups, or by the group's name (None is the default group).

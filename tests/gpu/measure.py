@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 import fnddp
 from fnddp import Sync, tree
-from fnddp.plan.buffers import Buffers
-from fnddp.plan.debug import TimedExecutor, plain_table
 from fnddp.plan.lower import lower
-from fnddp.plan.reuse import Donation
+from fnddp.plan.passes.place import Donation
+from fnddp.run.memory import Buffers
+from fnddp.show.trace import TimedExecutor, plain_table
 from tests.gpu.nccl import run_ranks
 
 WARM_UP = 6  # the hook of torch compresses from its third step on; plans learn the order in the first

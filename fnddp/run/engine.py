@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from fnddp import collectives, tree
-from fnddp.plan import turns
-from fnddp.plan.buffers import Buffers, storage_uses
-from fnddp.plan.combine import BUCKET_CAPS
-from fnddp.plan.debug import debug_level, make_executor
-from fnddp.plan.eager import Eager, groups_of
-from fnddp.plan.execute import CollectiveError, Executor
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower_leaves
+from fnddp.plan.passes.combine import BUCKET_CAPS
+from fnddp.plan.passes.place import Donation
+from fnddp.plan.passes.trace import LoweringError
 from fnddp.plan.plan import Plan
-from fnddp.plan.reuse import Donation
-from fnddp.plan.status import Status, StepFailedError
-from fnddp.plan.trace import LoweringError
+from fnddp.run import turns
+from fnddp.run.eager import Eager, groups_of
+from fnddp.run.memory import Buffers, storage_uses
+from fnddp.run.planned import CollectiveError, Executor
+from fnddp.run.vote import Status, StepFailedError
+from fnddp.show.trace import debug_level, make_executor
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fnddp import collectives
-from fnddp.plan.buffers import Buffers, storage_uses
-from fnddp.plan.emit import Step
 from fnddp.plan.ir import Collective, LeafSpec
+from fnddp.plan.passes.emit import Step
 from fnddp.plan.plan import Plan
+from fnddp.run.memory import Buffers, storage_uses
 from fnddp.tree import Leaves
 
 

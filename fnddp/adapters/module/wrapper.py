@@ -14,27 +14,27 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs  # pyright:
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import collectives, state, tree
+from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.jit import jit
-from fnddp.agreement import agree, description, fails_alike
-from fnddp.module import arguments
-from fnddp.module.arguments import OWNER, BucketSizes
-from fnddp.module.buffers import Buffers, HookLocation
-from fnddp.module.checkpoint import Checkpoint
-from fnddp.module.gate import gated, is_differentiated
-from fnddp.module.join import UnevenInputs
-from fnddp.module.log import Log, environment, parameter_facts
-from fnddp.module.reducer import Reducer
-from fnddp.module.slots import Slots
-from fnddp.module.steps import Steps, take_over_optimizers
-from fnddp.module.torch_names import TorchNames, sparse_parameters
-from fnddp.plan.combine import MB, assign_buckets
-from fnddp.plan.engine import Engine
-from fnddp.plan.execute import CollectiveError
+from fnddp.adapters.module import arguments
+from fnddp.adapters.module.arguments import OWNER, BucketSizes
+from fnddp.adapters.module.buffers import Buffers, HookLocation
+from fnddp.adapters.module.gate import gated, is_differentiated
+from fnddp.adapters.module.join import UnevenInputs
+from fnddp.adapters.module.log import Log, environment, parameter_facts
+from fnddp.adapters.module.reducer import Reducer
+from fnddp.adapters.module.slots import Slots
+from fnddp.adapters.module.steps import Steps, take_over_optimizers
+from fnddp.adapters.module.torch_names import TorchNames, sparse_parameters
 from fnddp.plan.ir import LeafSpec
+from fnddp.plan.passes.combine import MB, assign_buckets
+from fnddp.plan.passes.place import Donation
 from fnddp.plan.plan import Plan
-from fnddp.plan.reuse import Donation
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.engine import Engine
+from fnddp.run.planned import CollectiveError
 from fnddp.sync import State, Sync
+from fnddp.wire.agreement import agree, description, fails_alike
 
 _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fnddp.plan.emit import buffer_name
 from fnddp.plan.ir import Collective, LeafSpec
+from fnddp.plan.passes.emit import buffer_name
 
 
 def storage_uses(tensor: Tensor) -> int:

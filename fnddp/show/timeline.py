@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fnddp.plan.cost import Links, estimate
+from fnddp.cost.estimate import Links, estimate
+from fnddp.cost.link import duration
 from fnddp.plan.ir import Collective
-from fnddp.plan.link import duration
-from fnddp.plan.runs import Run, merged, runs
-from fnddp.plan.show import dtype, size
+from fnddp.show.runs import Run, merged, runs
+from fnddp.show.text import dtype, size
 
 if TYPE_CHECKING:
     from fnddp.plan.plan import Plan

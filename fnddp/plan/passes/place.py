@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fnddp.plan.ir import Collective, is_view, launch, launch_of, output_nodes, take, value
-from fnddp.plan.order import Segment
+from fnddp.plan.passes.order import Segment
 
 aten: Any = torch.ops.aten
 

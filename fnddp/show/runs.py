@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fnddp.plan.emit import Step, buffer_name
 from fnddp.plan.ir import Collective
+from fnddp.plan.passes.emit import Step, buffer_name
 
 if TYPE_CHECKING:
     from fnddp.plan.plan import Plan

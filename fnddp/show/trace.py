@@ -10,12 +10,12 @@ import torch
 from torch.profiler import record_function
 
 from fnddp import collectives
-from fnddp.plan.buffers import Buffers
-from fnddp.plan.emit import Step
-from fnddp.plan.execute import Executor
 from fnddp.plan.ir import Collective
+from fnddp.plan.passes.emit import Step
 from fnddp.plan.plan import Plan
-from fnddp.plan.show import size
+from fnddp.run.memory import Buffers
+from fnddp.run.planned import Executor
+from fnddp.show.text import size
 from fnddp.tree import Leaves
 
 FIRST, EVERY = 3, 100  # steps that are shown of each plan: the first ones, and then one in so many

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from fnddp.plan.link import Link, duration, scaled
+from fnddp.cost.link import Link, duration, scaled
 
 
 class Collective(Protocol):

@@ -10,8 +10,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig  # pyright: ignore[reportPrivateUsage]
 
 from fnddp import collectives
-from fnddp.module.buffers import Buffers, HookLocation
-from fnddp.module.steps import Steps
+from fnddp.adapters.module.buffers import Buffers, HookLocation
+from fnddp.adapters.module.steps import Steps
 
 
 class UnevenInputs(Joinable):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnddp.plan.engine import Engine
 from fnddp.plan.ir import LeafSpec
+from fnddp.run.engine import Engine
 
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _OF_BACKEND = {

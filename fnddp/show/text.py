@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from fnddp.plan.ir import Collective
-from fnddp.plan.runs import Run, merged, runs, text
+from fnddp.show.runs import Run, merged, runs, text
 
 if TYPE_CHECKING:
     from fnddp.plan.plan import Plan

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx
 
-from fnddp.plan.combine import reaches
 from fnddp.plan.ir import output_nodes, remove_dead
+from fnddp.plan.passes.combine import reaches
 
 
 def drop(graph: fx.Graph, paths: Sequence[str], dropped: Container[str]) -> fx.Graph:

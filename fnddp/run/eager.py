@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from fnddp import collectives, tree
-from fnddp.plan.execute import require_expected
 from fnddp.plan.ir import LeafSpec
 from fnddp.reducers.all_reduce import all_reduce
+from fnddp.run.planned import require_expected
 from fnddp.sync import Sync
 from fnddp.tree import Leaves
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fnddp.module.log import Log
-from fnddp.plan.engine import Engine, Synchronized
+from fnddp.adapters.module.log import Log
+from fnddp.run.engine import Engine, Synchronized
 from fnddp.sync import State
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
-from fnddp.plan.execute import CollectiveError
+from fnddp.run.planned import CollectiveError
 
 
 class StepFailedError(RuntimeError):

@@ -15,12 +15,12 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from fnddp import collectives
 from fnddp.adapters.hook import from_hook
-from fnddp.module.buffers import BufferHook, Buffers, HookLocation
-from fnddp.module.log import Log
-from fnddp.module.reducer import Reducer
-from fnddp.module.steps import Steps
-from fnddp.plan.engine import Engine
+from fnddp.adapters.module.buffers import BufferHook, Buffers, HookLocation
+from fnddp.adapters.module.log import Log
+from fnddp.adapters.module.reducer import Reducer
+from fnddp.adapters.module.steps import Steps
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.engine import Engine
 from fnddp.sync import Sync
 from fnddp.transforms.cast import fp16
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import distributed as torch_ddp
 from torch.nn.parameter import UninitializedParameter
 
-from fnddp.plan.combine import MB
+from fnddp.plan.passes.combine import MB
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Sync
 from fnddp.transforms.cast import cast

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fnddp.module.arguments import OWNER
+from fnddp.adapters.module.arguments import OWNER
 from fnddp.state import describe
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, TypeAlias
 
-from fnddp.plan.cost import Links
-from fnddp.plan.runs import text
-from fnddp.plan.show import count, dtype, footer, header, show, size, some
-from fnddp.plan.timeline import CHARACTER, GUTTER, MARGIN, Timeline, lay_out
+from fnddp.cost.estimate import Links
+from fnddp.show.runs import text
+from fnddp.show.text import count, dtype, footer, header, show, size, some
+from fnddp.show.timeline import CHARACTER, GUTTER, MARGIN, Timeline, lay_out
 
 if TYPE_CHECKING:
     from fnddp.plan.plan import Plan

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from fnddp.plan.ir import Collective, LeafSpec, launch, launch_of, output_nodes, take, take_of, value
-from fnddp.plan.order import Segment
-from fnddp.plan.reuse import Memory, Result, into
+from fnddp.plan.passes.order import Segment
+from fnddp.plan.passes.place import Memory, Result, into
 
 aten: Any = torch.ops.aten
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnddp import collectives
 from fnddp.collectives import Group
-from fnddp.plan.link import Link, messages
+from fnddp.cost.link import Link, messages
 
 _SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
 _MIN_SIZES = 3  # two unknowns, and one to disagree

@@ -1,0 +1,1 @@
+"""What a plan's collectives cost on a link: computed, and measured."""

@@ -1,0 +1,1 @@
+"""The passes of lowering, in the order in which they run."""
