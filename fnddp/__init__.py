@@ -10,8 +10,8 @@ from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
 from fnddp.memory.error_feedback import error_feedback
 from fnddp.parse import parse
+from fnddp.plan.ir import LoweringError
 from fnddp.plan.lower import lower
-from fnddp.plan.passes.trace import LoweringError
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import all_reduce, allreduce
 from fnddp.run.vote import StepFailedError
@@ -25,8 +25,10 @@ from fnddp.transforms.powersgd import powersgd
 from fnddp.transforms.squared import squared
 from fnddp.wire.agreement import RankMismatchError, verify
 from fnddp.wire.counter import WireCounter
+from fnddp.wire.protocol import CollectiveError
 
 __all__ = [
+    "CollectiveError",
     "DistributedDataParallel",
     "Exchange",
     "Handle",

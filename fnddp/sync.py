@@ -7,16 +7,14 @@ so an expression compares, hashes, prints as the call that built it, and parses 
 import abc
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 
 from fnddp import torch_private
+from fnddp.group import Group
 from fnddp.options import checked_float, checked_int
 from fnddp.tree import Tree
-
-if TYPE_CHECKING:
-    from fnddp.collectives import Group
 
 T = TypeVar("T")
 
@@ -106,7 +104,7 @@ class Sync(abc.ABC):
             exchange = self.exchange(grads, state)
         return exchange.mean, exchange.state
 
-    def over(self, group: "Group", *, unnamed_only: bool = False) -> "Sync":
+    def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
         """The same pipeline on another process group.
 
         Args:
@@ -123,6 +121,13 @@ class Sync(abc.ABC):
     def ops(self) -> frozenset[str]:
         """How the payload is reduced over ranks ("mean", "sum", ...), over all reducers inside."""
         return frozenset[str]().union(*(child.ops for child in self.children()))
+
+    @property
+    def groups(self) -> frozenset[str | None] | None:
+        """The names of the process groups it reduces over; None if a reducer inside, such as a hook, does not say."""
+        inner = [child.groups for child in self.children()]
+        known = [groups for groups in inner if groups is not None]
+        return frozenset[str | None]().union(*known) if inner and known == inner else None
 
     @property
     def traceable(self) -> bool:
@@ -151,6 +156,13 @@ class Sync(abc.ABC):
             elif field.init and value != field.default:
                 arguments.append(f"{field.name}={_show(value)}")
         return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def groups_of(sync: Sync) -> frozenset[str | None]:
+    """The process groups that `sync` is known to reduce over."""
+    if sync.groups is not None:
+        return sync.groups
+    return frozenset[str | None]().union(*(groups_of(child) for child in sync.children()))
 
 
 class Registry(dict[str, Any]):

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -117,6 +118,11 @@ def _without_known_autocasts() -> Generator[None]:
         yield
 
 
+def has_modes() -> bool:
+    """Whether a TorchDispatchMode sees what this thread runs."""
+    return _C._len_torch_dispatch_stack() > 0
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Within it no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
     return _disable_current_modes()
@@ -191,6 +197,12 @@ def live_group(name: str | None) -> dist.ProcessGroup:
 def group_size(name: str) -> int:
     """By name, since Dynamo cannot trace the resolution of a named group."""
     return c10d._get_group_size_by_name(name)  # pyright: ignore[reportArgumentType]
+
+
+def backend_timeout(group: dist.ProcessGroup) -> timedelta:
+    """After how long a collective of `group` on the CPU fails."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return backend.options._timeout
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], nbytes: int, source: int) -> None:

@@ -30,10 +30,11 @@ from fnddp import (
     tree,
 )
 from fnddp.plan.ir import LeafSpec
-from fnddp.plan.passes.place import Donation
-from fnddp.run.eager import groups_of
+from fnddp.plan.draft import Donation
+from fnddp.sync import groups_of
 from fnddp.run.engine import Engine
-from fnddp.run.planned import CollectiveError, Executor
+from fnddp.run.planned import Planned
+from fnddp.wire.protocol import CollectiveError
 from tests.laws import DONATIONS, bits, gather, make_engine
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import run_threads
@@ -86,7 +87,7 @@ def check_chaos(rank: int, text: str, make_grads: Any, donation: Donation) -> No
                 engine.feed(path, mine[path].clone())
             engine.poll()
         done = engine.finish()
-        state = done.state
+        state = engine.state
         everywhere = [missing_on(r, step, list(mine)) for r in range(dist.get_world_size())]
         assert done.unused == set.intersection(*everywhere)
         assert bits(done.mean) == bits(mean), f"step {step}"
@@ -123,7 +124,7 @@ def check_all_ranks_agree(rank: int) -> None:
         for path, grad in large_grads(rank, step).items():
             engine.feed(path, torch.randn(grad.shape))
         done = engine.finish()
-        state = done.state
+        state = engine.state
         everyone = gather((bits(done.mean["large"]), bits(done.mean["odd"][:100]), bits(state)))
         assert all(other == everyone[0] for other in everyone)
 
@@ -174,7 +175,7 @@ def test_wrong_gradients_are_named_and_change_nothing(text, donation):
         for path in ("conv.weight", "fc.weight", "out.weight"):
             engine.feed(path, mine[path].clone())
         done = engine.finish()
-        state = done.state
+        state = engine.state
         assert bits(done.mean) == bits(mean)
         assert bits(state) == bits(expected)
 
@@ -240,7 +241,7 @@ def check_failing_rank(rank: int, text: str, donation: Donation, culprit: int, f
                 assert bits(copies) == bits(mine)
         else:
             done = engine.finish()
-            state = done.state
+            state = engine.state
             assert bits(done.mean) == bits(mean), f"step {step}"
             assert bits(state) == bits(expected), f"step {step}"
         if fails:
@@ -277,7 +278,7 @@ def check_failing_with_a_ring(rank: int) -> None:
                 engine.finish()
         else:
             done = engine.finish()
-            state = done.state
+            state = engine.state
             assert bits(done.mean) == bits(mean)
             assert bits(state) == bits(expected)
 
@@ -512,7 +513,7 @@ def check_eager_stand_in(rank: int) -> None:
         zeroed = {path: torch.zeros_like(g) if path in missing else g for path, g in mine.items()}
         mean, expected = sync(zeroed, expected)  # nothing of the engine's is under way
         done = engine.finish()
-        state = done.state
+        state = engine.state
         everywhere = [missing_on(r, step, list(mine)) for r in range(dist.get_world_size())]
         assert done.unused == set.intersection(*everywhere)
         assert bits(done.mean) == bits(mean)
@@ -544,7 +545,7 @@ def check_nothing_arrives(rank: int, sync: fnddp.Sync) -> None:
             assert done == ({}, None, frozenset(mine))
             continue
         mean, expected = sync(zeroed, expected)
-        state = done.state
+        state = engine.state
         assert done.unused == (set(mine) - {"fc.bias"} if step == 2 else set())
         assert bits(done.mean) == bits(mean)
         assert bits(state) == bits(expected)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
-from fnddp.run.planned import CollectiveError
+from fnddp.wire.protocol import CollectiveError
 from tests.laws import bits, gather
 from tests.test_register import batch, loss_of, make_model
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback, fp16
-from fnddp.run.planned import CollectiveError
+from fnddp.wire.protocol import CollectiveError
 from tests.laws import bits, gather
 from tests.test_register import COMPRESSED, Branches, batch, functional_steps, loss_of, make_model
 

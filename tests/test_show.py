@@ -11,7 +11,7 @@ import torch
 
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
 from fnddp.plan.lower import KEEP
-from fnddp.plan.passes.place import Donation
+from fnddp.plan.draft import Donation
 from fnddp.show.timeline import CHARACTER
 from fnddp.tree import Tree
 

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fnddp import collectives
 from fnddp.state import load_state_dict, parts, state_dict
 from fnddp.sync import LOCAL, State
 from fnddp.tree import is_inexact
+from fnddp.wire import groups
 
 
 class HasState(Protocol):
@@ -32,7 +32,7 @@ class Checkpoint:
 
     def __init__(self, owner: HasState, group: str | None, saved_world_size: int | None = None) -> None:
         self._owner = owner
-        self._rank, self._size = collectives.rank(group), collectives.world_size(group)
+        self._rank, self._size = groups.rank(group), groups.world_size(group)
         self._shares = shares(self._rank, self._size, saved_world_size or self._size)
 
     def state_dict(self) -> dict[str, Any]:

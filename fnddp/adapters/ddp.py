@@ -8,12 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fnddp import tree
-from fnddp.collectives import group_name
+from fnddp.group import group_name
+from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
-from fnddp.plan.passes.place import Donation
 from fnddp.run.engine import Engine
-from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync
 from fnddp.wire.agreement import agree, description
 
@@ -33,11 +31,11 @@ class Handle:
         named = model.module.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-        self._state = sync.init(self._parameters)
         leaves = {name: LeafSpec.of(p) for name, p in self._parameters.items()}
         self._engine = Engine(
             sync,
             leaves,
+            state=sync.init(self._parameters),
             donation=Donation(gradients="at_end", state=True),
             learns_order=False,
             groups=[group_name(model.process_group)],
@@ -48,13 +46,11 @@ class Handle:
     @property
     def state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the parameter names of `model.module`."""
-        if self._engine.is_open:  # which has begun to write over what it was alone to hold
-            return tree.map_tensors(Tensor.clone, self._state)
-        return shared(self._state)
+        return self._engine.state
 
     @state.setter
     def state(self, state: State) -> None:
-        self._state = require_like(repr(self.sync), state, self._state)
+        self._engine.state = state
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
@@ -63,7 +59,7 @@ class Handle:
         self._pending.append(arrived)
         try:
             if bucket.index() == 0:
-                self._engine.start(self._state)
+                self._engine.start()
             if self._failure is None:
                 for parameter, grad in arrived.gradients():
                     self._engine.feed(self._name_of(parameter), grad)
@@ -96,11 +92,10 @@ class Handle:
         if self._failure is not None:
             return
         self._check_all_arrived()
-        mean, state, _ = self._engine.finish()
+        mean, _ = self._engine.finish()
         mean_of = {p: mean[name] for p, name in self._names.items()}
         for bucket in self._pending:
             bucket.complete(mean_of)
-        self._state = state
         # DDP's buckets, and their order, are the same on all ranks.
         self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters])
         self._pending = []

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnddp import collectives, tree
-from fnddp.plan.passes.place import Donation
+from fnddp import tree
+from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync
+from fnddp.torch_private import is_transforming
 from fnddp.tree import Leaves, Tree
 
 
@@ -53,7 +54,7 @@ def value_and_grad(
         def loss_of(leaves: Leaves, *batch: Any) -> Any:
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
 
-        if torch.compiler.is_compiling() or collectives.is_transforming():
+        if torch.compiler.is_compiling() or is_transforming():
             # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
             grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)
             grads, state = sync(tree.unflatten(spec, grads), state)
@@ -67,7 +68,7 @@ def value_and_grad(
         except BaseException as error:
             engine.fail(error)
             raise
-        return (value, aux) if has_aux else value, tree.unflatten(spec, done.mean), done.state
+        return (value, aux) if has_aux else value, tree.unflatten(spec, done.mean), engine.state
 
     return run
 

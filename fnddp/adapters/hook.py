@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import tree
-from fnddp.collectives import Group
+from fnddp.group import Group
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, State, Sync
 from fnddp.tree import Leaves, Tree

@@ -2,11 +2,12 @@
 
 import torch
 
-from fnddp import collectives, tree
-from fnddp.plan.passes.place import Donation
+from fnddp import tree
+from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
 from fnddp.sync import State, Sync
+from fnddp.torch_private import is_transforming
 from fnddp.tree import Tree
 
 
@@ -49,19 +50,13 @@ class jit:
         Raises:
             StepFailedError: Another rank has failed in this step.
         """
-        if torch.compiler.is_compiling() or collectives.is_transforming():
+        if torch.compiler.is_compiling() or is_transforming():
             return self.sync(grads, state)
         leaves, spec = tree.flatten(grads)
         engine = self._engines.of(leaves, state)
         engine.start(state)
-        try:
-            for path in reversed(leaves):
-                engine.feed(path, leaves[path].detach())
-            done = engine.finish()
-        except BaseException as error:
-            engine.fail(error)
-            raise
-        return tree.unflatten(spec, done.mean), done.state
+        done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
+        return tree.unflatten(spec, done.mean), engine.state
 
     def __repr__(self) -> str:
         return f"jit({self.sync!r})"

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fnddp import collectives, tree
+from fnddp import tree
 from fnddp.cli import plan_report
 from fnddp.cli.checks import check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
@@ -17,6 +17,7 @@ from fnddp.cost.link import Link
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
 from fnddp.sync import State, Sync
+from fnddp.wire.groups import World, within
 
 AFTER_ALL_WARM_UPS = 2**40  # no training run gets there
 
@@ -112,7 +113,7 @@ def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[Plan]:
 
 def _plan(sync: Sync, setting: Setting) -> Plan:
     try:
-        with collectives.planned_world(setting.ranks):
+        with within(World(size=setting.ranks)):
             state = sync.init(setting.parameters)
         return lower(
             sync,

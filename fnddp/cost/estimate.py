@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from fnddp.cost.link import Link, duration, scaled
+from fnddp.wire.kinds import Kind, named
 
 
 class Collective(Protocol):
     """What `estimate` reads of a plan's collective: its `slot` is its bucket's place in arrival order plus `depth`."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> Kind | str: ...
     @property
     def wire_bytes(self) -> int: ...
     @property
@@ -161,7 +162,7 @@ def estimate(
             seconds -= at_once / own.bandwidth
             spare[own] = left - at_once, start + seconds
         clock = start + seconds
-        costs.append(CollectiveCost(each.kind, each.slot, payload, sent, seconds, clock))
+        costs.append(CollectiveCost(named(each.kind).name, each.slot, payload, sent, seconds, clock))
     return Estimate(tuple(costs), backward_seconds, overhead_seconds)
 
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 
+from fnddp.wire.kinds import ALL_REDUCE, REDUCE_SCATTER, Kind, named
+
 # Messages one after the other in one pass around the ranks (a reduce-scatter or an all-gather).
 _MESSAGES: dict[str, Callable[[int], int]] = {
     "gloo": lambda n: 2 * (n - 1),  # gloo sends every chunk of a ring in two halves
@@ -15,7 +17,6 @@ _MESSAGES: dict[str, Callable[[int], int]] = {
     "halving_doubling": lambda n: math.ceil(math.log2(n)),
 }
 ALGORITHMS = tuple(_MESSAGES)
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"
 _BITS = re.compile(_NUMBER + r"([kmgt]?)bit(?:/s)?", re.IGNORECASE)
@@ -115,7 +116,7 @@ class Link:
         bandwidth = float(f"{number}e{_EXPONENT[prefix.lower()]}") / (8 if bits else 1)
         return cls(bandwidth, float(f"{late[1]}e{_SMALL_EXPONENT[late[2]]}") if late else 0.0)
 
-    def seconds(self, kind: str, wire_bytes: float, world_size: int) -> float:
+    def seconds(self, kind: Kind | str, wire_bytes: float, world_size: int) -> float:
         """The time of one collective, the others before it done; 0 for one rank.
 
         Args:
@@ -129,7 +130,7 @@ class Link:
         >>> Link.parse("1gbit").seconds("all_gather", 1_000_000, world_size=8)
         0.056
         """
-        _check(kind, wire_bytes, world_size)
+        kind = _checked(kind, wire_bytes, world_size)
         if self.inner is None or world_size == 1:
             return self._flat_seconds(kind, wire_bytes, world_size)
         if world_size <= self.ranks_per_node:
@@ -139,7 +140,7 @@ class Link:
             kind, across, world_size // self.ranks_per_node
         )
 
-    def link_bytes(self, kind: str, wire_bytes: float, world_size: int) -> int:
+    def link_bytes(self, kind: Kind | str, wire_bytes: float, world_size: int) -> int:
         """The bytes of payload that one rank sends over this link (with `inner`: between nodes), rounded up.
 
         Args:
@@ -153,37 +154,29 @@ class Link:
         >>> Link.parse("1gbit").link_bytes("all_reduce", 1000, world_size=4)  # 2 * 3/4
         1500
         """
-        _check(kind, wire_bytes, world_size)
+        kind = _checked(kind, wire_bytes, world_size)
         payload, n = wire_bytes, world_size
         if self.inner is not None and n > 1:
             if n <= self.ranks_per_node:
                 return 0
             _, payload = self._levels(kind, wire_bytes, n)
             n //= self.ranks_per_node
-        kind = self._carried_out_as(kind)
-        times = {"all_reduce": 2.0, "all_gather": float(n)}.get(kind, 1.0)
-        return math.ceil(times * (n - 1) * payload / n)
+        return math.ceil(self._carried_out_as(kind).link_bytes(payload, n))
 
-    def _flat_seconds(self, kind: str, payload: float, n: int) -> float:
+    def _flat_seconds(self, kind: Kind, payload: float, n: int) -> float:
         if n == 1:
             return 0.0
-        kind = self._carried_out_as(kind)
-        part, move, add = (n - 1) / n, payload / self.bandwidth, payload * max(1 / self.bandwidth, self.gamma)
-        pass_latency = _MESSAGES[self.algorithm](n) * self.latency
-        match kind:
-            case "all_reduce":
-                return 2 * pass_latency + part * (add + move)
-            case "reduce_scatter":
-                return pass_latency + part * add
-            case "all_gather":
-                return pass_latency + (n - 1) * move
-            case _:
-                return (n - 1) * self.latency + part * move
+        seconds = 0.0
+        for each in self._carried_out_as(kind).passes(n):
+            messages = n - 1 if each.is_direct else _MESSAGES[self.algorithm](n)
+            seconds_per_byte = max(1 / self.bandwidth, self.gamma if each.adds else 0.0)
+            seconds += messages * self.latency + each.share * payload * seconds_per_byte
+        return seconds
 
-    def _carried_out_as(self, kind: str) -> str:
-        return "all_reduce" if (kind, self.algorithm) == ("reduce_scatter", "gloo") else kind
+    def _carried_out_as(self, kind: Kind) -> Kind:
+        return ALL_REDUCE if kind is REDUCE_SCATTER and self.algorithm == "gloo" else kind
 
-    def _levels(self, kind: str, payload: float, n: int) -> tuple[float, float]:
+    def _levels(self, kind: Kind, payload: float, n: int) -> tuple[float, float]:
         """What a rank hands over inside its node, and across nodes."""
         g = self.ranks_per_node
         if n % g:
@@ -191,9 +184,7 @@ class Link:
                 f"Link: {n} ranks do not fill nodes of {g}; give the group a link of its own: estimate(..., "
                 "{None: link, name: other})"
             )
-        if kind == "all_gather":
-            return payload * (n // g), payload  # across nodes first, then what came from there to the neighbours
-        return payload, payload if kind == "all_to_all" else payload / g
+        return kind.levels(payload, g, n // g)
 
     def __repr__(self) -> str:
         arguments: list[str] = []
@@ -213,11 +204,10 @@ def messages(algorithm: str, world_size: int) -> int:
     return 2 * _MESSAGES[algorithm](world_size)
 
 
-def _check(kind: str, wire_bytes: float, world_size: int) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"Link: the time of {kind!r} is not known; known: {', '.join(KINDS)}")
+def _checked(kind: Kind | str, wire_bytes: float, world_size: int) -> Kind:
     if world_size < 1 or wire_bytes < 0:
         raise ValueError(f"Link: no collective has {wire_bytes} bytes on {world_size} ranks")
+    return named(kind)
 
 
 def scaled(value: float, unit: str) -> str:

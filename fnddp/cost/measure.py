@@ -10,9 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp import collectives
-from fnddp.collectives import Group
 from fnddp.cost.link import Link, messages
+from fnddp.group import Group, group_name
+from fnddp.wire import control
+from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import world_size
+from fnddp.wire.kinds import ALL_REDUCE
+from fnddp.wire.protocol import waited
 
 _SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
 _MIN_SIZES = 3  # two unknowns, and one to disagree
@@ -49,27 +53,27 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
         ...
     RuntimeError: measure_link: one rank has no link to measure; start several, or write one down: Link.parse("1gbit")
     """
-    name = collectives.group_name(group)
-    n = collectives.world_size(name)
+    name = group_name(group)
+    n = world_size(name)
     if n == 1:
         raise RuntimeError(
             'measure_link: one rank has no link to measure; start several, or write one down: Link.parse("1gbit")'
         )
-    device = collectives.wire_device(name)
+    device = control.wire_device(name)
     samples: list[Sample] = []
     _timed(torch.zeros(1, dtype=dtype, device=device), name)  # connects
     for size in _SIZES:
         buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
         # The first call is slow in new memory, and tells how many there is time for. Decisions are the same on all
         # ranks: they follow from the slowest.
-        first = max(collectives.all_gather_object(_timed(buffer, name), name))
+        first = max(control.all_gather_object(_timed(buffer, name), name))
         calls = min(max(_MIN_CALLS, round(_SIZE_SECONDS / first)), _MAX_CALLS)
         mine = _sample(size, [_timed(buffer, name) for _ in range(calls)])
-        samples.append(max(collectives.all_gather_object(mine, name)))
+        samples.append(max(control.all_gather_object(mine, name)))
         if len(samples) >= _MIN_SIZES and 4 * samples[-1].seconds > _SIZE_SECONDS:
             break
     link = fit_link(samples, n, "ring" if device.type == "cuda" else "gloo")
-    return collectives.all_gather_object(link, name)[0]  # rank 0's: another machine may round in another way
+    return control.all_gather_object(link, name)[0]  # rank 0's: another machine may round in another way
 
 
 class Sample(NamedTuple):
@@ -125,7 +129,7 @@ def _sample(size: int, seconds: Sequence[float]) -> Sample:
 
 def _timed(buffer: Tensor, group: str | None) -> float:
     begin = time.perf_counter()
-    collectives.start_all_reduce(buffer, "sum", group).wait()
+    waited(C10D.start(ALL_REDUCE, buffer, buffer, "sum", group))
     if buffer.is_cuda:
         torch.cuda.synchronize(buffer.device)  # the wait above is the stream's, not the host's
     return time.perf_counter() - begin

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
-from fnddp.collectives import Group
+from fnddp.group import Group, group_name
 from fnddp.state import describe
+from fnddp.wire import control, groups
 from fnddp.wire.agreement import agree
 
 
@@ -43,9 +44,9 @@ def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:
     >>> gather_all_tensors(torch.tensor([1, 2]))
     [tensor([1, 2])]
     """
-    name = collectives.group_name(group)
+    name = group_name(group)
     if not dist.is_initialized():
-        collectives.world_size(name)  # raises if there ought to be more
+        groups.world_size(name)  # raises if there ought to be more
         return [result]
     agree(lambda: {"dtype": str(dense(result).dtype), "the number of dimensions": str(result.ndim)}, group)
     shapes = _gather_shapes(result.shape, name)
@@ -127,7 +128,7 @@ class AllGatherGrad(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Tensor, group: Group = None) -> Tensor:
         agree(lambda: {"the tensor to gather": describe(dense(tensor))}, group)
-        return collectives.all_gather(tensor, collectives.group_name(group))
+        return collectives.all_gather(tensor, group_name(group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
@@ -152,7 +153,7 @@ class _SumAndScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(grads: Tensor, group: Group) -> Tensor:
-        return collectives.reduce_scatter(grads, collectives.group_name(group))
+        return collectives.reduce_scatter(grads, group_name(group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
@@ -188,8 +189,8 @@ def dense(tensor: Tensor) -> Tensor:
 def _gather_shapes(shape: torch.Size, group: str | None) -> list[tuple[int, ...]]:
     """Of all ranks, with the same number of dimensions."""
     if not shape:
-        return [()] * collectives.world_size(group)
+        return [()] * groups.world_size(group)
     layout = f"<{len(shape)}q"
     return [
-        struct.unpack(layout, packed) for packed in collectives.all_gather_bytes(struct.pack(layout, *shape), group)
+        struct.unpack(layout, packed) for packed in control.all_gather_bytes(struct.pack(layout, *shape), group)
     ]

@@ -4,8 +4,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives, layout
-from fnddp.collectives import Group
 from fnddp.distributed.gather import dense
+from fnddp.group import Group, group_name
 from fnddp.state import describe
 from fnddp.wire.agreement import agree
 
@@ -45,7 +45,7 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str
     >>> sync_ddp(torch.tensor([1.0, 2.0]), reduce_op="mean")
     tensor([1., 2.])
     """
-    name = collectives.group_name(group)
+    name = group_name(group)
     agree(lambda: {"reduce_op": _op_name(reduce_op), "the tensor to reduce": describe(dense(result))}, group)
     op = _op_name(reduce_op)
     if op == "product":

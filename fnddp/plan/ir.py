@@ -1,20 +1,13 @@
-"""What lowering adds to aten: combined collectives, as two operations of a graph.
+"""What plans are made of: leaves, names of values, collectives and steps. Data without behaviour."""
 
-A graph with them still runs as it stands (blocking, and without reuse of buffers), so that every pass can be tested.
-"""
-
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from fnddp import collectives
-
-# Without a functional view annotation in its schema, but a view all the same.
-_UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}
+from fnddp.wire.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -43,45 +36,119 @@ class LeafSpec:
 
 
 @dataclass(frozen=True)
+class Grad:
+    """The gradient of a leaf."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A leaf of the state, by its position."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What means over a group divide by: a number."""
+
+    group: str | None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that the pipeline's own code holds."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A payload in the buffer that a collective sends, by their positions."""
+
+    collective: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Received:
+    """Its result in the buffer that the collective fills: the same memory for an all_reduce."""
+
+    collective: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Memory of the plan's own for the mean of a leaf, which persists across steps."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Temp:
+    """What an operation makes."""
+
+    name: str
+
+
+Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Received | Mean | Temp
+"""What a value of a plan is called."""
+
+
+@dataclass(frozen=True)
 class Payload:
     """One tensor in the flat buffer of a collective.
 
     Attributes:
         label: The leaf it comes from, or the first and last of several.
         shape: Its shape.
-        offset: Where it starts in the buffer, in elements.
+        result: The shape of what comes back.
+        dtype: Its dtype.
+        offset: Its first column in the buffer, in units of the buffer's dtype.
+        width: Its columns: all of it, or a rank's row of it where the kind sends one to each rank.
     """
 
     label: str
     shape: tuple[int, ...]
+    result: tuple[int, ...]
+    dtype: torch.dtype
     offset: int
+    width: int
 
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Collective:
-    """One all-reduce of a flat buffer that many payloads share.
+    """One message of a plan: many payloads in one flat buffer.
 
     Attributes:
         index: Its place in the order in which all ranks issue their collectives.
-        kind: "all_reduce".
-        op: "sum", "max" or "min", as the wire adds (a mean is divided before it is summed).
+        kind: What it does.
+        op: "sum", "max" or "min", as the wire adds (a mean is divided before it is summed); None for a kind that
+            computes nothing.
         group: The process group's name; None for the default one.
         world_size: Number of ranks in the group.
-        dtype: Of the buffer.
+        dtype: Of the buffer: that of all payloads, or torch.uint8 where they differ.
         device: Of the buffer.
         depth: 0 for what depends on gradients only, 1 for what depends on results of depth 0, and so on.
         bucket: The bucket of gradients it carries.
         slot: When it is issued: the bucket's arrival plus the depth.
-        payloads: What lies in the buffer, without gaps.
+        width: Columns of the buffer.
+        payloads: What lies in it.
     """
 
     index: int
-    kind: str
-    op: str
+    kind: Kind
+    op: str | None
     group: str | None
     world_size: int
     dtype: torch.dtype
@@ -89,83 +156,100 @@ class Collective:
     depth: int
     bucket: int
     slot: int
+    width: int
     payloads: tuple[Payload, ...]
 
     @property
     def numel(self) -> int:
-        """Elements in the buffer."""
+        """Elements of all payloads."""
         return sum(payload.numel for payload in self.payloads)
 
     @property
     def wire_bytes(self) -> int:
         """Payload bytes that one rank hands over."""
-        return self.numel * self.dtype.itemsize
+        return sum(payload.nbytes for payload in self.payloads)
+
+    @property
+    def link_bytes(self) -> float:
+        """What one rank sends over its link, in a ring."""
+        return self.kind.link_bytes(self.wire_bytes, self.world_size)
+
+    @property
+    def send_shape(self) -> tuple[int, ...]:
+        """Of the buffer that is sent."""
+        return (self.world_size, self.width) if self.kind.sends_rows else (self.width,)
+
+    @property
+    def receive_shape(self) -> tuple[int, ...]:
+        """Of the buffer that is filled."""
+        return (self.world_size, self.width) if self.kind.receives_rows else (self.width,)
+
+    def sent_shape(self, position: int) -> tuple[int, ...]:
+        """Of a payload where it lies in the buffer that is sent: its own, if that needs no gaps."""
+        payload = self.payloads[position]
+        fits = not self.kind.sends_rows or len(self.payloads) == 1 or payload.shape[0] == self.world_size
+        return payload.shape if fits else (self.world_size, payload.numel // self.world_size)
+
+    def received_shape(self, position: int) -> tuple[int, ...]:
+        """Of a result where it lies in the buffer that is filled: its own, if that needs no gaps."""
+        payload = self.payloads[position]
+        fits = not self.kind.receives_rows or len(self.payloads) == 1
+        return payload.result if fits else (self.world_size, torch.Size(payload.result).numel() // self.world_size)
 
     @property
     def name(self) -> str:
         return f"c{self.index}"
 
 
-def launch(payloads: Sequence[Tensor], collective: Collective) -> list[Tensor]:
-    """Lays the payloads out in one flat buffer and reduces it."""
-    flat = torch.cat([payload.reshape(-1) for payload in payloads])
-    collectives.start_all_reduce(flat, collective.op, collective.group).wait()
-    pieces = flat.split([payload.numel for payload in collective.payloads])
-    return [piece.view(payload.shape) for piece, payload in zip(pieces, collective.payloads, strict=True)]
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a step, as it is shown.
+
+    Attributes:
+        made: What it makes.
+        spec: Shape and dtype of that; None for what is no tensor.
+        function: What it does, by its name in aten.
+        arguments: Names of values, numbers, and what else it is called with.
+        options: Keyword arguments that matter.
+        written: Where its result lies, if not in memory of its own.
+    """
+
+    made: Name
+    spec: LeafSpec | None
+    function: str
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    written: Name | None = None
 
 
-def take(launched: list[Tensor], position: int) -> Tensor:
-    """The reduced payload at `position`."""
-    return launched[position]
+@dataclass(frozen=True)
+class Segment:
+    """What a plan runs without a break.
+
+    Attributes:
+        slot: Position in the software pipeline.
+        needs: Leaves whose gradients must have arrived.
+        waits: Collectives that must be complete.
+        inputs: What `run` takes.
+        outputs: What it returns.
+        frees: What nobody reads after it.
+        run: The computation.
+        launches: The collective that is issued at the end.
+        operations: The computation, to be shown.
+        commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
+    """
+
+    slot: int
+    needs: tuple[str, ...]
+    waits: tuple[int, ...]
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    frees: tuple[Name, ...]
+    run: Callable[..., tuple[Any, ...]]
+    launches: Collective | None
+    operations: tuple[Operation, ...]
+    commits: bool
 
 
-def launch_of(node: fx.Node) -> tuple[list[fx.Node], Collective]:
-    """What a `launch` sends: the nodes of its payloads, and the collective."""
-    arguments: Any = node.args
-    return arguments
-
-
-def take_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """What a `take` takes: the node of the launch, and the position of the payload."""
-    arguments: Any = node.args
-    return arguments
-
-
-def value(node: Any) -> Any:
-    """The fake tensor, symbolic int or tuple that `node` stands for."""
-    return node.meta["val"]
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the result of `node` shares memory with its first argument."""
-    if node.target is operator.getitem:  # of several results: views if the operation makes views
-        return is_view(node.all_input_nodes[0])
-    if node.target is take or node.target in _UNSAFE_VIEWS:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(
-        ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns
-    )
-
-
-def remove_dead(graph: fx.Graph) -> fx.Graph:
-    """Removes what nobody reads, collectives too: they are dead on all ranks alike."""
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    return graph
-
-
-def uncombined_bytes(graph: fx.Graph) -> int:
-    """Payload bytes of the collectives that the pipeline's own code issues, and that stay as they are."""
-    ours = [node for node in tensor_nodes(graph) if str(node.target).startswith("_c10d_functional")]
-    sent = [value(node.args[0]) for node in ours if "wait_tensor" not in str(node.target)]
-    return sum(payload.numel() * payload.element_size() for payload in sent)
-
-
-def tensor_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes of `graph` that compute something."""
-    return (node for node in graph.nodes if node.op == "call_function")
-
-
-def output_nodes(graph: fx.Graph) -> list[Any]:
-    """What the graph returns: nodes, or Python numbers."""
-    return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+class LoweringError(TypeError):
+    """A pipeline has no static schedule: it reads values, or runs foreign code. It still runs eagerly."""

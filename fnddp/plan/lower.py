@@ -1,20 +1,22 @@
 """`lower`: from a pipeline and parameters to a plan, pass by pass."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from fnddp import collectives, tree
-from fnddp.plan.ir import LeafSpec, output_nodes, uncombined_bytes
-from fnddp.plan.passes.combine import MB, assign_buckets, combine
-from fnddp.plan.passes.drop import drop
-from fnddp.plan.passes.emit import emit, name_of
-from fnddp.plan.passes.fuse import fuse
-from fnddp.plan.passes.order import order
-from fnddp.plan.passes.place import Donation, Memory, Result
-from fnddp.plan.passes.simplify import simplify
+from torch import fx
+
+from fnddp import tree
+from fnddp.plan.draft import Donation, Draft, Request
+from fnddp.plan.graph import output_nodes
+from fnddp.plan.ir import Grad, Held, LeafSpec, Part
+from fnddp.plan.passes import PASSES
+from fnddp.plan.passes.combine import MB, assign_buckets
+from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import trace
 from fnddp.plan.plan import Plan
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
+from fnddp.wire.groups import World, within
 
 KEEP = Donation()
 
@@ -63,13 +65,14 @@ def lower(
             f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
         )
     leaves, _ = tree.flatten(params)
-    with collectives.planned_world(world_size):
+    world = World(size=world_size)
+    with within(world):
         state = sync.init(leaves) if state is None else state
     return lower_leaves(
         sync,
         {path: LeafSpec.of(leaf) for path, leaf in leaves.items()},
         state,
-        world_size=world_size,
+        world=world,
         arrival=arrival,
         bucket_caps=(first_bucket_mb * MB, bucket_cap_mb * MB),
         donation=donation,
@@ -81,51 +84,49 @@ def lower_leaves(
     leaves: Mapping[str, LeafSpec],
     state: State,
     *,
-    world_size: int | None = None,
+    world: World,
     arrival: Sequence[str] | None = None,
     bucket_caps: Sequence[float],
     donation: Donation,
-    dropped: Container[str] = frozenset(),
+    dropped: Collection[str] = frozenset(),
 ) -> Plan:
     """`lower`, for leaves by path, and buckets of any number of sizes, in bytes.
 
     Args:
+        world: Who moves bytes, and how large groups are.
         dropped: Leaves without gradients on any rank. What is only theirs is neither computed nor sent.
     """
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
+    draft = trace(Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world))
+    for step in PASSES:
+        draft = step(draft)
+    return _finished(draft)
 
-    with collectives.planned_world(world_size):
-        traced = trace(sync, leaves, state)
-        drop(traced.module.graph, traced.leaves, dropped)
-        fuse(simplify(traced.module.graph))
-        module = combine(traced.module, traced.leaves, buckets)
-    graph = module.graph
-    segments = order(graph, traced.leaves, buckets)
-    memory = Memory(graph, segments, traced.leaves, donation)
-    inputs = [node.name for node in graph.find_nodes(op="placeholder")]
-    leaf_names = dict(zip(leaves, inputs, strict=False))
-    steps = emit(module, segments, memory, leaf_names)
-    results = [name_of(node) for node in output_nodes(graph)]
+
+def _finished(draft: Draft) -> Plan:
+    assert draft.placement is not None
+    request, placement = draft.request, draft.placement
+    results: list[Any] = [name_of(node, draft.names) for node in output_nodes(draft.graph)]
+    overwritten = {draft.names[node] for node in placement.overwritten}
     return Plan(
-        sync=sync,
-        leaves=dict(leaves),
-        buckets=buckets,
-        collectives=tuple(step.launches for step in steps if step.launches is not None),
-        steps=tuple(steps),
-        means=dict(zip(leaves, results, strict=False)),
-        state=tuple(results[len(leaves) :]),
-        leaf_names=leaf_names,
-        state_names=tuple(inputs[len(leaves) :]),
-        overwrites=frozenset(path for path, name in leaf_names.items() if name in memory.overwritten),
-        overwrites_state=frozenset(name for name in inputs[len(leaves) :] if name in memory.overwritten),
-        results={Result(i).name: path for i, path in enumerate(leaves) if i in memory.results},
-        memories={path: memory.memories[i].name for i, path in enumerate(leaves) if i in memory.memories},
-        constants={node.name: getattr(module, str(node.target)) for node in graph.find_nodes(op="get_attr")},
-        counters=traced.counters,
-        holds=traced.holds,
-        uncombined_bytes=uncombined_bytes(graph),
-        peak_bytes=memory.peak_bytes(),
+        sync=request.sync,
+        leaves=request.leaves,
+        buckets=request.buckets,
+        segments=draft.segments,
+        means=dict(zip(request.leaves, results, strict=False)),
+        state=tuple(results[len(request.leaves) :]),
+        phase=draft.phase,
+        overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
+        overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, Part))),
+        results=placement.results,
+        memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
+        constants={name: _constant(draft.module, node) for node, name in draft.names.items() if isinstance(name, Held)},
+        peak_bytes=placement.peak_bytes,
     )
+
+
+def _constant(module: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(module, str(node.target))

@@ -1,73 +1,25 @@
-"""A plan: what one rank does in one step of synchronization, in a static order. Inert data."""
+"""A plan: a schedule, and the ways to look at it."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from fnddp.cost.estimate import Estimate, Links, estimate
-from fnddp.plan.ir import Collective, LeafSpec
-from fnddp.plan.passes.emit import Step
+from fnddp.plan.schedule import Schedule
 from fnddp.show.drawing import to_html, to_svg
 from fnddp.show.text import show
-from fnddp.sync import Sync
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A pipeline lowered for given leaves, a phase and a world.
+@dataclass(frozen=True, repr=False)
+class Plan(Schedule):
+    """A pipeline lowered for given leaves, a phase and a world: inert data that prints, draws and costs itself.
 
     Attributes:
         sync: The pipeline.
         leaves: What it synchronizes, by path.
         buckets: The bucket of each leaf, in the order in which gradients are expected.
-        collectives: In the order in which every rank issues them.
-        steps: In the order in which they run.
-        means: For each leaf the name of its mean, by path.
-        state: For each part of the next state its name, or a number.
-        leaf_names: For each leaf the name of its gradient.
-        state_names: For each part of the state its name.
-        overwrites: Leaves whose gradients are written over.
-        overwrites_state: Names of the parts of the state that are written over.
-        results: Leaves whose means have persistent memory of their own, by its name.
-        memories: For leaves the name of what is free to be that memory in the next step.
-        constants: Tensors that the pipeline's own code holds, by name.
-        counters: Positions of the Python ints among the parts of the state.
-        holds: Whether this plan is the one for these values of the counters.
-        uncombined_bytes: Payload of the collectives that the pipeline's own code issues and that cannot be combined.
+        segments: What runs without a break, in order.
         peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
             collectives, temporaries, and what it returns.
     """
-
-    sync: Sync
-    leaves: dict[str, LeafSpec]
-    buckets: dict[str, int]
-    collectives: tuple[Collective, ...]
-    steps: tuple[Step, ...]
-    means: dict[str, str]
-    state: tuple[Any, ...]
-    leaf_names: dict[str, str]
-    state_names: tuple[str, ...]
-    overwrites: frozenset[str]
-    overwrites_state: frozenset[str]
-    results: dict[str, str]
-    memories: dict[str, str]
-    constants: dict[str, torch.Tensor]
-    counters: tuple[int, ...]
-    holds: Callable[[Sequence[int]], bool]
-    uncombined_bytes: int
-    peak_bytes: int
-
-    @property
-    def wire_bytes(self) -> int:
-        """Payload bytes that one rank hands to its collectives in a step."""
-        return sum(collective.wire_bytes for collective in self.collectives) + self.uncombined_bytes
-
-    @property
-    def rounds(self) -> int:
-        """The longest chain of collectives that depend on each other."""
-        return max((collective.depth + 1 for collective in self.collectives), default=0)
 
     def __repr__(self) -> str:
         return (
@@ -84,7 +36,7 @@ class Plan:
         Steps of a slot that look alike are one line. `print(plan)` prints this.
 
         Args:
-            code: Every step, and every operation.
+            code: Every segment, and every operation.
 
         >>> from fnddp import allreduce, fp16, lower
         >>> params = {"weight": torch.empty(1024, 512, device="meta"), "bias": torch.empty(1024, device="meta")}

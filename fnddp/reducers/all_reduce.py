@@ -1,7 +1,7 @@
 """All-reduce: every rank gets the same reduction of all ranks' payloads."""
 
 from fnddp import collectives, tree
-from fnddp.collectives import Group
+from fnddp.group import Group, group_name
 from fnddp.sync import Exchange, State, Sync, registry, transform
 from fnddp.tree import Tree
 
@@ -38,11 +38,15 @@ class all_reduce(Sync):
     def __post_init__(self) -> None:
         if self.op not in collectives.OPS:
             raise ValueError(f"all_reduce: op must be one of {', '.join(collectives.OPS)}, got {self.op!r}")
-        object.__setattr__(self, "group", collectives.group_name(self.group))
+        object.__setattr__(self, "group", group_name(self.group))
 
     @property
     def ops(self) -> frozenset[str]:
         return frozenset({self.op})
+
+    @property
+    def groups(self) -> frozenset[str | None]:
+        return frozenset({group_name(self.group)})
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
         return self if unnamed_only and self.group is not None else all_reduce(group, self.op)
@@ -52,7 +56,7 @@ class all_reduce(Sync):
 
     def exchange(self, grads: Tree, state: State) -> Exchange:
         leaves, spec = tree.flatten(grads)
-        reduced = collectives.all_reduce(leaves, self.op, collectives.group_name(self.group))
+        reduced = collectives.all_reduce(leaves, self.op, group_name(self.group))
         return Exchange(mean=tree.unflatten(spec, reduced), sent=grads, state=state)
 
     def __repr__(self) -> str:

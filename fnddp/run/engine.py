@@ -1,53 +1,58 @@
 """An engine runs a pipeline on the same leaves step after step: what all adapters share.
 
-It keeps a plan for each phase, learns the order in which gradients arrive, and ends every step on all ranks alike:
-either all of them have the result, or all of them raise.
+It owns the pipeline's state, keeps a plan for each phase, learns the order in which gradients arrive, and ends every
+step on all ranks alike: either all of them have the result, or all of them raise.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fnddp import collectives, tree
-from fnddp.plan.ir import LeafSpec
+from fnddp import tree
+from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import lower_leaves
 from fnddp.plan.passes.combine import BUCKET_CAPS
-from fnddp.plan.passes.place import Donation
-from fnddp.plan.passes.trace import LoweringError
 from fnddp.plan.plan import Plan
 from fnddp.run import turns
-from fnddp.run.eager import Eager, groups_of
-from fnddp.run.memory import Buffers, storage_uses
-from fnddp.run.planned import CollectiveError, Executor
-from fnddp.run.vote import Status, StepFailedError
-from fnddp.show.trace import debug_level, make_executor
-from fnddp.sync import State, Sync
+from fnddp.run.eager import Eager
+from fnddp.run.memory import Memory
+from fnddp.run.planned import Planned
+from fnddp.run.runner import Runner
+from fnddp.run.vote import Vote
+from fnddp.run.weighing import Weighing, require_weighable
+from fnddp.show.trace import debug_level, observer
+from fnddp.state import require_like, shared
+from fnddp.sync import State, Sync, groups_of
+from fnddp.torch_private import storage_use_count
 from fnddp.tree import Leaves
+from fnddp.wire.c10d import C10D, apart
+from fnddp.wire.groups import World, identity
+from fnddp.wire.protocol import CollectiveError, Wire
 
 MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
 
 
 class Synchronized(NamedTuple):
-    """What a step gives: the means by path, the next state, and the leaves that arrived on no rank.
+    """What a step gives: the means by path, and the leaves that arrived on no rank.
 
-    Of a step that an engine skips there is neither means nor a state.
+    Of a step that an engine skips there are no means.
     """
 
     mean: Leaves
-    state: State
     unused: frozenset[str]
 
 
-class _NothingArrived(Exception):
-    pass
+class _Prepared(NamedTuple):
+    """What runs the steps of one phase."""
 
-
-class _Refused(Exception):
-    """All ranks have agreed on what makes all of them raise."""
+    runner: Runner
+    vote: Vote | None
+    plan: Plan | None
 
 
 class Engine:
@@ -56,6 +61,7 @@ class Engine:
     Args:
         sync: The pipeline.
         leaves: What the gradients are like.
+        state: The pipeline's state before the first step; None if `start` is given one.
         donation: What a step may write over.
         bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
@@ -65,6 +71,7 @@ class Engine:
         check_unused: Called in each step, on all ranks alike, with the leaves that have arrived on no rank, before
             anything is written over. If it raises, the step has failed on all ranks, and the next one works.
         groups: Process groups whose ranks end a step together, where the pipeline does not say which it reaches.
+        wire: Who moves bytes.
     """
 
     def __init__(
@@ -72,118 +79,171 @@ class Engine:
         sync: Sync,
         leaves: Mapping[str, LeafSpec],
         *,
+        state: State = None,
         donation: Donation,
         bucket_caps: Sequence[float] = BUCKET_CAPS,
         learns_order: bool,
         skips_unused: bool = False,
         drops_unused: bool = False,
         check_unused: Callable[[frozenset[str]], None] | None = None,
-        groups: Sequence[str | None] | None = None,
+        groups: Collection[str | None] = (),
+        wire: Wire = C10D,
     ) -> None:
         self.sync = sync
+        self.leaves = dict(leaves)
+        self.is_open = False
+        self._state = state
+        self._wire = wire
+        self._groups = groups_of(sync) if sync.groups else groups_of(sync) | frozenset(groups)
+        self._knows_groups = sync.groups is not None or bool(groups)
         self._skips_unused, self._drops_unused = skips_unused, drops_unused
         self._check_unused = check_unused
-        self._groups = groups
-        self.leaves = dict(leaves)
         self._overwrites_early = donation.gradients == "yes"
-        self._lower: Any = partial(lower_leaves, bucket_caps=bucket_caps, donation=donation)
-        self._buffers = Buffers()
+        world = World(None if wire is C10D else wire)
+        self._lower: Any = partial(lower_leaves, world=world, bucket_caps=bucket_caps, donation=donation)
+        self._world = world
+        self._device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
+        self._memory = Memory()
         self._debug = debug_level()
         self._has_plans = True
         self._arrival: list[str] | None = None
         self._dropped: frozenset[str] = frozenset()
         self._arriving: list[str] | None = [] if learns_order else None
-        self._runs: list[tuple[Executor, Status]] = []
-        self._running: Executor | Eager | None = None
-        self._status: Status | None = None
+        self._prepared: list[_Prepared] = []
+        self._current: _Prepared | None = None
         self._structure: Any = None
-        self._absent: frozenset[str] | None = None  # known once the last gradient has arrived
-        self._unused: frozenset[str] = frozenset()
-        self._failed = False
+        self._weighing: Weighing | None = None
+        self._next_weighing: Weighing | None = None
+        self._scale: float | None = None  # known once the first gradient of a step is there
+        self._has_voted = False
         self._broken: BaseException | None = None
         self._ahead: list[Any] = []  # engines whose open steps go first
         self._behind: list[weakref.ref[Engine]] = []  # and those that wait for this one's
-        self.is_open = False
+
+    @property
+    def state(self) -> State:
+        """The pipeline's state after the last step. It can be kept: later steps do not write over it.
+
+        Set it, on all ranks, to go on from another one.
+
+        Raises:
+            ValueError: It is of another pipeline or other leaves.
+        """
+        if self.is_open:  # a step has begun to write over what it was alone to hold
+            return tree.map_tensors(Tensor.clone, self._state)
+        return shared(self._state)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = require_like(repr(self.sync), state, self._state)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the current or last step; None before the first, and for a pipeline that cannot be lowered."""
-        return self._running.plan if isinstance(self._running, Executor) else None
+        return None if self._current is None else self._current.plan
 
-    def start(self, state: State) -> None:
-        """Begins a step from `state`.
+    @property
+    def missing(self) -> frozenset[str]:
+        """The leaves that have not arrived in this step."""
+        return frozenset() if self._current is None else frozenset(self._current.runner.missing)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether a collective of this step has been issued."""
+        return self._current is not None and self._current.runner.has_sent
+
+    def weigh(self, weight: float) -> None:
+        """Tells the other ranks how much this rank's gradients of the next step count, without waiting for theirs.
+
+        All ranks of a step call it, or none does.
+
+        Args:
+            weight: A number of samples or tokens; 0 is allowed, not on all ranks.
+
+        Raises:
+            ValueError: The pipeline takes no mean, or a leaf holds no fractions.
+        """
+        require_weighable(self.sync, self.leaves)
+        self._next_weighing = Weighing(weight, self._wire, self._groups, self._device)
+
+    def forget_weight(self) -> None:
+        """The next step is not weighted."""
+        self._next_weighing = None
+
+    def start(self, state: State = None, *, weight: float | None = None, scale: float = 1.0) -> None:
+        """Begins a step.
+
+        Args:
+            state: Where it begins; None for where the last one ended.
+            weight: See `weigh`; None for a step in which all ranks count alike, or one that is weighed already.
+            scale: What gradients are multiplied by on their way.
 
         Raises:
             RuntimeError: An earlier step has left the ranks out of step.
         """
         self.refuse_after_failure()
-        parts, self._structure = tree.flatten_any(state)
+        if state is not None:
+            self._state = state
+        if weight is not None:
+            self.weigh(weight)
+        parts, self._structure = tree.flatten_any(self._state)
         try:
-            self._choose(state, parts)
+            self._choose(parts)
         except Exception as error:
-            self._broken = error if collectives.current_world()[1] > 1 else None  # others may have begun
+            self._broken = error if self._has_others() else None  # they may have begun
             raise
-        assert self._running is not None
-        self._ahead = turns.begin(self, self._status.groups if self._status is not None else ())
+        assert self._current is not None
+        runner, vote, plan = self._current
+        self._ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
         self._behind = []
         for engine in self._ahead:
             engine.is_followed_by(self)
-        self._running.start(parts)
-        self._absent, self._failed, self.is_open = None, False, True
+        groups = self._groups if plan is None else plan.phase.groups
+        runner.start(parts, {group: self._wire.size(group) for group in groups})
+        self._weighing, self._next_weighing = self._next_weighing, None
+        self._scale = None if self._weighing is not None else scale
+        self._has_voted, self.is_open = False, True
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
-        """Hands over a gradient. See `Executor.feed`.
+        """Hands over a gradient, and runs what can run now. It never blocks on the CPU, but for weights under way.
 
         Args:
             path: Of the leaf.
             grad: Its gradient.
             keep: Do not write over it, even if the engine's plans do.
+
+        Raises:
+            ValueError: There is no such leaf, it has arrived already, or it is not like the leaf; on all ranks: their
+                weights are none.
         """
-        assert self._running is not None
-        if self.plan is not None and path in self.plan.overwrites:
+        assert self._current is not None
+        runner, _, plan = self._current
+        scale = self._scaled_by()
+        if scale != 1:
+            grad = grad * scale if scale else torch.zeros_like(grad)  # what counts nothing may be no number
+        elif plan is not None and path in plan.overwrites:
             # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
-            shared = self._overwrites_early and storage_uses(grad) > 1
-            grad = grad.clone() if keep or shared else grad
-        self._running.feed(path, grad, holds=self._holds)
+            is_shared = self._overwrites_early and storage_use_count(grad) > 1
+            grad = grad.clone() if keep or is_shared else grad
+        runner.feed(path, grad)
+        if not self._holds:
+            runner.advance()
         if self._arriving is not None:
             self._arriving.append(path)
 
-    @property
-    def missing(self) -> frozenset[str]:
-        """The leaves that have not arrived in this step."""
-        return frozenset(self._running.missing) if self._running is not None else frozenset()
-
-    @property
-    def has_sent(self) -> bool:
-        """Whether a collective of this step has been issued."""
-        return isinstance(self._running, Executor) and self._running.has_launched_some
-
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
-        if self.is_open and isinstance(self._running, Executor) and not self._holds:
-            self._running.poll()
+        if self.is_open and self._current is not None and not self._holds:
+            self._current.runner.advance()
 
-    @property
-    def _holds(self) -> bool:
-        """Whether another engine's step goes first on a process group of this one."""
-        return bool(self._ahead) and any(engine.is_open for engine in self._ahead)
+    def catch_up(self) -> None:
+        """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
+        if self.is_open and self._current is not None and not self._holds:
+            self._current.runner.advance(block=True)
 
     def is_followed_by(self, engine: "Engine") -> None:
         """`engine` sends nothing before the step of this one is over; if that fails, its own is none."""
         self._behind.append(weakref.ref(engine))
-
-    def _drop_behind(self) -> None:
-        for entry in self._behind:
-            engine = entry()
-            if engine is not None and engine.is_open and engine._running is not None:
-                engine._running.forget()
-                engine.is_open = False
-        self._behind = []
-
-    def catch_up(self) -> None:
-        """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
-        if self.is_open and isinstance(self._running, Executor) and not self._holds:
-            self._running.poll(block=True)
 
     def finish(self) -> Synchronized:
         """Ends the step, on all ranks alike.
@@ -191,32 +251,48 @@ class Engine:
         Raises:
             StepFailedError: Another rank has failed in this step.
         """
-        running = self._running
-        assert running is not None
+        assert self._current is not None
+        runner, vote, _ = self._current
         for engine in self._ahead:  # to where all ranks are with the same gradients
             engine.catch_up()
-        self._absent = frozenset(running.missing)
-        if running.has_launched_all:
-            self._send_status()
-        # Without a status nobody knows what other ranks have used: the zeros of this one count as a gradient.
-        self._unused = self._absent if self._status is not None and not self._status.has_peers else frozenset()
-        try:
-            mean, parts = running.finish()
-        except (_NothingArrived, _Refused) as stop:
-            running.abort()
-            self.is_open = False
-            if stop.__cause__ is not None:
+        self._scaled_by()
+        absent = frozenset(runner.missing)
+        runner.drain()
+        unused = frozenset[str]()  # without a vote nobody knows: the zeros of this rank count as gradients
+        if vote is not None:
+            vote.cast(absent)
+            self._has_voted = True
+        runner.wait()
+        if vote is not None:
+            try:
+                unused = vote.outcome()
+                is_none = self._skips_unused and len(unused) == len(self.leaves)
+                if self._check_unused is not None and not is_none:
+                    self._check_unused(unused)
+            except CollectiveError:  # ranks are out of step
+                raise
+            except Exception:
+                self._give_up()
                 self._drop_behind()
-                raise stop.__cause__ from None
-            return Synchronized({}, None, self._unused)
-        except StepFailedError:
-            running.abort()
-            self.is_open = False  # the step is over here too
-            self._drop_behind()
-            raise
+                raise
+            if is_none:
+                self._give_up()
+                return Synchronized({}, unused)
+        mean, parts = runner.commit()  # only now is anything written over
+        self._state = tree.unflatten_any(self._structure, parts)
         self.is_open = False
-        self._learn_order()
-        return Synchronized(mean, tree.unflatten_any(self._structure, parts), self._unused)
+        self._learn_order(unused)
+        return Synchronized(mean, unused)
+
+    def run(self, leaves: Leaves, *, keep: bool = False) -> Synchronized:
+        """A whole step of gradients that are all there, begun by `start`. If it fails, it has failed on all ranks."""
+        try:
+            for path in reversed(leaves):
+                self.feed(path, leaves[path], keep=keep)
+            return self.finish()
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step on this rank because of `error`, and tells the others, which raise `StepFailedError`.
@@ -233,21 +309,20 @@ class Engine:
             return
         self._drop_behind()
         self.is_open = False
-        running, status = self._running, self._status
-        assert running is not None
-        said_all_is_well = self._absent is not None and running.has_launched_all
-        if said_all_is_well and isinstance(running, Eager) and isinstance(error, FloatingPointError):
+        assert self._current is not None
+        runner, vote, plan = self._current
+        if self._has_voted and plan is None and isinstance(error, FloatingPointError):
             self._broken = None  # of fp16(..., check=True), which raises on all ranks
-        elif status is None or isinstance(error, CollectiveError) or said_all_is_well:
+        elif vote is None or isinstance(error, CollectiveError) or self._has_voted:
             self._broken = error
         else:
-            self._absent, self._failed = frozenset(), True
             try:
-                if running.has_launched_all:
-                    self._send_status()
-                running.abort()
-                status.fail(error)
-                self._broken = None if status.is_heeded else error
+                runner.abort()
+                vote.cast(frozenset(), failed=True)
+                runner.wait()
+                vote.explain(error)
+                runner.forget()
+                self._broken = None if vote.is_heeded else error
             except RuntimeError as broken:
                 self._broken = broken
 
@@ -267,65 +342,85 @@ class Engine:
                 "be out of step; restart from a checkpoint, with the process group set up again"
             ) from self._broken
 
-    def _send_status(self) -> None:
-        # Not before finish: until then this rank may still fail.
-        if self._absent is not None and self._status is not None:
-            self._status.send(self._absent, self._failed)
+    def expect(self, arrival: list[str]) -> None:
+        """Makes `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
+        if self.plan is not None and arrival != list(self.plan.buckets):
+            self._arrival, self._prepared = arrival, []
+            self._memory.clear()
 
-    def _agree(self) -> None:
-        if self._absent is not None and self._status is not None:
-            self._unused = self._status.agree(self._absent)
-            if self._skips_unused and len(self._unused) == len(self.leaves):
-                raise _NothingArrived
-            if self._check_unused is not None:
-                try:
-                    self._check_unused(self._unused)
-                except Exception as error:
-                    raise _Refused from error
+    @property
+    def _holds(self) -> bool:
+        """Whether another engine's step goes first on a process group of this one."""
+        return bool(self._ahead) and any(engine.is_open for engine in self._ahead)
 
-    def _choose(self, state: State, parts: list[Any]) -> None:
-        for executor, status in self._runs:
-            if executor.plan.holds([parts[i] for i in executor.plan.counters]):
-                self._running, self._status = executor, status
+    def _scaled_by(self) -> float:
+        if self._scale is None:
+            assert self._weighing is not None
+            self._scale = self._weighing.scale()
+        return self._scale
+
+    def _has_others(self) -> bool:
+        return any(self._wire.size(group) > 1 for group in self._groups or {None})
+
+    def _give_up(self) -> None:
+        assert self._current is not None
+        self._current.runner.forget()
+        self.is_open = False
+
+    def _drop_behind(self) -> None:
+        for entry in self._behind:
+            engine = entry()
+            if engine is not None and engine.is_open:
+                engine._give_up()
+        self._behind = []
+
+    def _choose(self, parts: list[Any]) -> None:
+        for prepared in self._prepared:
+            if prepared.plan is None or self._is_for(prepared.plan, parts):
+                self._current = prepared
                 return
         if self._has_plans:
             try:
-                self._run(self._lower(self.sync, self.leaves, state, arrival=self._arrival, dropped=self._dropped))
+                plan = self._lower(self.sync, self.leaves, self._state, arrival=self._arrival, dropped=self._dropped)
+                self._current = self._prepare(plan)
+                self._prepared = [self._current, *self._prepared[: MAX_PHASES - 1]]
                 return
             except LoweringError:
                 self._has_plans = False  # in no later phase either: a trace takes longer than a step
-        known = groups_of(self.sync) if self.leaves else []
-        groups = self._groups if known is None else known
-        device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
-        self._running = Eager(self.sync, self.leaves, self._structure, self._agree)
-        self._status = None if groups is None else Status(self.leaves, groups, device)
+        vote = Vote(self.leaves, self._wire, self._groups, self._device) if self._knows_groups else None
+        self._current = _Prepared(Eager(self.sync, self.leaves, self._structure, self._world), vote, None)
+        self._prepared = [self._current]
 
-    def _run(self, plan: Plan) -> None:
-        device = next((c.device for c in plan.collectives), torch.device("cpu"))
-        self._status = Status(plan.leaves, [c.group for c in plan.collectives], device)
-        self._running = make_executor(self._debug, plan, self._buffers, self._send_status, self._agree)
-        self._runs = [(self._running, self._status), *self._runs[: MAX_PHASES - 1]]
+    def _is_for(self, plan: Plan, parts: list[Any]) -> bool:
+        """Whether `plan` is one for these numbers, and for groups of these sizes where payloads have rows."""
+        numbers = [parts[i] for i in plan.phase.counters] + [self._wire.size(group) for group in plan.phase.groups]
+        return plan.phase.holds(numbers) and all(
+            self._wire.size(c.group) == c.world_size for c in plan.collectives if not c.kind.is_in_place
+        )
 
-    def _learn_order(self) -> None:
+    def _prepare(self, plan: Plan) -> _Prepared:
+        groups = plan.groups | self._groups
+        on_cuda = self._device.type == "cuda"
+        # With a second round, the moment of a launch is a matter of polling. (CUDA is not polled.)
+        wire = apart(self._wire, sorted(groups, key=str)) if plan.rounds > 1 and not on_cuda else self._wire
+        vote = Vote(plan.leaves, wire, groups, self._device)
+        return _Prepared(Planned(plan, wire, self._memory, observer(self._debug, plan)), vote, plan)
+
+    def _learn_order(self, unused: frozenset[str]) -> None:
         if self._arriving is None:
             return
         arrived = dict.fromkeys(self._arriving)
         expected = [*arrived, *(path for path in reversed(self.leaves) if path not in arrived)]
         self._arriving = None
-        if self._drops_unused and self._unused:
-            self._dropped, self._runs = self._unused, []
-        if self.plan is not None and self._status is not None and self._status.has_peers:  # or nobody to agree with
-            self.expect(self._status.of_first_rank(expected))
-
-    def expect(self, arrival: list[str]) -> None:
-        """Makes `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
-        if self.plan is not None and arrival != list(self.plan.buckets):
-            self._arrival, self._runs = arrival, []
-            self._buffers.clear()
+        if self._drops_unused and unused:
+            self._dropped, self._prepared = unused, []
+        vote = None if self._current is None else self._current.vote
+        if self.plan is not None and vote is not None and vote.has_peers:  # or nobody to agree with
+            self.expect(vote.of_first_rank(expected))
 
 
 class Engines:
-    """Engines by what they are for: leaves and a state of given shapes, in a world of a given size.
+    """Engines by what they are for: leaves and a state of given shapes, in a world of given groups.
 
     Not of given layouts: what ranks agree on does not include those. Means are laid out as the first leaves were.
 
@@ -333,11 +428,14 @@ class Engines:
         sync: The pipeline.
         donation: What a step may write over.
         learns_order: See `Engine`.
+        wire: Who moves bytes.
     """
 
-    def __init__(self, sync: Sync, *, donation: Donation, learns_order: bool) -> None:
+    def __init__(self, sync: Sync, *, donation: Donation, learns_order: bool, wire: Wire = C10D) -> None:
         self.last: Engine | None = None
-        self._make: Any = partial(Engine, sync, donation=donation, learns_order=learns_order)
+        self._groups = sorted({None, *groups_of(sync)}, key=str)
+        self._wire = wire
+        self._make: Any = partial(Engine, sync, donation=donation, learns_order=learns_order, wire=wire)
         self._engines: dict[Any, Engine] = {}
 
     def of(self, leaves: Leaves, state: State) -> Engine:
@@ -345,7 +443,8 @@ class Engines:
         parts, structure = tree.flatten_any(state)
         likes = tuple((path, leaf.shape, leaf.dtype, leaf.device) for path, leaf in leaves.items())
         kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
-        key = (likes, structure, kinds, collectives.current_world())
+        world = [identity(group) for group in self._groups] if self._wire is C10D else []
+        key = (likes, structure, kinds, tuple(world))
         engine = self._engines.pop(key, None) or self._make(_dense_specs(leaves))
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
         self.last = engine

@@ -3,39 +3,43 @@
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, LeafSpec
-from fnddp.plan.passes.emit import buffer_name
-
-
-def storage_uses(tensor: Tensor) -> int:
-    """How many tensors, views included, share the memory of `tensor`."""
-    # As torch's CUDA graph trees ask whether an output is still alive.
-    storage = tensor.untyped_storage()  # which is one more
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+from fnddp.plan.ir import Collective, LeafSpec, Name, Payload, Received, Sent
+from fnddp.torch_private import storage_use_count
 
 
 class Buffer:
-    """A flat buffer and its payloads.
+    """The memory of a collective.
 
     Attributes:
-        flat: One dimension, as long as the collective.
-        parts: Views of the payloads, by the names that a plan has for them.
+        send: What it hands over, as long as the collective is wide; with a row for each rank if its kind says so.
+        receive: What it fills; for a collective in place the same.
+        parts: Views of the payloads and of their results, by the names that a plan has for them.
     """
 
     def __init__(self, collective: Collective) -> None:
-        self.flat = torch.empty(collective.numel, dtype=collective.dtype, device=collective.device)
-        self.parts = {
-            buffer_name(collective, i): self.flat[payload.offset :][: payload.numel].view(payload.shape)
-            for i, payload in enumerate(collective.payloads)
-        }
-        self._own_uses = storage_uses(self.flat)
+        kind = collective.kind
+        self.send = torch.empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
+        self.receive = self.send if kind.is_in_place else self.send.new_empty(collective.receive_shape)
+        self.parts: dict[Name, Tensor] = {}
+        for i, payload in enumerate(collective.payloads):
+            sent, received = Sent(collective.index, i), Received(collective.index, i)
+            self.parts[sent] = _columns(self.send, payload).view(collective.sent_shape(i))
+            self.parts[received] = _columns(self.receive, payload).view(collective.received_shape(i))
+        self._tensors = (self.send,) if kind.is_in_place else (self.send, self.receive)
+        self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
 
     @property
     def is_held(self) -> bool:
-        return storage_uses(self.flat) > self._own_uses
+        """Whether somebody reads it."""
+        return any(storage_use_count(t) > own for t, own in zip(self._tensors, self._own_uses, strict=True))
 
 
-class Buffers:
+def _columns(buffer: Tensor, payload: Payload) -> Tensor:
+    """The columns of `buffer` that are the payload's, in its dtype. Without gaps if there are no others."""
+    return buffer.narrow(-1, payload.offset, payload.width).view(payload.dtype)
+
+
+class Memory:
     """What plans that follow each other share. Memory that somebody holds is not handed out: there is other, or new."""
 
     def __init__(self) -> None:
@@ -65,7 +69,7 @@ class Buffers:
     def take_mean(self, path: str, leaf: LeafSpec) -> Tensor:
         """Memory for the mean of a leaf that nobody reads. It is the caller's until it is given back."""
         pool = self._means.setdefault(path, [])
-        free = next((tensor for tensor in pool if storage_uses(tensor) == 1), None)
+        free = next((tensor for tensor in pool if storage_use_count(tensor) == 1), None)
         if free is None:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         pool[:] = [tensor for tensor in pool if tensor is not free]

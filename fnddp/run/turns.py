@@ -6,11 +6,11 @@ differs between ranks. So the one that has begun first goes first; another only 
 
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from fnddp import collectives
+from fnddp.wire.c10d import C10d
+from fnddp.wire.groups import live_group
+from fnddp.wire.protocol import Wire
 
 
 class TakesTurns(Protocol):
@@ -19,17 +19,17 @@ class TakesTurns(Protocol):
     is_open: bool
 
 
-# Engines of models that know nothing of each other meet nowhere but on their process group.
-_open: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[TakesTurns]]]" = weakref.WeakKeyDictionary()
+# Engines of models that know nothing of each other meet nowhere but on their process group, or on another wire.
+_open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[TakesTurns]]]" = weakref.WeakKeyDictionary()
 
 
-def begin(engine: TakesTurns, groups: Iterable[str | None]) -> list[TakesTurns]:
+def begin(engine: TakesTurns, wire: Wire, groups: Iterable[str | None]) -> list[TakesTurns]:
     """Lines `engine` up behind those that have a step open on one of `groups`, which are returned."""
     ahead: list[TakesTurns] = []
     for group in groups:
-        line = _open.setdefault(collectives.live_group(group), [])
+        line = _open.setdefault(live_group(group) if isinstance(wire, C10d) else wire, [])
         others = [other for other in (entry() for entry in line) if other is not None and other is not engine]
         waiting = [other for other in others if other.is_open]
         line[:] = [weakref.ref(other) for other in [*waiting, engine]]
-        ahead += waiting
+        ahead += [other for other in waiting if other not in ahead]
     return ahead

@@ -1,7 +1,7 @@
 """How ranks end a step alike: a byte for each leaf and one for the step, gathered behind a plan's last collective."""
 
 import traceback
-from collections.abc import Container, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp import collectives
-from fnddp.run.planned import CollectiveError
+from fnddp.wire.control import gather_over
+from fnddp.wire.groups import rank
+from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
 
 
 class StepFailedError(RuntimeError):
@@ -23,11 +24,15 @@ class StepFailedError(RuntimeError):
     """
 
 
-class Status:
+class Vote:
     """Whether any rank has failed in a step, and which leaves have arrived on some rank.
+
+    A step's vote is `cast` once, behind the last collective, and then `outcome`, or `explain` where this rank has said
+    that it failed.
 
     Args:
         leaves: Their paths.
+        wire: Who carries it.
         groups: The process groups that must agree. Where several have other ranks, they are asked one after the other.
         device: Where their payloads live.
 
@@ -35,30 +40,46 @@ class Status:
         groups: Those of `groups` that have other ranks.
     """
 
-    def __init__(self, leaves: Iterable[str], groups: Iterable[str | None], device: torch.device) -> None:
-        self.groups = [group for group in dict.fromkeys(groups) if collectives.world_size(group) > 1]
+    def __init__(
+        self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device
+    ) -> None:
+        self.groups = [group for group in dict.fromkeys(groups) if wire.size(group) > 1]
+        self._wire = wire
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._leaves = list(leaves)
+        self._absent: frozenset[str] = frozenset()
         self._flags: Tensor | None = None  # of all ranks: [ranks, 1 + leaves]
-        self._work: collectives.Work | None = None
+        self._work: Work | None = None
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks that must agree."""
+        return bool(self.groups)
 
     @property
     def is_heeded(self) -> bool:
         """Whether other ranks wait for what this one says before they end a step. On CUDA they do not."""
         return not (self.groups and self._on_cuda)
 
-    def send(self, missing: Container[str], failed: bool = False) -> None:
-        """Tells the other ranks, without waiting for them. Once a step, behind the last collective of its plan."""
-        if self.groups:
-            flags = [int(failed), *(int(path not in missing) for path in self._leaves)]
-            # From pinned memory: a copy from any other would have the host wait for all that is queued before it.
-            on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=self._on_cuda)
-            self._start(on_host.to(self._device, non_blocking=True), self.groups[0])
-            for group in self.groups[1:] if self._on_cuda else ():  # all, whether this rank will ask or not
-                self._start(self._waited(), group)
+    def cast(self, absent: frozenset[str], failed: bool = False) -> None:
+        """Tells the other ranks, without waiting for them.
 
-    def agree(self, missing: frozenset[str]) -> frozenset[str]:
+        Args:
+            absent: Leaves that have not arrived here.
+            failed: Whether this rank has failed.
+        """
+        self._absent = absent
+        if self.groups:
+            flags = [int(failed), *(int(path not in absent) for path in self._leaves)]
+            # From pinned memory: a copy from any other would have the host wait for all that is queued before it.
+            on_host = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)
+            with _named_failures():
+                self._start(on_host.to(self._device, non_blocking=True), self.groups[0])
+                for group in self.groups[1:] if self._on_cuda else ():  # all, whether this rank will ask or not
+                    self._start(self._waited(), group)
+
+    def outcome(self) -> frozenset[str]:
         """The leaves that have arrived on no rank.
 
         On CUDA the host does not wait for the answer unless this rank misses a leaf, so failures of other ranks end
@@ -68,9 +89,10 @@ class Status:
             StepFailedError: Another rank has failed, and all ranks raise.
             CollectiveError: Another rank has died, left or hangs; on CUDA also: it has failed. Ranks are out of step.
         """
-        if self._work is None or (self._on_cuda and not missing):
+        absent = self._absent
+        if self._work is None or (self._on_cuda and not absent):
             self._work = None
-            return frozenset() if self.groups else missing
+            return frozenset() if self.groups else absent
         flags = self._complete()
         if flags[0] and self._on_cuda:
             raise CollectiveError("another rank has failed in this step; see its own error")
@@ -78,22 +100,17 @@ class Status:
             raise StepFailedError(self._explanation(None))
         return frozenset(path for path, used in zip(self._leaves, flags[1:], strict=True) if not used)
 
-    def fail(self, error: BaseException) -> None:
-        """Completes the step in which this rank has failed and told so, and tells the others why."""
+    def explain(self, error: BaseException) -> None:
+        """Completes the vote of a step in which this rank has failed and said so, and tells the others why."""
         if self._work is not None and not self._on_cuda:
             self._complete()
             self._explanation(error)
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether there are other ranks that must agree."""
-        return bool(self.groups)
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
         with self._on_device():
             for group in self.groups:
-                value = collectives.broadcast_object(value, group)
+                value = gather_over(self._wire, value, group, self._device)[0]
         return value
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -101,13 +118,13 @@ class Status:
         return torch.cuda.device(self._device) if self._on_cuda else nullcontext()
 
     def _start(self, flags: Tensor, group: str | None) -> None:
-        self._flags, self._work = collectives.start_gather_status(flags, group)
+        self._flags, self._work = self._wire.vote(flags, group)
 
     def _waited(self) -> Tensor:
         """Each flag as it is on some rank."""
         assert self._work is not None
         assert self._flags is not None
-        self._work.wait()
+        waited(self._work)
         self._work = None
         return self._flags.amax(0)
 
@@ -121,10 +138,12 @@ class Status:
 
     def _explanation(self, error: BaseException | None) -> str:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
-        reasons = [(dist.get_rank(), reason)]
+        reasons = [(rank(None) if dist.is_initialized() else None, reason)]
         with _named_failures(), self._on_device():
             for group in self.groups:
-                reasons = sorted({one for some in collectives.all_gather_object(reasons, group) for one in some})
+                told = gather_over(self._wire, reasons, group, self._device)
+                named = {(i if who is None else who, why) for i, some in enumerate(told) for who, why in some}
+                reasons = sorted(named, key=str)
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
         return (
             f"{failures}. State and parameters are unchanged on all ranks, and gradients are not synchronized: clear "
@@ -136,6 +155,8 @@ class Status:
 def _named_failures() -> Generator[None]:
     try:
         yield
+    except CollectiveError:
+        raise
     except RuntimeError as error:
         raise CollectiveError(
             f"the ranks could not end the step together: {error}. Another rank has failed, left, or not called "

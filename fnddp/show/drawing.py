@@ -3,15 +3,13 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from fnddp.cost.estimate import Links
-from fnddp.show.runs import text
-from fnddp.show.text import count, dtype, footer, header, show, size, some
+from fnddp.plan.schedule import Schedule
+from fnddp.show.names import action, amount, text
+from fnddp.show.text import count, footer, header, show, size, some
 from fnddp.show.timeline import CHARACTER, GUTTER, MARGIN, Timeline, lay_out
-
-if TYPE_CHECKING:
-    from fnddp.plan.plan import Plan
 
 INK, SOFT, LINE, PAPER = "#263238", "#546e7a", "#cfd8dc", "#ffffff"
 # Okabe and Ito's palette, distinct for colour-blind readers too: a colour for each bucket, over and over.
@@ -22,7 +20,7 @@ LANE, INSET, BOX, BAR = 76, 12, 44, 18  # heights: a lane, what is free above a 
 Point: TypeAlias = tuple[float, float]
 
 
-def to_svg(plan: "Plan", link: Links | None = None) -> str:
+def to_svg(plan: Schedule, link: Links | None = None) -> str:
     """See `Plan.to_svg`."""
     layout = lay_out(plan, link)
     title, facts = (_wrapped(lines, layout.right) for lines in (header(plan), footer(plan)))
@@ -51,13 +49,13 @@ def to_svg(plan: "Plan", link: Links | None = None) -> str:
     )
 
 
-def to_html(plan: "Plan") -> str:
+def to_html(plan: Schedule) -> str:
     """The picture, with the text folded away."""
     folded = f"<details><summary>as text</summary><pre>{escape(show(plan))}</pre></details>"
     return f'<div style="overflow-x: auto">{to_svg(plan)}</div>{folded}'
 
 
-def _frame(plan: "Plan", layout: Timeline, names: Mapping[float, str], top: float) -> Iterator[str]:
+def _frame(plan: Schedule, layout: Timeline, names: Mapping[float, str], top: float) -> Iterator[str]:
     fits = int((GUTTER - 6) / (12 * CHARACTER))
     arriving = set(plan.buckets.values())
     for y, name in names.items():
@@ -68,16 +66,15 @@ def _frame(plan: "Plan", layout: Timeline, names: Mapping[float, str], top: floa
         yield _text(x + 6, top - 8, f"slot {slot}" if slot in arriving else f"slot {slot}: drain", 12, SOFT)
 
 
-def _gradients(plan: "Plan", layout: Timeline, y: float) -> Iterator[str]:
-    bucket_of = {text(path): bucket for path, bucket in plan.buckets.items()}
-    nbytes = {text(path): leaf.nbytes for path, leaf in plan.leaves.items()}
+def _gradients(plan: Schedule, layout: Timeline, y: float) -> Iterator[str]:
+    bucket_of = plan.buckets
     for box in layout.boxes:
         if box.run.needs:
             first, last = bucket_of[box.run.needs[0]], bucket_of[box.run.needs[-1]]
             label = f"bucket {first}" if first == last else f"buckets {first}-{last}"
-            hover = some(box.run.needs, "gradients")
-            amount = size(sum(nbytes[path] for path in box.run.needs))
-            yield _box((box.left, y + INSET), box.width, _colour(first), (label, amount), hover)
+            hover = some([text(path) for path in box.run.needs], "gradients")
+            nbytes = size(sum(plan.leaves[path].nbytes for path in box.run.needs))
+            yield _box((box.left, y + INSET), box.width, _colour(first), (label, nbytes), hover)
             start = box.left + 16, y + INSET + BOX
             yield _arrow(start, (start[0], y + LANE + INSET), _colour(first))
 
@@ -85,8 +82,8 @@ def _gradients(plan: "Plan", layout: Timeline, y: float) -> Iterator[str]:
 def _compute(layout: Timeline, y: float) -> Iterator[str]:
     for box in layout.boxes:
         waits = [f"waits for {c.name}" for c in box.run.waits]
-        needs = [f"needs {some(box.run.needs, 'gradients')}"] if box.run.needs else []
-        label = box.run.kind, count(len(box.run.code), "operation")
+        needs = [f"needs {some([text(path) for path in box.run.needs], 'gradients')}"] if box.run.needs else []
+        label = box.run.kind, count(len(box.run.operations), "operation")
         yield _box((box.left, y + INSET), box.width, _colour(box.bucket), label, "; ".join([*needs, *waits]))
 
 
@@ -103,7 +100,7 @@ def _collectives(layout: Timeline, wires: Mapping[str | None, float]) -> Iterato
     for bar in layout.bars.values():
         c, y = bar.collective, wires[bar.collective.group] + 16
         labels = some([text(payload.label) for payload in c.payloads], "payloads")
-        hover = f"{c.name}: {c.kind} {c.op} {dtype(c)}[{c.numel}], {c.wire_bytes:,} B, round {c.depth + 1}: {labels}"
+        hover = f"{c.name}: {action(c)} {amount(c)}, {c.wire_bytes:,} B, round {c.depth + 1}: {labels}"
         yield (
             f'<g class="collective"><title>{escape(hover)}</title><rect x="{bar.left:.1f}" y="{y:.1f}" '
             f'width="{bar.width:.1f}" height="{BAR}" rx="2" fill="{_colour(c.bucket)}"/>'

@@ -2,30 +2,28 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from fnddp.plan.ir import Collective
-from fnddp.show.runs import Run, merged, runs, text
+from fnddp.plan.schedule import Schedule
+from fnddp.show.names import action, amount, line, text
+from fnddp.show.runs import Run, merged, runs
 
-if TYPE_CHECKING:
-    from fnddp.plan.plan import Plan
 
-
-def show(plan: "Plan", code: bool = False) -> str:
+def show(plan: Schedule, code: bool = False) -> str:
     """See `Plan.show`."""
     shown = list(runs(plan)) if code else list(merged(runs(plan)))
     lines = [*header(plan)]
     for slot, of_slot in groupby(shown, key=lambda run: run.slot):
         lines += ["", f"slot {slot}"]
         for run in of_slot:
-            lines.append(f"  {_when(run)}{run.kind}, {count(len(run.code), 'operation')}")
-            lines += [f"      {line}" for line in run.code if code]
+            lines.append(f"  {_when(run)}{run.kind}, {count(len(run.operations), 'operation')}")
+            lines += [f"      {line(operation)}" for operation in run.operations if code]
             if run.launches is not None:
                 lines.append(f"    send {_collective(run.launches, plan.rounds)}")
     return "\n".join([*lines, "", *footer(plan)])
 
 
-def header(plan: "Plan") -> list[str]:
+def header(plan: Schedule) -> list[str]:
     """What the plan is for."""
     nbytes = sum(leaf.nbytes for leaf in plan.leaves.values())
     sizes = {c.group: c.world_size for c in plan.collectives}
@@ -38,20 +36,19 @@ def header(plan: "Plan") -> list[str]:
     ]
 
 
-def footer(plan: "Plan") -> list[str]:
+def footer(plan: Schedule) -> list[str]:
     """What a step costs."""
     full = 4 * parameters(plan)
     against = f"; float32 gradients: {full:,} B, {full / plan.wire_bytes:.1f}x as much" if plan.wire_bytes else ""
-    own = f", {plan.uncombined_bytes:,} B of it by the pipeline's own code" if plan.uncombined_bytes else ""
     return [
-        f"on the wire: {plan.wire_bytes:,} B per rank{own}{against}",
+        f"on the wire: {plan.wire_bytes:,} B per rank{against}",
         f"{count(plan.rounds, 'round')}, {count(len(plan.collectives), 'collective')}; "
         f"peak extra memory {size(plan.peak_bytes)}",
     ]
 
 
 def _when(run: Run) -> str:
-    conditions = [f"need {some(run.needs, 'gradients')}"] if run.needs else []
+    conditions = [f"need {some([text(path) for path in run.needs], 'gradients')}"] if run.needs else []
     conditions += [f"wait {', '.join([c.name for c in run.waits])}"] if run.waits else []
     return f"{', '.join(conditions)}: " if conditions else ""
 
@@ -60,19 +57,14 @@ def _collective(c: Collective, rounds: int) -> str:
     within = f"{count(c.world_size, 'rank')}{'' if c.group is None else f' in group {c.group}'}"
     labels = [text(payload.label) for payload in c.payloads]
     return (
-        f"{c.name}: {c.kind} {c.op} {dtype(c)}[{c.numel}] over {within}, {c.wire_bytes:,} B, "
+        f"{c.name}: {action(c)} {amount(c)} over {within}, {c.wire_bytes:,} B, "
         f"round {c.depth + 1} of {rounds}: {some(labels, 'payloads')}"
     )
 
 
-def parameters(plan: "Plan") -> int:
+def parameters(plan: Schedule) -> int:
     """The number of elements of all leaves."""
     return sum(leaf.shape.numel() for leaf in plan.leaves.values())
-
-
-def dtype(collective: Collective) -> str:
-    """Of its buffer, as in "float16"."""
-    return str(collective.dtype).removeprefix("torch.")
 
 
 def some(names: Sequence[str], what: str) -> str:

@@ -1,16 +1,14 @@
 """Where everything is in the picture of a plan, from left to right."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fnddp.cost.estimate import Links, estimate
 from fnddp.cost.link import duration
 from fnddp.plan.ir import Collective
+from fnddp.plan.schedule import Schedule
+from fnddp.show.names import dtype
 from fnddp.show.runs import Run, merged, runs
-from fnddp.show.text import dtype, size
-
-if TYPE_CHECKING:
-    from fnddp.plan.plan import Plan
+from fnddp.show.text import size
 
 MARGIN, GUTTER, GAP = 20, 84, 10
 NARROWEST, LONGEST = 104, 140  # widths: of a box, of the longest bar
@@ -59,7 +57,7 @@ class Timeline:
     right: float
 
 
-def lay_out(plan: "Plan", link: Links | None) -> Timeline:
+def lay_out(plan: Schedule, link: Links | None) -> Timeline:
     """A run follows the one before it and what it waits for; the wire of each group is a queue."""
     lengths = _lengths(plan, link)
     slots: dict[int, float] = {}
@@ -83,7 +81,7 @@ def lay_out(plan: "Plan", link: Links | None) -> Timeline:
     return Timeline(slots, boxes, bars, max([x, *free.values(), MARGIN + GUTTER + 400]))
 
 
-def _lengths(plan: "Plan", link: Links | None) -> list[tuple[float, str]]:
+def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, str]]:
     """How long each collective is drawn, and what it says: bytes, with a link also seconds."""
     labels = [f"{dtype(c)}, {size(c.wire_bytes)}" for c in plan.collectives]
     amounts: list[float] = [c.wire_bytes for c in plan.collectives]

@@ -3,20 +3,17 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TypeAlias
 
 import torch
 from torch.profiler import record_function
 
-from fnddp import collectives
-from fnddp.plan.ir import Collective
-from fnddp.plan.passes.emit import Step
-from fnddp.plan.plan import Plan
-from fnddp.run.memory import Buffers
-from fnddp.run.planned import Executor
-from fnddp.show.text import size
-from fnddp.tree import Leaves
+from fnddp.plan.ir import Collective, Segment
+from fnddp.plan.schedule import Schedule
+from fnddp.show.text import show, size
+from fnddp.wire import groups
 
 FIRST, EVERY = 3, 100  # steps that are shown of each plan: the first ones, and then one in so many
 
@@ -36,99 +33,133 @@ def debug_level() -> int:
     return int(text)
 
 
-def make_executor(
-    level: int,
-    plan: Plan,
-    buffers: Buffers,
-    on_last_launch: Callable[[], None],
-    on_complete: Callable[[], None],
-) -> Executor:
-    """The executor of a new plan, as the debug level asks for it."""
-    if level and collectives.rank(None) == 0:
-        print(plan, file=sys.stderr)
-    return (TimedExecutor if level == 2 else Executor)(plan, buffers, on_last_launch, on_complete)
+class Observer(Protocol):
+    """Whoever wants to know what a runner does when. Each context encloses one thing; on CUDA it is on `stream`."""
+
+    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """A segment is computed."""
+        ...
+
+    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """A collective is issued."""
+        ...
+
+    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """A collective is waited for."""
+        ...
+
+    def begins(self) -> None:
+        """A step begins."""
+        ...
+
+    def ends(self, plan: Schedule) -> None:
+        """A step is over."""
+        ...
 
 
-class TimedExecutor(Executor):
-    """An executor that names what it does for profilers, and prints what it took.
+_NOTHING = nullcontext()
 
-    On the CPU times are the host's. A collective is complete when the executor notices. On CUDA they are those of
+
+class Unobserved:
+    """Nobody wants to know."""
+
+    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def begins(self) -> None:
+        pass
+
+    def ends(self, plan: Schedule) -> None:
+        pass
+
+
+def observer(level: int, plan: Schedule) -> Observer:
+    """The observer of a new plan, which is printed, as the debug level asks for it."""
+    if level and groups.rank(None) == 0:
+        print(show(plan), file=sys.stderr)
+    return Timer() if level == 2 else Unobserved()
+
+
+class Timer:
+    """Names what a runner does for profilers, and prints what it took.
+
+    On the CPU times are the host's. A collective is complete when the runner notices. On CUDA they are those of
     events on the side stream, and a step that is shown waits for the device.
     """
 
-    def __init__(
-        self, plan: Plan, buffers: Buffers, on_last_launch: Callable[[], None], on_complete: Callable[[], None]
-    ) -> None:
-        super().__init__(plan, buffers, on_last_launch, on_complete)
+    def __init__(self) -> None:
         self._count = 0
-        self._finishing = False
-        self._begin()
+        self.begins()
 
-    def start(self, parts: Sequence[Any]) -> None:
-        """See `Executor.start`."""
-        self._begin()
-        super().start(parts)
+    @contextmanager
+    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> Generator[None]:
+        """See `Observer`."""
+        kind = "decode" if segment.commits else "encode"
+        with record_function(f"fnddp slot {segment.slot} {kind}"):
+            begun = _mark(stream)
+            yield
+            self._computed[-1].append((begun, _mark(stream)))
 
-    def finish(self) -> tuple[Leaves, list[Any]]:
-        """See `Executor.finish`."""
-        self._finishing = True
-        result = super().finish()
+    @contextmanager
+    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
+        """See `Observer`."""
+        with record_function(f"fnddp {collective.name} launch"):
+            self._issued[collective.index] = _mark(stream)
+            self._computed.append([])
+            yield
+
+    @contextmanager
+    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
+        """See `Observer`."""
+        with record_function(f"fnddp {collective.name} wait"):
+            begun = _mark(stream)
+            yield
+            self._waited[collective.index] = begun, _mark(stream)
+            self._stream = stream
+
+    def ends(self, plan: Schedule) -> None:
+        """See `Observer`."""
         self._count += 1
-        if (self._count <= FIRST or self._count % EVERY == 0) and collectives.rank(None) == 0:
-            print_table(f"fnddp: step {self._count} of this plan", *self._table())
-        return result
+        if (self._count <= FIRST or self._count % EVERY == 0) and groups.rank(None) == 0:
+            print_table(f"fnddp: step {self._count} of this plan", *self._table(plan))
 
-    def _begin(self) -> None:
-        self._finishing = False
+    def begins(self) -> None:
+        """See `Observer`."""
         self._computed: list[list[Span]] = [[]]  # a list for each collective, before it is issued, and one for the rest
         self._issued: dict[int, Mark] = {}
-        self._seen: dict[int, Mark] = {}
-        self._blocked: dict[int, Span] = {}
+        self._waited: dict[int, Span] = {}
+        self._stream: torch.cuda.Stream | None = None
 
-    def _compute(self, step: Step) -> None:
-        kind = "decode" if self.has_launched_all else "encode"
-        with record_function(f"fnddp slot {step.slot} {kind}"):
-            begun = self._mark()
-            super()._compute(step)
-            self._computed[-1].append((begun, self._mark()))
-
-    def _launch(self, collective: Collective) -> None:
-        with record_function(f"fnddp {collective.name} launch"):
-            self._issued[collective.index] = self._mark()
-            self._computed.append([])
-            super()._launch(collective)
-
-    def _wait(self, index: int) -> None:
-        with record_function(f"fnddp c{index} wait"):
-            begun = self._mark()
-            super()._wait(index)
-            self._seen[index] = self._mark()
-            if self._finishing:
-                self._blocked[index] = begun, self._seen[index]
-
-    def _mark(self) -> Mark:
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
-
-    def _table(self) -> tuple[list[tuple[str, ...]], str]:
+    def _table(self, plan: Schedule) -> tuple[list[tuple[str, ...]], str]:
         """A row for each collective, and what they add up to."""
         if self._stream is not None:
             self._stream.synchronize()
         computed = [sum(map(_ms, spans)) for spans in self._computed]
-        blocked = {index: _ms(span) for index, span in self._blocked.items()}
-        wire = {index: _ms((self._issued[index], seen)) for index, seen in self._seen.items()}
+        exposed = {index: _ms(span) for index, span in self._waited.items()}
+        wire = {index: _ms((self._issued[index], done)) for index, (_, done) in self._waited.items()}
         rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
-        for c in self.plan.collectives:
-            times = computed[c.index], wire.get(c.index, 0.0), blocked.get(c.index, 0.0)
+        for c in plan.collectives:
+            times = computed[c.index], wire.get(c.index, 0.0), exposed.get(c.index, 0.0)
             rows.append((c.name, str(c.slot), size(c.wire_bytes), *(f"{t:.3f} ms" for t in times)))
         total = (
             f"encode {sum(computed[:-1]):.3f} ms, decode {computed[-1]:.3f} ms, wire {sum(wire.values()):.3f} ms, "
-            f"exposed tail {sum(blocked.values()):.3f} ms"
+            f"exposed {sum(exposed.values()):.3f} ms"
         )
         return rows, total
+
+
+def _mark(stream: torch.cuda.Stream | None) -> Mark:
+    if stream is None:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 def print_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> None:

@@ -9,11 +9,12 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from fnddp import collectives, tree
-from fnddp.collectives import Group
+from fnddp import tree
+from fnddp.group import Group, group_name
 from fnddp.state import describe, parts
 from fnddp.sync import REPLICATED, State, Sync
 from fnddp.tree import Tree
+from fnddp.wire import control
 
 
 class RankMismatchError(ValueError):
@@ -52,7 +53,7 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group) -> None:
     Raises:
         RankMismatchError: On all ranks (a rank whose `describe_rank` failed raises that error).
     """
-    name = collectives.group_name(group)
+    name = group_name(group)
     failure: Exception | None = None
     try:
         mine = describe_rank()
@@ -60,10 +61,10 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group) -> None:
         failure = error
         mine = {"set-up": f"failed with {type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-    agreed = len(set(collectives.all_gather_bytes(digest, name))) == 1
+    agreed = len(set(control.all_gather_bytes(digest, name))) == 1
     if agreed and failure is None:
         return
-    everyone: list[dict[str, str]] = collectives.all_gather_object(mine, name)
+    everyone: list[dict[str, str]] = control.all_gather_object(mine, name)
     if failure is not None:
         raise failure
     raise RankMismatchError(first_difference(everyone))

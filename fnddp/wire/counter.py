@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fnddp.torch_private import TorchDispatchMode, has_modes
 
 # Collectives by operator name. Functional ones take the payload first; c10d's take outputs before it, if they differ.
 _PAYLOAD_ARGUMENT = {
@@ -17,7 +19,6 @@ _PAYLOAD_ARGUMENT = {
     "_c10d_functional::all_gather_into_tensor_coalesced": 0,
     "_c10d_functional::reduce_scatter_tensor_coalesced": 0,
     "_c10d_functional::broadcast": 0,
-    "fnddp::count_all_reduce": 0,
     "c10d::allreduce_": 0,
     "c10d::allreduce_coalesced_": 0,
     "c10d::reduce_": 0,
@@ -63,8 +64,27 @@ class WireCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         position = _PAYLOAD_ARGUMENT.get(func._schema.name)
-        if position is not None:
+        if func is _count:
+            self.wire_bytes += args[0]
+            self.collectives += 1
+        elif position is not None:
             payload = [leaf for leaf in tree_leaves(args[position]) if isinstance(leaf, Tensor)]
             self.wire_bytes += sum(leaf.numel() * leaf.element_size() for leaf in payload)
             self.collectives += 1
         return func(*args, **(kwargs or {}))
+
+
+def count_payload(nbytes: int) -> None:
+    """Tells the counters of this thread of a collective that they do not see: of a plan, or on a wire of one's own."""
+    if has_modes():
+        _count(nbytes)
+
+
+def _do_nothing(nbytes: int) -> None:
+    pass
+
+
+_library = torch.library.Library("fnddp", "DEF")
+_library.define("count_payload(int nbytes) -> ()")
+_library.impl("count_payload", _do_nothing, "CompositeExplicitAutograd")
+_count: Any = torch.ops.fnddp.count_payload.default

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
 from fnddp import Sync, tree
-from fnddp.plan.passes.place import Donation
+from fnddp.plan.draft import Donation
 from tests.gpu.nccl import on, run_nccl
 from tests.laws import bits, engine_step, make_engine
 from tests.pipelines import EXAMPLES, grads

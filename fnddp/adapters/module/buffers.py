@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import distributed as torch_ddp
 
-from fnddp import collectives
+from fnddp.wire import control
 
 HookLocation = torch_ddp._BufferCommHookLocation  # pyright: ignore[reportPrivateUsage]
 
@@ -76,6 +76,6 @@ class Buffers:
         # What backward needs of them was saved: it must not find that they have changed.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(named.values())):  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
             if self.hook is None:
-                collectives.broadcast(list(named.values()), self._group, source=source)
+                control.broadcast(list(named.values()), self._group, source=source)
             else:
                 self.futures.add(self.hook.hook(self.hook.state, named) or ())

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig  # pyright: ignore[reportPrivateUsage]
 
-from fnddp import collectives
 from fnddp.adapters.module.buffers import Buffers, HookLocation
 from fnddp.adapters.module.steps import Steps
+from fnddp.wire import control, groups
 
 
 class UnevenInputs(Joinable):
@@ -71,16 +71,16 @@ class UnevenInputs(Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """See `torch.distributed.algorithms.Joinable`."""
-        return collectives.live_group(self._group)
+        return groups.live_group(self._group)
 
     def _shadow(self) -> None:
         """One forward and backward of the ranks that still have inputs."""
         buffers = self._buffers_of_module
         if buffers.runs_at(HookLocation.PRE_FORWARD):
-            buffers.sync(collectives.highest(-1, self._group))
-        synchronizes = collectives.total(0, self._group) > 0
+            buffers.sync(control.highest(-1, self._group))
+        synchronizes = control.total(0, self._group) > 0
         if buffers.runs_at(HookLocation.POST_FORWARD):
-            buffers.sync(collectives.highest(-1, self._group))
+            buffers.sync(control.highest(-1, self._group))
         buffers.is_due = synchronizes
         if synchronizes:
             self._steps.shadow()
@@ -88,11 +88,11 @@ class UnevenInputs(Joinable):
     def _take_from_last(self, is_last_joiner: bool) -> None:
         """Makes parameters and buffers those of a rank that has seen the last input."""
         self._buffers_of_module.futures.wait()
-        source = collectives.highest(collectives.rank(self._group) if is_last_joiner else -1, self._group)
+        source = control.highest(groups.rank(self._group) if is_last_joiner else -1, self._group)
         named = dict(self.module.named_parameters())
         named |= self._buffers_of_module.named() if self._buffers_of_module.is_synced else {}
         kept = [tensor.detach() for name, tensor in named.items() if name not in self.parameters_to_ignore]
-        collectives.broadcast(kept, self._group, source=source)
+        control.broadcast(kept, self._group, source=source)
         self._join_config = JoinConfig.construct_disabled_join_config()
 
     @property
@@ -104,14 +104,14 @@ class UnevenInputs(Joinable):
 
     def _source_of_buffers(self) -> int:
         """Whose buffers are right: the first rank's, and while ranks run out of inputs, the last that has some."""
-        return collectives.highest(collectives.rank(self._group), self._group) if self._joins else 0
+        return control.highest(groups.rank(self._group), self._group) if self._joins else 0
 
     def _scale_of_joins(self, synchronizes: bool) -> float:
         """What gradients are scaled by, so that their mean is over the ranks it should be over."""
         if not self._joins:
             return 1.0
-        left = collectives.total(int(synchronizes), self._group)
-        return 1.0 if self._divides_by_initial_world_size or not left else collectives.world_size(self._group) / left
+        left = control.total(int(synchronizes), self._group)
+        return 1.0 if self._divides_by_initial_world_size or not left else groups.world_size(self._group) / left
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """NCCL sends control messages from the current device, which need not be the module's."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fnddp import collectives
+from fnddp.wire import groups
 
 
 class Reducer:
@@ -56,7 +56,7 @@ class Reducer:
             "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
             "iteration, but then got unused in the second iteration. this is not compatible with "
             f"{promise} set to True.\n"
-            f"Parameter indices which did not receive grad for rank {collectives.rank(self._group)}: "
+            f"Parameter indices which did not receive grad for rank {groups.rank(self._group)}: "
             f"{self._show(unused - first)}; leave {promise} out: fnddp needs neither to be fast"
         )
 

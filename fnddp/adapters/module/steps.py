@@ -15,7 +15,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from fnddp.adapters.module.log import Log
 from fnddp.run.engine import Engine, Synchronized
-from fnddp.sync import State
 
 
 class Steps:
@@ -24,13 +23,11 @@ class Steps:
     Args:
         parameters: By name.
         engine: For leaves of these names.
-        state: The pipeline's state before the first step.
         log: What is measured goes there.
         sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
         at_end: Called when a step is over.
 
     Attributes:
-        state: The pipeline's state after the last step.
         is_armed: Whether the next backward is one that synchronizes.
         scale: What gradients are multiplied by on their way.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
@@ -40,14 +37,12 @@ class Steps:
         self,
         parameters: Mapping[str, nn.Parameter],
         engine: Engine,
-        state: State,
         log: Log,
         sparse: Collection[str],
         at_end: Callable[[], None],
     ) -> None:
         self.parameters = dict(parameters)
         self.engine = engine
-        self.state = state
         self.is_armed = False
         self.scale = 1.0
         self.unsynchronized: set[str] = set()
@@ -91,7 +86,7 @@ class Steps:
         self._asked = self._asked_for()
         self._task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         with self._log.errors():
-            self.engine.start(self.state)
+            self.engine.start(scale=self.scale)
         self._log.backward_starts()
         ending = _Ending(self._finish)
         self._ending = weakref.ref(ending)
@@ -105,14 +100,12 @@ class Steps:
     def shadow(self) -> None:
         """Takes part in a step in which this rank has no gradients, and keeps nothing of it but the state."""
         with self._log.errors():
-            self.engine.start(self.state)
+            self.engine.start(scale=self.scale)
         try:
-            done = self._run()
+            self._run()
         except BaseException as error:
             self.fail(error)
             raise
-        if not self._is_none(done):
-            self.state = done.state
         self._at_end()
 
     def detach(self, successor: "Steps | None" = None) -> None:
@@ -167,8 +160,7 @@ class Steps:
         return placeholder
 
     def _feed(self, name: str, grad: Tensor) -> None:
-        scaled = grad if self.scale == 1 else grad * self.scale
-        self.engine.feed(name, scaled, keep=name in self._kept and scaled is grad)
+        self.engine.feed(name, grad, keep=name in self._kept)
         self._log.fed(self.engine)
 
     def _finish(self) -> None:
@@ -190,7 +182,6 @@ class Steps:
             return
         # With create_graph likewise: what follows is synchronized too.
         self.is_armed = was_armed and any(placeholder.requires_grad for placeholder in placeholders.values())
-        self.state = done.state
         for name, placeholder in placeholders.items():
             placeholder.data.copy_(done.mean[name])
         if self._asked:

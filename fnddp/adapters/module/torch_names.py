@@ -13,7 +13,6 @@ from torch.distributed.utils import _to_kwargs  # pyright: ignore[reportPrivateU
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from fnddp import collectives
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.module.buffers import BufferHook, Buffers, HookLocation
 from fnddp.adapters.module.log import Log
@@ -23,6 +22,7 @@ from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.engine import Engine
 from fnddp.sync import Sync
 from fnddp.transforms.cast import fp16
+from fnddp.wire import control
 
 _BUILTIN: dict[Any, Sync] = {
     dist.BuiltinCommHookType.ALLREDUCE: allreduce,
@@ -45,7 +45,7 @@ class TorchNames:
     _parameters_by_name: dict[str, nn.Parameter]
     _group: str | None
 
-    broadcast_bucket_size = collectives.BROADCAST_BYTES
+    broadcast_bucket_size = control.BROADCAST_BYTES
 
     # Marks on the wrapped module and its tensors that torch's class reads as well.
     _set_params_and_buffers_to_ignore_for_model = staticmethod(TorchDDP._set_params_and_buffers_to_ignore_for_model)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
@@ -146,7 +146,7 @@ class TorchNames:
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        collectives.broadcast(list(tensors), self._group, source=authoritative_rank)
+        control.broadcast(list(tensors), self._group, source=authoritative_rank)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return self._log.data()

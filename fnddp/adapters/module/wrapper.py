@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fnddp import collectives, state, tree
+from fnddp import state
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.adapters.jit import jit
 from fnddp.adapters.module import arguments
 from fnddp.adapters.module.arguments import OWNER, BucketSizes
 from fnddp.adapters.module.buffers import Buffers, HookLocation
@@ -26,15 +25,18 @@ from fnddp.adapters.module.reducer import Reducer
 from fnddp.adapters.module.slots import Slots
 from fnddp.adapters.module.steps import Steps, take_over_optimizers
 from fnddp.adapters.module.torch_names import TorchNames, sparse_parameters
+from fnddp.group import group_name
+from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.passes.combine import MB, assign_buckets
-from fnddp.plan.passes.place import Donation
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.engine import Engine
-from fnddp.run.planned import CollectiveError
 from fnddp.sync import State, Sync
+from fnddp.torch_private import is_transforming
+from fnddp.wire import control, groups
 from fnddp.wire.agreement import agree, description, fails_alike
+from fnddp.wire.protocol import CollectiveError
 
 _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 
@@ -128,7 +130,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         if check_reduction:
             arguments.warn_of_check_reduction()
         self.module = module
-        self._group = collectives.group_name(arguments.checked_group(process_group, device_mesh, module))
+        self._group = group_name(arguments.checked_group(process_group, device_mesh, module))
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -156,7 +158,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         self._install(*self._agreed(sync, verify=init_sync))
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()
-            collectives.broadcast([t.detach() for t in [*parameters, *buffers]], self._group)
+            control.broadcast([t.detach() for t in [*parameters, *buffers]], self._group)
         if mixed_precision is not None:
             arguments.set_up_mixed_precision(mixed_precision, module)
 
@@ -189,13 +191,11 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
 
         It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks.
         """
-        if self._engine.is_open:  # which has begun to write over what it was alone to hold
-            return tree.map_tensors(Tensor.clone, self._steps.state)
-        return state.shared(self._steps.state)
+        return self._engine.state
 
     @sync_state.setter
     def sync_state(self, saved: State) -> None:
-        self._steps.state = state.require_like(repr(self.sync), saved, self._steps.state)
+        self._engine.state = saved
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
         """The pipeline's state for torch.distributed.checkpoint.
@@ -213,7 +213,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group; None without torch.distributed."""
-        return collectives.live_group(self._group) if dist.is_initialized() else None
+        return groups.live_group(self._group) if dist.is_initialized() else None
 
     @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -301,7 +301,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         self._buffers_of_module.is_due = self._synchronizes
         if torch.is_grad_enabled():
             self._steps.is_armed = self._synchronizes and not self._is_gated
-        if self._steps.is_armed and torch.is_grad_enabled() and not collectives.is_transforming():
+        if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
             for tensor in _tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
@@ -363,7 +363,8 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         leaves = {n: given[n] if n in given else torch.zeros_like(p) for n, p in self._parameters_by_name.items()}
         if self._steps.scale != 1:
             leaves = {name: leaf * self._steps.scale for name, leaf in leaves.items()}
-        mean, self._steps.state = self._jit(leaves, self.sync_state)
+        self._engine.start()
+        mean = self._engine.run(leaves, keep=True).mean
         return tuple(mean[name] for name in names)
 
     # Set-up
@@ -408,7 +409,6 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         parameters = self._parameters_by_name
         self._slots = Slots(self.module, parameters, self._frozen, self._not_ours)
         self._is_gated = False
-        self._jit = jit(pipeline)
         self.reducer = Reducer(
             list(parameters),
             self._group,
@@ -419,6 +419,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         self._engine = Engine(
             pipeline,
             leaves,
+            state=initial,
             donation=Donation(gradients="yes", state=True),
             bucket_caps=self._bucket_caps,
             learns_order=True,
@@ -432,7 +433,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         have_sparse = sparse_parameters(self.module)
         sparse = [name for name, parameter in parameters.items() if parameter in have_sparse]
         futures = self._buffers_of_module.futures
-        self._steps = Steps(parameters, self._engine, initial, self._log, sparse, futures.wait)
+        self._steps = Steps(parameters, self._engine, self._log, sparse, futures.wait)
         self.reducer.arm = self._steps.arm
 
     def _exchange(self, pipeline: Sync, initial: State) -> None:

@@ -1,8 +1,8 @@
-"""Pass 4: few large collectives instead of many small ones.
+"""Pass 5: few large collectives instead of many small ones.
 
-Collectives of one bucket that have the same depth, dtype, device, group and operation share a flat buffer. They are
-independent by construction: of two that depend on each other, one is deeper. XLA's all-reduce combiner does the same;
-the buckets are those of torch's DDP.
+Collectives of one bucket that have the same depth, kind, device, group and operation share a flat buffer; those that
+compute something also need the same dtype, the others are bytes. They are independent by construction: of two that
+depend on each other, one is deeper. XLA's all-reduce combiner does the same; the buckets are those of torch's DDP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.passes.tools_common import legalize_graph
 
-from fnddp import collectives
-from fnddp.plan.ir import Collective, Payload, launch, take, tensor_nodes, value
+from fnddp.plan.draft import Draft
+from fnddp.plan.graph import is_collective, launch, sorted_topologically, take, tensor_nodes, value
+from fnddp.plan.ir import Collective, LoweringError, Payload
+from fnddp.torch_private import functional_collectives
+from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
+from fnddp.wire.kinds import Kind, of_operator
 
 MB = 2**20
 BUCKET_CAPS = (1 * MB, 25 * MB)  # those of torch's DDP
 
-_all_reduce: Any = torch.ops._c10d_functional.all_reduce.default
-_wait: Any = torch.ops._c10d_functional.wait_tensor.default
+aten: Any = torch.ops.aten
+_wait: Any = functional_collectives.wait_tensor.default
 
 
 def assign_buckets(nbytes: Mapping[str, int], caps: Sequence[float]) -> dict[str, int]:
@@ -66,15 +69,48 @@ def reaches(graph: fx.Graph) -> dict[fx.Node, Reach]:
     return reach
 
 
-def combine(module: fx.GraphModule, paths: Sequence[str], buckets: Mapping[str, int]) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Traced:
+    """A collective of a traced graph.
+
+    Attributes:
+        node: It.
+        waited: Its result.
+        payload: What it sends.
+        kind, op, group: As in `Collective`.
+    """
+
+    node: fx.Node
+    waited: fx.Node
+    payload: fx.Node
+    kind: Kind
+    op: str | None
+    group: str | None
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """What collectives that share a buffer have in common, in the order in which they are issued.
+
+    By slot, then depth: a bucket's second round is issued behind the next bucket's first. Names of groups do not count:
+    they may differ between ranks; there the order is that of the trace.
+    """
+
+    slot: int
+    depth: int
+    bucket: int
+    kind: str
+    dtype: str
+    device: str
+
+
+def combine(draft: Draft) -> Draft:
     """Replaces the collectives of a traced graph by combined ones.
 
-    Args:
-        module: From `trace`. Its first placeholders are the leaves.
-        paths: Their paths.
-        buckets: The bucket of each leaf; its order is the order of arrival.
+    Raises:
+        LoweringError: The pipeline's own code calls a collective that is none of the kinds.
     """
-    graph = module.graph
+    graph, paths, buckets = draft.graph, draft.paths, draft.request.buckets
     reach = reaches(graph)
     arrival = {path: position for position, path in enumerate(buckets)}
     ours = (1 << len(paths)) - 1  # placeholders beyond the leaves are the state
@@ -83,59 +119,100 @@ def combine(module: fx.GraphModule, paths: Sequence[str], buckets: Mapping[str, 
         mask = reach[node].leaves & ours
         return sorted((path for i, path in enumerate(paths) if mask >> i & 1), key=arrival.__getitem__)
 
-    groups: dict[Any, list[fx.Node]] = {}
-    for node in tensor_nodes(graph):
-        if node.target is _all_reduce:
-            payload, op, group = node.args
-            bucket = max((buckets[path] for path in leaves_of(node)), default=0)
-            like = value(payload)
-            key = (bucket + reach[node].depth, reach[node].depth, bucket, str(like.dtype), like.device, group, op)
-            groups.setdefault(key, []).append(node)
+    groups: dict[tuple[Key, str | None, str | None], list[Traced]] = {}
+    for traced in _traced(draft):
+        node, like = traced.node, value(traced.payload)
+        bucket = max((buckets[path] for path in leaves_of(node)), default=0)
+        dtype = str(like.dtype) if traced.kind.computes else ""
+        key = Key(bucket + reach[node].depth, reach[node].depth, bucket, traced.kind.name, dtype, str(like.device))
+        groups.setdefault((key, traced.op, traced.group), []).append(traced)
 
-    output = graph.output_node()
-    # By slot, then depth: a bucket's second round is issued behind the next bucket's first.
-    # Within those in the order of the trace: a group's name may differ between its ranks and others.
-    for index, key in enumerate(sorted(groups, key=lambda key: (*key[:4], str(key[4])))):
-        slot, depth, bucket, _, device, group, op = key
-        # As aligned as its own size allows, without gaps: vector instructions and views as complex pairs ask for it.
-        members = sorted(groups[key], key=_alignment, reverse=True)
-        payloads: list[Payload] = []
-        for node in members:
-            labels, shape = leaves_of(node), tuple(value(node).shape)
-            offset = payloads[-1].offset + payloads[-1].numel if payloads else 0
-            payloads.append(Payload(_label(labels), shape, offset))
-        name = None if group == collectives.DEFAULT_GROUP else group
-        collective = Collective(
-            index=index,
-            kind="all_reduce",
-            op=op,
-            group=name,
-            world_size=collectives.world_size(name),
-            dtype=value(members[0]).dtype,
-            device=device,
-            depth=depth,
-            bucket=bucket,
-            slot=slot,
-            payloads=tuple(payloads),
-        )
-        with graph.inserting_before(output):
-            sources = [node.args[0] for node in members]
-            arguments: Any = (sources, collective)
-            launched = graph.call_function(launch, arguments)
-            launched.meta["val"] = [value(node) for node in members]
-            for position, node in enumerate(members):
-                (waited,) = node.users
-                taken = graph.call_function(take, (launched, position))
-                taken.meta["val"] = value(waited)
-                waited.replace_all_uses_with(taken)
-                graph.erase_node(waited)
-                graph.erase_node(node)
-    return legalize_graph(module)
+    with within(draft.request.world):
+        for index, (key, op, group) in enumerate(sorted(groups, key=lambda found: found[0])):
+            members = sorted(groups[key, op, group], key=_alignment, reverse=True)
+            labels = [_label(leaves_of(traced.node)) for traced in members]
+            collective = _laid_out(index, key, members, labels, world_size(group))
+            _replace(graph, members, collective)
+    sorted_topologically(graph)
+    return draft
 
 
-def _alignment(node: fx.Node) -> int:
-    numel = value(node).numel()
-    return min(numel & -numel, 64)
+def _traced(draft: Draft) -> list[Traced]:
+    found: list[Traced] = []
+    for node in tensor_nodes(draft.graph):
+        if node.target is _wait or not is_collective(node):
+            continue
+        kind = of_operator(node.target)
+        read = None if kind is None else kind.read(node.args)
+        users = list(node.users)
+        if kind is None or read is None or len(users) != 1 or users[0].target is not _wait:
+            raise LoweringError(
+                f"{draft.request.sync!r} cannot be lowered: it calls {node.target} in a way that has no place in a "
+                "schedule; use the collectives of fnddp.collectives"
+            )
+        payload, op, group = read
+        found.append(Traced(node, users[0], payload, kind, op, None if group == DEFAULT_GROUP else group))
+    return found
+
+
+def _alignment(traced: Traced) -> tuple[int, int]:
+    # As aligned as its own size allows, without gaps: vector instructions and views as other dtypes ask for it.
+    numel = value(traced.payload).numel()
+    return value(traced.payload).dtype.itemsize, min(numel & -numel, 64)
+
+
+def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[str], n: int) -> Collective:
+    kind, like = members[0].kind, value(members[0].payload)
+    payloads: list[Payload] = []
+    end = 0
+    for traced, label in zip(members, labels, strict=True):
+        sent = value(traced.payload)
+        rows = n if kind.sends_rows else 1
+        width = sent.numel() // rows * (1 if kind.computes else sent.dtype.itemsize)
+        shapes = tuple(sent.shape), tuple(value(traced.waited).shape)
+        payloads.append(Payload(label, *shapes, sent.dtype, offset=end, width=width))
+        end += width
+    if not kind.computes:  # rows that begin where each dtype may begin
+        end += -end % max(payload.dtype.itemsize for payload in payloads)
+    return Collective(
+        index=index,
+        kind=kind,
+        op=members[0].op,
+        group=members[0].group,
+        world_size=n,
+        dtype=like.dtype if kind.computes else torch.uint8,
+        device=like.device,
+        depth=key.depth,
+        bucket=key.bucket,
+        slot=key.slot,
+        width=end,
+        payloads=tuple(payloads),
+    )
+
+
+def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective) -> None:
+    with graph.inserting_before(graph.output_node()):
+        arguments: Any = ([traced.payload for traced in members], collective)
+        launched = graph.call_function(launch, arguments)
+        launched.meta["val"] = [value(traced.waited) for traced in members]
+        for position, traced in enumerate(members):
+            result = graph.call_function(take, (launched, position))
+            like = value(traced.waited)
+            if collective.received_shape(position) == like.shape:
+                result.meta["val"] = like
+            else:  # a column of the buffer: what follows was traced on a tensor without gaps
+                rows, width = collective.received_shape(position)
+                result.meta["val"] = like.new_empty((rows, 2 * width))[:, :width]
+                for function, rest in ((aten.clone.default, ()), (aten.view.default, (list(like.shape),))):
+                    made = graph.call_function(function, (result, *rest), _CONTIGUOUS if not rest else {})
+                    made.meta["val"] = like.reshape(rows, width) if not rest else like
+                    result = made
+            traced.waited.replace_all_uses_with(result)
+            graph.erase_node(traced.waited)
+            graph.erase_node(traced.node)
+
+
+_CONTIGUOUS: Any = {"memory_format": torch.contiguous_format}
 
 
 def _label(paths: list[str]) -> str:

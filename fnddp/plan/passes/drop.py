@@ -1,26 +1,21 @@
-"""A pass that is not always run: takes leaves out that never have a gradient, and all that is only theirs."""
+"""Pass 2: takes leaves out that never have a gradient, and all that is only theirs."""
 
-from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import fx
 
-from fnddp.plan.ir import output_nodes, remove_dead
+from fnddp.plan.draft import Draft
+from fnddp.plan.graph import output_nodes, placeholders, remove_dead
 from fnddp.plan.passes.combine import reaches
 
 
-def drop(graph: fx.Graph, paths: Sequence[str], dropped: Container[str]) -> fx.Graph:
-    """Their means become their gradients, which are zeros; the state that only they change stays what it is.
-
-    Args:
-        graph: From `trace`.
-        paths: The leaves: the graph's first placeholders.
-        dropped: Some of them.
-    """
-    gone = sum(1 << i for i, path in enumerate(paths) if path in dropped)
+def drop(draft: Draft) -> Draft:
+    """The means of dropped leaves become their gradients, which are zeros; the state that only they change stays."""
+    graph, paths = draft.graph, draft.paths
+    gone = sum(1 << i for i, path in enumerate(paths) if path in draft.request.dropped)
     if not gone:
-        return graph
-    inputs, outputs = list(graph.find_nodes(op="placeholder")), output_nodes(graph)
+        return draft
+    inputs, outputs = placeholders(graph), output_nodes(graph)
     reach = reaches(graph)
     ours = (1 << len(paths)) - 1
 
@@ -32,4 +27,5 @@ def drop(graph: fx.Graph, paths: Sequence[str], dropped: Container[str]) -> fx.G
         inputs[i] if is_theirs(node) or (i < len(paths) and gone >> i & 1) else node for i, node in enumerate(outputs)
     ]
     graph.output_node().args = (kept,)
-    return remove_dead(graph)
+    remove_dead(graph)
+    return draft

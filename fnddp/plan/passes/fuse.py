@@ -1,4 +1,4 @@
-"""Pass 3: what was lost, in one pass over memory: `x - p @ q.T` as one product with an addition."""
+"""Pass 4: what was lost, in one pass over memory: `x - p @ q.T` as one product with an addition."""
 
 from functools import cache
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnddp.plan.ir import is_view, remove_dead, tensor_nodes, value
+from fnddp.plan.draft import Draft
+from fnddp.plan.graph import is_view, remove_dead, tensor_nodes, value
 
 aten: Any = torch.ops.aten
 
@@ -14,11 +15,12 @@ SMALLEST = 2**16  # elements from which a pass over memory is worth saving
 SAMPLE = 512  # rows and columns on which bits are compared
 
 
-def fuse(graph: fx.Graph) -> fx.Graph:
+def fuse(draft: Draft) -> Draft:
     """Turns the difference of a matrix and a product that nobody else reads into `addmm`, where the bits stay the same.
 
     They do where the product is summed before it meets x. BLAS libraries differ in that, so it is tried.
     """
+    graph = draft.graph
     for node in list(tensor_nodes(graph)):
         if node.target is not aten.sub.Tensor or node.kwargs or not isinstance(node.args[1], fx.Node):
             continue
@@ -35,7 +37,8 @@ def fuse(graph: fx.Graph) -> fx.Graph:
             lost = graph.call_function(aten.addmm.default, (matrix, p, q), {"alpha": -1})
             lost.meta["val"] = value(product)
             node.replace_all_uses_with(_view(graph, lost, value(node).shape))
-    return remove_dead(graph)
+    remove_dead(graph)
+    return draft
 
 
 def _through_views(node: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Pass 5: one total order of everything, the same on all ranks.
+"""Pass 6: one total order of everything, the same on all ranks.
 
 A bucket of gradients arrives in the slot of its number; a collective of depth d is issued d slots after its bucket, and
 what the next round needs of its result is computed one slot later. So a bucket's second round is issued behind the next
@@ -12,28 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from fnddp.plan.ir import launch, launch_of, output_nodes, take, take_of, tensor_nodes
-
-
-@dataclass
-class Segment:
-    """What runs without a break: it waits for gradients and collectives, computes, and may issue one collective.
-
-    Attributes:
-        slot: Position in the software pipeline.
-        needs: Leaves that must have arrived, beyond those that earlier segments needed.
-        waits: Collectives that must be complete, likewise.
-        nodes: What is computed, in this order.
-        launches: The node of the collective that is issued at the end.
-        commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
-    """
-
-    slot: int
-    needs: list[str] = field(default_factory=list[str])
-    waits: list[int] = field(default_factory=list[int])
-    nodes: list[fx.Node] = field(default_factory=list[fx.Node])
-    launches: fx.Node | None = None
-    commits: bool = False
+from fnddp.plan.draft import Cut, Draft
+from fnddp.plan.graph import launch, launch_of, output_nodes, placeholders, take, take_of, tensor_nodes
 
 
 @dataclass(frozen=True, order=True)
@@ -50,15 +30,10 @@ class Position:
     index: int
 
 
-def order(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]) -> list[Segment]:
-    """Sorts the nodes of a combined graph and cuts them into segments.
-
-    Args:
-        graph: From `combine`.
-        paths: The leaves: the graph's first placeholders.
-        buckets: The bucket of each leaf, in the order of arrival.
-    """
-    positions = _positions(graph, paths, buckets)
+def order(draft: Draft) -> Draft:
+    """Sorts the nodes of a combined graph and cuts them where something must be there first, or is sent."""
+    graph, paths = draft.graph, draft.paths
+    positions = _positions(graph, paths, draft.request.buckets)
     outputs = output_nodes(graph)
     feeding = _ancestors([node for node in graph.nodes if node.target is launch])
     remembering = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
@@ -66,8 +41,9 @@ def order(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]) -> 
     for node, at in positions.items():
         if node not in feeding:
             positions[node] = replace(at, slot=end, depth=0, only_for_mean=node not in remembering)
-    leaf_of = dict(zip(graph.find_nodes(op="placeholder"), paths, strict=False))
-    return _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of, end)
+    leaf_of = dict(zip(placeholders(graph), paths, strict=False))
+    cuts = _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of, end)
+    return replace(draft, cuts=tuple(cuts))
 
 
 def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]) -> dict[fx.Node, Position]:
@@ -80,12 +56,13 @@ def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
         depth = max((position.depth for position in inputs), default=0)
         latest = max((position.arrival for position in inputs), default=-1.0)
         if node.op == "placeholder":
-            path = next(leaves, None)  # the state's come after the leaves
+            path = next(leaves, None)  # the others come after the leaves
             if path is not None:
                 slot, latest = buckets[path], arrival[path]
         elif node.target is launch:
             _, collective = launch_of(node)
             slot, depth, latest = collective.slot, collective.depth, float("inf")
+            index = collective.index
         elif node.target is take:
             launched, position = take_of(node)
             payloads, collective = launch_of(launched)
@@ -95,11 +72,25 @@ def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
     return at
 
 
+@dataclass
+class _Open:
+    """A cut while it is made."""
+
+    slot: int
+    commits: bool
+    needs: list[str] = field(default_factory=list[str])
+    waits: list[int] = field(default_factory=list[int])
+    nodes: list[fx.Node] = field(default_factory=list[fx.Node])
+
+    def closed(self, launches: fx.Node | None = None) -> Cut:
+        return Cut(self.slot, tuple(self.needs), tuple(self.waits), tuple(self.nodes), launches, self.commits)
+
+
 def _cut(
     nodes: Sequence[fx.Node], at: Mapping[fx.Node, Position], leaf_of: Mapping[fx.Node, str], end: int
-) -> list[Segment]:
-    segments: list[Segment] = []
-    current: Segment | None = None
+) -> list[Cut]:
+    cuts: list[Cut] = []
+    current: _Open | None = None
     arrived: set[fx.Node] = set()
     waited: set[int] = set()
     launched = {launch_of(node)[1].index for node in nodes if node.target is launch}
@@ -109,18 +100,21 @@ def _cut(
         waits: set[int] = launched - waited if commits else set()
         if node.target is take:
             waits |= {launch_of(take_of(node)[0])[1].index} - waited
-        if current is None or ((needs or waits) and current.nodes) or commits != current.commits:
-            current = Segment(at[node].slot, commits=commits)
-            segments.append(current)
+        if current is not None and (((needs or waits) and current.nodes) or commits != current.commits):
+            cuts.append(current.closed())
+            current = None
+        if current is None:
+            current = _Open(at[node].slot, commits)
         arrived.update(needs)
         waited |= waits
         current.needs += [leaf_of[source] for source in needs]
         current.waits += sorted(waits)
         if node.target is launch:
-            current.launches, current = node, None
+            cuts.append(current.closed(node))
+            current = None
         else:
             current.nodes.append(node)
-    return segments
+    return cuts if current is None else [*cuts, current.closed()]
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

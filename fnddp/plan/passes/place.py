@@ -1,130 +1,172 @@
-"""Pass 6: where results are written.
+"""Pass 7: where results are written.
 
 Payloads are written into the flat buffers of their collectives by the operation that computes them. Means have memory
-of their own that persists across steps (`Result`), which until then holds what a mean is computed from. The next state
+of their own that persists across steps (`Mean`), which until then holds what a mean is computed from. The next state
 is written over the last one, once all collectives are complete. An operation on elements writes over its operand when
 nobody reads that again. All of it is decided here, once; none of it changes a bit of any result.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from fnddp.plan.ir import Collective, is_view, launch, launch_of, output_nodes, take, value
-from fnddp.plan.passes.order import Segment
+from fnddp.plan.draft import Donation, Draft, Placement
+from fnddp.plan.graph import is_view, launch, launch_of, output_nodes, placeholders, take, value
+from fnddp.plan.ir import Collective, Mean, Name, Sent
 
 aten: Any = torch.ops.aten
 
-
-@dataclass(frozen=True)
-class Donation:
-    """What a step may write over.
-
-    Attributes:
-        gradients: "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them).
-        state: Whether the state may be, once all collectives are complete. A step that fails leaves it alone.
-    """
-
-    gradients: Literal["no", "at_end", "yes"] = "no"
-    state: bool = False
-
-
 # What can write its result into given memory. All but products act on elements: they may write over an operand too.
-_ELEMENTWISE: dict[Any, Any] = {
+ELEMENTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
     aten.sub.Tensor: aten.sub.out,
     aten.mul.Tensor: aten.mul.out,
     aten.div.Tensor: aten.div.out,
     aten.addmm.default: aten.addmm.out,  # on the elements of its first operand
 }
-_PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out}
-_COPIES = {aten._to_copy.default, aten.clone.default}
-_WRITERS = {*_ELEMENTWISE, *_PRODUCTS, *_COPIES}
+PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out}
+COPIES = {aten._to_copy.default, aten.clone.default}
+_WRITERS = {*ELEMENTWISE, *PRODUCTS, *COPIES}
 
-Place: TypeAlias = tuple[Collective, int]
-"""A payload of a collective."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The persistent memory of the mean of the leaf at `index`."""
-
-    index: int
-
-    @property
-    def name(self) -> str:
-        return f"mean[{self.index}]"
+Memory: TypeAlias = fx.Node | Mean
+"""What results lie in, called by the node that made it."""
 
 
-Target: TypeAlias = fx.Node | Result | Place
+def place(draft: Draft) -> Draft:
+    """Decides what each operation writes over."""
+    memories = _Memories(draft)
+    for node in memories.nodes:
+        memories.decide(node)
+    return replace(draft, placement=memories.placement())
 
 
-class Memory:
-    """Where each node of ordered segments writes.
+class _Memories:
+    """Which node lies where, and until when it is read there, while operations are given their places one by one.
 
     Attributes:
-        payloads: The payloads that a node is copied to.
-        computed: The nodes that some segment computes.
-        overwritten: Names of the gradients and parts of the state that are written over.
-        results: Leaves (by index) whose mean has memory of its own.
-        memories: For leaves (by index) what is free to be that memory in the next step.
+        nodes: In the order in which they run.
     """
 
-    def __init__(self, graph: fx.Graph, segments: Sequence[Segment], paths: Sequence[str], donation: Donation) -> None:
-        nodes = [node for s in segments for node in [*s.nodes, s.launches] if node is not None]
-        inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
-        outputs = output_nodes(graph)
-        leaves = inputs[: len(paths)]
-        committing = [s.nodes[0] for s in segments if s.commits]
-        self._when = {node: i for i, node in enumerate(nodes)}
-        self._leaves = {leaf: i for i, leaf in enumerate(leaves)}
-        self._donation = donation
-        self._commits = self._when[committing[0]] if committing else float("inf")
-        self.payloads: dict[fx.Node, list[Place]] = {}
-        for node in nodes:
+    def __init__(self, draft: Draft) -> None:
+        graph, paths = draft.graph, draft.paths
+        self.nodes = [node for cut in draft.cuts for node in [*cut.nodes, cut.launches] if node is not None]
+        self.donation: Donation = draft.request.donation
+        inputs, outputs = placeholders(graph), output_nodes(graph)
+        self.when = {node: i for i, node in enumerate(self.nodes)}
+        self.leaves = dict(zip(inputs, paths, strict=False))
+        self.leaf_at = dict(zip(paths, inputs, strict=False))
+        parts, means, state = inputs[len(paths) :], outputs[: len(paths)], outputs[len(paths) :]
+        committing = [cut.nodes[0] for cut in draft.cuts if cut.commits]
+        self.commits = self.when[committing[0]] if committing else float("inf")
+        self._payloads: dict[fx.Node, list[tuple[int, int]]] = {}
+        self._collectives: dict[int, Collective] = {}
+        for node in self.nodes:
             if node.target is launch:
                 sources, collective = launch_of(node)
+                self._collectives[collective.index] = collective
                 for position, source in enumerate(sources):
-                    self.payloads.setdefault(source, []).append((collective, position))
-        self.computed = {node for node in nodes if node.target is not launch and node.target is not take}
-
-        self._lies_in: dict[fx.Node, fx.Node | Result] = {
-            node: node.all_input_nodes[0] for node in nodes if is_view(node)
-        }
-        self._last_read: dict[fx.Node | Result, float] = {}
-        for node in nodes:
+                    self._payloads.setdefault(source, []).append((collective.index, position))
+        self._lies_in: dict[fx.Node, Memory] = {node: node.all_input_nodes[0] for node in self.nodes if is_view(node)}
+        self._last_read: dict[Memory, float] = {}
+        for node in self.nodes:
             for source in node.all_input_nodes:
-                self._last_read[self._memory(source)] = self._when[node]
+                self._last_read[self.memory(source)] = self.when[node]
         for node in outputs:
             if isinstance(node, fx.Node):
-                self._last_read[self._memory(node)] = float("inf")
-        means, state = outputs[: len(leaves)], outputs[len(leaves) :]
-        self._mean_of = {self._memory(node): i for i, node in enumerate(means) if isinstance(node, fx.Node)}
-        self._part_of = {
-            self._memory(node): part
-            for node, part in zip(state, inputs[len(leaves) :], strict=False)
-            if isinstance(node, fx.Node)
-        }
-        self._remembered = _read_together(leaves, inputs[len(leaves) :])
-        self.overwritten: set[str] = set()
-        self.results: set[int] = set()
-        self._targets: dict[fx.Node, Target] = {}
-        for node in nodes:
-            self._decide(node)
-        memories = {i: self._memory_for_next(i, node) for i, node in enumerate(means)}
-        self.memories = {i: memory for i, memory in memories.items() if memory is not None}
+                self._last_read[self.memory(node)] = float("inf")
+        self._means = means
+        parts = parts[: len(state)]  # the other inputs are numbers
+        self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if _is_node(node)}
+        self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if _is_node(node)}
+        self.remembered = _read_together(self.leaves, parts)
+        self._targets: dict[fx.Node, fx.Node | Name] = {}
+        self._overwritten: set[fx.Node] = set()
+        self._results: set[str] = set()
 
-    def peak_bytes(self) -> int:
-        """Memory that a step takes at most beside gradients and state: buffers, means, and what is computed between."""
-        persistent = sum(launch_of(node)[1].wire_bytes for node in self._when if node.target is launch)
-        persistent += sum(_nbytes(value(leaf)) for leaf, index in self._leaves.items() if index in self.results)
+    def memory(self, node: fx.Node) -> Memory:
+        """The memory that the result of `node` lies in."""
+        memory: Memory = node
+        while isinstance(memory, fx.Node) and memory in self._lies_in:
+            memory = self._lies_in[memory]
+        return memory
+
+    def decide(self, node: fx.Node) -> None:
+        """Gives `node` its place by the first rule that has one."""
+        if node.target not in _WRITERS:
+            return
+        payload = self._payload(node)
+        if payload is not None:
+            self._targets[node] = payload
+            return
+        target = next((found for rule in RULES if (found := rule(self, node)) is not None), None)
+        if target is None:
+            return
+        memory = target if isinstance(target, Mean) else self.memory(target)
+        self._targets[node] = target
+        self._lies_in[node] = memory
+        self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
+        if isinstance(memory, Mean):
+            self._results.add(memory.path)
+        elif memory.op == "placeholder":
+            self._overwritten.add(memory)
+
+    def is_free(self, memory: Memory, node: fx.Node) -> bool:
+        """Whether `node` may write there: nobody reads it later, and `node` itself only element by element."""
+        now = self.when[node]
+        if self._last_read.get(memory, -1) < now:
+            return True
+        reads = [source for source in node.all_input_nodes if self.memory(source) == memory]
+        in_place = reads == [node.args[0]] and _same_layout(value(reads[0]), value(node))
+        return self._last_read[memory] == now and node.target in ELEMENTWISE and in_place
+
+    def is_ours(self, memory: Memory) -> bool:
+        """Whether an operation of the plan made it; a buffer of a collective is not ours to change."""
+        return isinstance(memory, fx.Node) and memory.op == "call_function" and memory.target is not launch
+
+    def is_kept(self, memory: Memory) -> bool:
+        """Whether it is returned."""
+        return self._last_read.get(memory) == float("inf")
+
+    def placement(self) -> Placement:
+        """All that was decided."""
+        memories = {path: self._for_next(path, node) for path, node in zip(self.leaf_at, self._means, strict=True)}
+        return Placement(
+            payloads=self._payloads,
+            targets=self._targets,
+            overwritten=frozenset(self._overwritten),
+            results=frozenset(self._results),
+            memories={path: memory for path, memory in memories.items() if memory is not None},
+            peak_bytes=self._peak_bytes(),
+        )
+
+    def _payload(self, node: fx.Node) -> Sent | None:
+        """The one payload that `node` is, for nobody else to read. A product would be slower with gaps between rows."""
+        places = self._payloads.get(node, [])
+        if len(places) != 1 or len(node.users) != 1 or node.target in PRODUCTS:
+            return None
+        index, position = places[0]
+        fits = self._collectives[index].sent_shape(position) == tuple(value(node).shape)
+        return Sent(index, position) if fits else None
+
+    def _for_next(self, path: str, mean: Any) -> Memory | None:
+        """What becomes the memory of the leaf's next mean, once nobody holds this one."""
+        if path not in self._results:
+            return None
+        if _is_node(mean) and self.memory(mean) == Mean(path):
+            return Mean(path)
+        return self.remembered.get(path) if self.is_kept(Mean(path)) else Mean(path)
+
+    def _peak_bytes(self) -> int:
+        persistent = sum(_buffer_bytes(collective) for collective in self._collectives.values())
+        persistent += sum(_nbytes(value(self.leaf_at[path])) for path in self._results)
+        computed = {node for node in self.nodes if node.target is not launch and node.target is not take}
         now = peak = 0
         freed: dict[float, int] = {}
-        for node, when in self._when.items():
-            if node in self.computed and node not in self._lies_in and node not in self._targets:
+        for node, when in self.when.items():
+            if node in computed and node not in self._lies_in and node not in self._targets:
                 now += _nbytes(value(node))
                 peak = max(peak, now)
                 last = self._last_read.get(node, when)
@@ -132,129 +174,93 @@ class Memory:
             now -= freed.pop(when, 0)
         return persistent + peak
 
-    def target_of(self, node: fx.Node) -> Target | None:
-        """What the result of `node` is written over, if anything."""
-        return self._targets.get(node)
 
-    def _memory(self, node: fx.Node) -> fx.Node | Result:
-        """The memory that the result of `node` lies in, called by the node that made it."""
-        memory: fx.Node | Result = node
-        while isinstance(memory, fx.Node) and memory in self._lies_in:
-            memory = self._lies_in[memory]
-        return memory
-
-    def _decide(self, node: fx.Node) -> None:
-        if node.target not in _WRITERS:
-            return
-        places = self.payloads.get(node, [])
-        if len(places) == 1 and len(node.users) == 1 and node.target not in _PRODUCTS:
-            self._targets[node] = places[0]
-            return
-        target = (
-            self._operand(node)
-            or self._part(node)
-            or self._remembered_part(node)
-            or self._result(node)
-            or self._gradient(node)
-        )
-        if target is None:
-            return
-        memory = target if isinstance(target, Result) else self._memory(target)
-        self._targets[node] = target
-        self._lies_in[node] = memory
-        self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
-        if isinstance(memory, Result):
-            self.results.add(memory.index)
-        elif memory.op == "placeholder":
-            self.overwritten.add(memory.name)
-
-    def _part(self, node: fx.Node) -> fx.Node | None:
-        """The part of the state that `node` is the next value of."""
-        part = self._part_of.get(node)
-        if not self._donation.state or part is None or self._when[node] < self._commits:
+def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
+    """First, since it takes no memory at all: the operand, if it is ours and nobody reads it again."""
+    operand = node.args[0] if node.target in ELEMENTWISE else None
+    if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
+        return None
+    memory = memories.memory(operand)
+    if isinstance(memory, fx.Node):
+        gradient = memory in memories.leaves and memories.donation.gradients == "yes"
+        whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
+        if not (memories.is_ours(memory) or gradient) or not whole:
             return None
-        return part if _same_kind(value(part), value(node)) and self._is_free(part, node) else None
-
-    def _result(self, node: fx.Node) -> Result | None:
-        """The memory of a mean, for the mean or for what it is computed from."""
-        index = self._mean_of.get(node)
-        if self._donation.gradients == "at_end":  # where means go over gradients
-            index = None
-        if index is None and self._donation == Donation("at_end", state=True):
-            index = next((self._leaves[source] for source in node.all_input_nodes if source in self._leaves), None)
-        if index is None:
-            return None
-        leaf = value(list(self._leaves)[index])
-        return Result(index) if _same_kind(leaf, value(node)) and self._is_free(Result(index), node) else None
-
-    def _operand(self, node: fx.Node) -> fx.Node | None:
-        """The operand of `node`, if it is ours and nobody reads it again."""
-        operand = node.args[0] if node.target in _ELEMENTWISE else None
-        if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
-            return None
-        memory = self._memory(operand)
-        if isinstance(memory, fx.Node):
-            in_graph = memory.op == "call_function" and memory.target is not launch
-            gradient = memory in self._leaves and self._donation.gradients == "yes"
-            whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
-            if not (in_graph or gradient) or not whole:
-                return None
-        return operand if self._is_free(memory, node) else None
-
-    def _memory_for_next(self, index: int, mean: Any) -> fx.Node | Result | None:
-        """What becomes the memory of the leaf's next mean, once nobody holds this one."""
-        if index not in self.results:
-            return None
-        if isinstance(mean, fx.Node) and self._memory(mean) == Result(index):
-            return Result(index)
-        is_kept = self._last_read[Result(index)] == float("inf")  # as a part of the next state
-        return self._remembered.get(index) if is_kept else Result(index)
-
-    def _remembered_part(self, node: fx.Node) -> fx.Node | None:
-        """What was remembered of the gradient that `node` is the mean of: its residual before this step."""
-        part = self._remembered.get(self._mean_of.get(node, -1))
-        if not self._donation.state or self._donation.gradients != "yes" or part is None:
-            return None
-        is_free = self._when[node] >= self._commits and self._is_free(part, node)
-        return part if is_free and _same_kind(value(part), value(node)) else None
-
-    def _gradient(self, node: fx.Node) -> fx.Node | None:
-        """The gradient that `node` is the mean of."""
-        index = self._mean_of.get(node)
-        if index is None or self._donation.gradients == "no" or self._when[node] < self._commits:
-            return None
-        leaf = list(self._leaves)[index]
-        fits = _same_kind(value(leaf), value(node)) and value(leaf).is_contiguous()
-        return leaf if fits and self._memory(leaf) is leaf and self._is_free(leaf, node) else None
-
-    def _is_free(self, memory: fx.Node | Result, node: fx.Node) -> bool:
-        """Whether `node` may write there: nobody reads it later, and `node` itself only element by element."""
-        now = self._when[node]
-        if self._last_read.get(memory, -1) < now:
-            return True
-        reads = [source for source in node.all_input_nodes if self._memory(source) == memory]
-        in_place = reads == [node.args[0]] and _same_layout(value(reads[0]), value(node))
-        return self._last_read[memory] == now and node.target in _ELEMENTWISE and in_place
+    return operand if memories.is_free(memory, node) else None
 
 
-def into(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], fx.Node], destination: fx.Node) -> fx.Node:
-    """`node` in `graph`, written into `destination`."""
-    arguments, options = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
-    if node.target in _COPIES:
-        return graph.call_function(aten.copy_.default, (destination, arguments[0]))  # pyright: ignore[reportIndexIssue, reportOptionalSubscript, reportArgumentType]
-    writing = _ELEMENTWISE.get(node.target) or _PRODUCTS[node.target]
-    return graph.call_function(writing, arguments, {**options, "out": destination})  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+def over_part(memories: _Memories, node: fx.Node) -> fx.Node | None:
+    """The part of the state that `node` is the next value of: a state must lie where states lie."""
+    part = memories.part_of.get(node)
+    if not memories.donation.state or part is None or memories.when[node] < memories.commits:
+        return None
+    return part if _same_kind(value(part), value(node)) and memories.is_free(part, node) else None
 
 
-def _read_together(leaves: Sequence[fx.Node], parts: Sequence[fx.Node]) -> dict[int, fx.Node]:
+def over_remembered(memories: _Memories, node: fx.Node) -> fx.Node | None:
+    """What was remembered of the gradient that `node` is the mean of: its residual before this step.
+
+    After the states, since some next state may still want to lie there.
+    """
+    path = memories.mean_of.get(node)
+    part = None if path is None else memories.remembered.get(path)
+    if not memories.donation.state or memories.donation.gradients != "yes" or part is None:
+        return None
+    is_free = memories.when[node] >= memories.commits and memories.is_free(part, node)
+    return part if is_free and _same_kind(value(part), value(node)) else None
+
+
+def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
+    """The memory of a mean, for the mean or for what it is computed from: where nothing that is there already fits."""
+    path = memories.mean_of.get(node)
+    if memories.donation.gradients == "at_end":  # where means go over gradients
+        path = None
+    if path is None and memories.donation == Donation("at_end", state=True):
+        path = next((memories.leaves[source] for source in node.all_input_nodes if source in memories.leaves), None)
+    if path is None:
+        return None
+    fits = _same_kind(value(memories.leaf_at[path]), value(node))
+    return Mean(path) if fits and memories.is_free(Mean(path), node) else None
+
+
+def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
+    """The gradient that `node` is the mean of. Last: only where means are to lie there."""
+    path = memories.mean_of.get(node)
+    if path is None or memories.donation.gradients == "no" or memories.when[node] < memories.commits:
+        return None
+    leaf = memories.leaf_at[path]
+    fits = _same_kind(value(leaf), value(node)) and value(leaf).is_contiguous()
+    return leaf if fits and memories.memory(leaf) is leaf and memories.is_free(leaf, node) else None
+
+
+RULES: tuple[Callable[[_Memories, fx.Node], Memory | None], ...] = (
+    over_operand,
+    over_part,
+    over_remembered,
+    over_mean,
+    over_gradient,
+)
+"""Where the result of an operation may lie, in the order in which they are asked."""
+
+
+def _read_together(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str, fx.Node]:
     """For each leaf the part of the state that is added to it, or otherwise read with it."""
     return {
-        i: part
-        for i, leaf in enumerate(leaves)
+        path: part
+        for leaf, path in leaves.items()
         for user in leaf.users
         for part in user.all_input_nodes
         if part in parts and _same_kind(value(leaf), value(part))
     }
+
+
+def _is_node(output: Any) -> bool:
+    return isinstance(output, fx.Node)
+
+
+def _buffer_bytes(collective: Collective) -> int:
+    received = [] if collective.kind.is_in_place else [collective.receive_shape]
+    return sum(torch.Size(shape).numel() * collective.dtype.itemsize for shape in [collective.send_shape, *received])
 
 
 def _nbytes(made: Any) -> int:

@@ -1,0 +1,33 @@
+"""How process groups are called in a pipeline: by name."""
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
+"""A process group, its name, a one-dimensional mesh, one dimension of a mesh, or None for the default group."""
+
+
+def group_name(group: Group) -> str | None:
+    """The name of `group`, which stands for it in a pipeline: names compare, print, parse and pickle.
+
+    The default group's is None.
+
+    Raises:
+        TypeError: `group` is none of the kinds of `Group`.
+    """
+    if group is None or isinstance(group, str):
+        return group
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        mesh, dim = group
+        return group_name(mesh.get_group(dim))
+    if isinstance(group, DeviceMesh):
+        return group_name(group.get_group())
+    if isinstance(group, dist.ProcessGroup):
+        return None if group is dist.group.WORLD else group.group_name
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "group is NON_GROUP_MEMBER: this rank is not in that process group; build its pipeline on members"
+        )
+    raise TypeError(f"group must be a ProcessGroup, its name, a DeviceMesh or (mesh, dim), got {group!r}")

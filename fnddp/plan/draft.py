@@ -1,0 +1,134 @@
+"""A plan while it is made: what one pass hands to the next."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fnddp.plan.ir import LeafSpec, Name, Segment
+from fnddp.sync import State, Sync
+from fnddp.wire.groups import World
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is asked for.
+
+    Attributes:
+        sync: The pipeline.
+        leaves: The gradients, by path.
+        state: Shapes, dtypes and devices of its tensors are read, and the values of its Python ints.
+        buckets: The bucket of each leaf; its order is the order of arrival.
+        donation: What a step may write over.
+        dropped: Leaves without gradients on any rank. What is only theirs is neither computed nor sent.
+        world: Who moves bytes, and how large groups are.
+    """
+
+    sync: Sync
+    leaves: dict[str, LeafSpec]
+    state: State
+    buckets: dict[str, int]
+    donation: "Donation"
+    dropped: frozenset[str]
+    world: World
+
+
+@dataclass(frozen=True)
+class Donation:
+    """What a step may write over.
+
+    Attributes:
+        gradients: "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them).
+        state: Whether the state may be, once all collectives are complete. A step that fails leaves it alone.
+    """
+
+    gradients: str = "no"
+    state: bool = False
+
+
+@dataclass(frozen=True)
+class Phase:
+    """For which numbers a graph is the right one.
+
+    Attributes:
+        counters: Positions of the Python ints among the parts of the state.
+        groups: The groups over which means are taken.
+        holds: Whether it is, for these counters, followed by the ranks that each of the groups has.
+    """
+
+    counters: tuple[int, ...]
+    groups: tuple[str | None, ...]
+    holds: Callable[[Sequence[int]], bool]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What will be a segment: nodes of the graph.
+
+    Attributes:
+        slot: Position in the software pipeline.
+        needs: Leaves that must have arrived, beyond those that earlier cuts needed.
+        waits: Collectives that must be complete, likewise.
+        nodes: What is computed, in this order.
+        launches: The node of the collective that is issued at the end.
+        commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
+    """
+
+    slot: int
+    needs: tuple[str, ...]
+    waits: tuple[int, ...]
+    nodes: tuple[fx.Node, ...]
+    launches: fx.Node | None
+    commits: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where results are written.
+
+    Attributes:
+        payloads: The payloads that a node is copied to, as (collective, position).
+        targets: What the result of a node is written over: another node's memory, a payload, or the memory of a mean.
+        overwritten: The inputs of the graph that are written over.
+        results: Leaves whose mean has memory of its own.
+        memories: For leaves what is free to be that memory in the next step: a node, or that memory.
+        peak_bytes: Memory that a step takes at most beside gradients and state.
+    """
+
+    payloads: dict[fx.Node, list[tuple[int, int]]]
+    targets: dict[fx.Node, "fx.Node | Name"]
+    overwritten: frozenset[fx.Node]
+    results: frozenset[str]
+    memories: dict[str, "fx.Node | Name"]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a pass takes and returns. It may change the graph that it is given.
+
+    Attributes:
+        request: What is asked for.
+        module: The graph: from leaves, parts of the state and numbers of ranks to means and the next state.
+        names: What the inputs of the graph, and the tensors it holds, are called.
+        phase: What the graph is for.
+        cuts: The graph in order.
+        placement: Where results are written.
+        segments: The code.
+    """
+
+    request: Request
+    module: fx.GraphModule
+    names: dict[fx.Node, Name]
+    phase: Phase
+    cuts: tuple[Cut, ...] = ()
+    placement: Placement | None = None
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def paths(self) -> list[str]:
+        return list(self.request.leaves)

@@ -1,0 +1,94 @@
+"""Graphs of fx, and what lowering adds to aten: combined collectives, as two functions of a graph."""
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from fnddp.plan.ir import Collective
+from fnddp.torch_private import UNSAFE_VIEWS, schema
+
+
+def launch(payloads: list[Tensor], collective: Collective) -> list[Tensor]:
+    """Stands for a combined collective: its results are taken from it."""
+    raise AssertionError("it is the runner that launches")
+
+
+def take(launched: list[Tensor], position: int) -> Tensor:
+    """Stands for the result at `position`, as it lies in the buffer."""
+    raise AssertionError("it is the runner that takes")
+
+
+def launch_of(node: fx.Node) -> tuple[list[fx.Node], Collective]:
+    """What a `launch` sends: the nodes of its payloads, and the collective."""
+    arguments: Any = node.args
+    return arguments
+
+
+def take_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """What a `take` takes: the node of the launch, and the position of the payload."""
+    arguments: Any = node.args
+    return arguments
+
+
+def value(node: Any) -> Any:
+    """The fake tensor, symbolic int or tuple that `node` stands for."""
+    return node.meta["val"]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result of `node` shares memory with its first argument."""
+    if node.target is operator.getitem:  # of several results: views if the operation makes views
+        return is_view(node.all_input_nodes[0])
+    if node.target is take or node.target in UNSAFE_VIEWS:
+        return True
+    found = schema(node.target)
+    return found is not None and any(
+        ret.alias_info is not None and not ret.alias_info.is_write for ret in found.returns
+    )
+
+
+def remove_dead(graph: fx.Graph) -> fx.Graph:
+    """Removes what nobody reads, collectives too: they are dead on all ranks alike."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return graph
+
+
+def tensor_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of `graph` that compute something."""
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of `graph`: leaves, then parts of the state, then what means divide by."""
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def output_nodes(graph: fx.Graph) -> list[Any]:
+    """What the graph returns: nodes, or Python numbers."""
+    return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether `node` is a collective of torch.distributed, functional or not."""
+    return str(node.target).startswith(("_c10d_functional", "c10d", "_c10d_functional_autograd"))
+
+
+def sorted_topologically(graph: fx.Graph) -> fx.Graph:
+    """Moves every node behind what it reads, and changes the order no more than that takes."""
+    end = graph.output_node()
+    placed: set[fx.Node] = set()
+    for first in list(graph.nodes):
+        pending = [first]
+        while pending:
+            node = pending[-1]
+            missing = [source for source in node.all_input_nodes if source not in placed]
+            if missing:
+                pending += reversed(missing)
+                continue
+            pending.pop()
+            if node not in placed and node is not end:
+                placed.add(node)
+                end.prepend(node)
+    return graph

@@ -1,0 +1,77 @@
+"""The data of a plan: what `run` runs, `cost` costs and `show` shows."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fnddp.plan.draft import Phase
+from fnddp.plan.ir import Collective, Held, LeafSpec, Name, Segment
+from fnddp.sync import Sync
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """A pipeline lowered for given leaves, a phase and a world: what one rank does in one step, in a static order.
+
+    Attributes:
+        sync: The pipeline.
+        leaves: What it synchronizes, by path.
+        buckets: The bucket of each leaf, in the order in which gradients are expected.
+        segments: In the order in which they run.
+        means: For each leaf the name of its mean.
+        state: For each part of the next state its name, or a number.
+        phase: The numbers for which this plan is the one.
+        overwrites: Leaves whose gradients are written over.
+        overwrites_state: Positions of the parts of the state that are written over.
+        results: Leaves whose means have persistent memory of their own.
+        memories: For leaves the name of what is free to be that memory in the next step.
+        constants: Tensors that the pipeline's own code holds.
+        peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
+            collectives, temporaries, and what it returns.
+    """
+
+    sync: Sync
+    leaves: dict[str, LeafSpec]
+    buckets: dict[str, int]
+    segments: tuple[Segment, ...]
+    means: dict[str, Name]
+    state: tuple[Any, ...]
+    phase: Phase
+    overwrites: frozenset[str]
+    overwrites_state: tuple[int, ...]
+    results: frozenset[str]
+    memories: dict[str, Name]
+    constants: dict[Held, torch.Tensor]
+    peak_bytes: int
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """In the order in which every rank issues them."""
+        return tuple(segment.launches for segment in self.segments if segment.launches is not None)
+
+    @property
+    def operations(self) -> int:
+        """The number of operations of a step."""
+        return sum(len(segment.operations) for segment in self.segments)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes that one rank hands to its collectives in a step."""
+        return sum(collective.wire_bytes for collective in self.collectives)
+
+    @property
+    def link_bytes(self) -> int:
+        """Payload bytes that one rank sends over its link in a step, in rings."""
+        return math.ceil(sum(collective.link_bytes for collective in self.collectives))
+
+    @property
+    def rounds(self) -> int:
+        """The longest chain of collectives that depend on each other."""
+        return max((collective.depth + 1 for collective in self.collectives), default=0)
+
+    @property
+    def groups(self) -> frozenset[str | None]:
+        """The process groups over which something is sent."""
+        return frozenset(collective.group for collective in self.collectives)

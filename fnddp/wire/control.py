@@ -1,0 +1,93 @@
+"""What ranks tell each other beside payloads: for set-up and errors, never counted as traffic."""
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fnddp.torch_private import broadcast_coalesced, without_modes
+from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import live_group, world_size
+from fnddp.wire.kinds import ALL_REDUCE
+from fnddp.wire.protocol import Wire, waited
+
+BROADCAST_BYTES = 250 * 2**20
+"""Size of a message of `broadcast`."""
+
+
+def total(value: int, group: str | None) -> int:
+    """The sum of `value` over the ranks of `group`: the host waits for it."""
+    return _reduced(value, "sum", group)
+
+
+def highest(value: int, group: str | None) -> int:
+    """The largest `value` of the ranks of `group`: the host waits for it."""
+    return _reduced(value, "max", group)
+
+
+def _reduced(value: int, op: str, group: str | None) -> int:
+    with without_modes():  # WireCounter's
+        flag = torch.tensor([value], device=wire_device(group))
+        waited(C10D.start(ALL_REDUCE, flag, flag, op, group))
+        return int(flag.item())
+
+
+def wire_device(group: str | None) -> torch.device:
+    """Where the payloads of `group` live: the current CUDA device for NCCL, the CPU otherwise."""
+    on_cuda = "nccl" in dist.get_backend(live_group(group))
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+def broadcast(tensors: list[Tensor], group: str | None, *, source: int = 0) -> None:
+    """Makes `tensors` equal to those of the group's rank `source`, in place, in few large messages."""
+    if dist.is_initialized() and tensors:
+        broadcast_coalesced(live_group(group), tensors, BROADCAST_BYTES, source)
+
+
+def all_gather_object(value: Any, group: str | None) -> list[Any]:
+    """`value` of every rank, in rank order: for set-up, never inside a step."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * world_size(group)
+    with without_modes():  # WireCounter's: this is no payload
+        dist.all_gather_object(gathered, value, group=live_group(group))
+    return gathered
+
+
+def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> list[Any]:
+    """`value` of every rank of `group`, over any wire: the host waits for it.
+
+    Args:
+        wire: What moves it.
+        value: Anything that pickles.
+        group: The name of the group.
+        device: Where the payloads of the group live.
+    """
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    with without_modes():
+        sizes = _gathered(wire, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
+        longest = int(sizes.max().item())
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: mine.numel()] = mine
+        rows = _gathered(wire, padded, group).cpu()
+    lengths: list[int] = sizes.flatten().tolist()
+    return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:
+    gathered, work = wire.vote(flags, group)
+    waited(work)
+    return gathered
+
+
+def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
+    """`value` of every rank, of the same length on all."""
+    if not dist.is_initialized():
+        return [value]
+    mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(wire_device(group))
+    gathered = [torch.empty_like(mine) for _ in range(world_size(group))]
+    with without_modes():
+        dist.all_gather(gathered, mine, group=live_group(group))
+    return [bytes(each.tolist()) for each in gathered]

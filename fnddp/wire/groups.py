@@ -1,0 +1,153 @@
+"""The process groups that there are, and the worlds that a pipeline may be planned for or run in instead."""
+
+import os
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnddp import torch_private
+from fnddp.wire.protocol import Wire
+
+DEFAULT_GROUP = "default"
+"""How the default group is called in a graph that is traced."""
+
+_LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where launchers say how many processes they have started."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a pipeline meets, if not torch.distributed as it is.
+
+    Attributes:
+        wire: Who moves bytes; None for torch.distributed.
+        traced: Whether collectives are recorded, not run.
+        size: Of every group, where a plan is made for a cluster that is not there.
+        ranks: What means divide by, by group, where it is not the size: a number that a graph takes as an input.
+    """
+
+    wire: Wire | None = None
+    traced: bool = False
+    size: int | None = None
+    ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
+
+
+_world: ContextVar[World | None] = ContextVar("_world", default=None)
+
+
+@contextmanager
+def within(world: World) -> Generator[None]:
+    """Pipelines called in the block meet `world`."""
+    token = _world.set(world)
+    try:
+        yield
+    finally:
+        _world.reset(token)
+
+
+@torch_private.constant_for_dynamo
+def current() -> World | None:
+    """The world of the block that this runs in; None for torch.distributed as it is."""
+    return _world.get()
+
+
+
+def world_size(group: str | None) -> int:
+    """The number of ranks in `group`; 1 without torch.distributed.
+
+    Raises:
+        RuntimeError: A launcher started several ranks but the process group is not initialized, or a group is named
+            that does not exist.
+    """
+    world = current()
+    if world is not None and world.size is not None:
+        return world.size
+    if world is not None and world.wire is not None:
+        return world.wire.size(group)
+    return live_size(group)
+
+
+def live_size(group: str | None) -> int:
+    """The same, of torch.distributed."""
+    if dist.is_initialized():
+        # By name: Dynamo cannot trace the resolution of a named group.
+        name = live_name(group)
+        if torch.compiler.is_compiling():
+            return torch_private.group_size(name)
+        return live_group(group).size()
+    if group is not None:
+        raise RuntimeError(f"process group {group!r} is named, but torch.distributed is not initialized")
+    require_alone()
+    return 1
+
+
+def require_alone() -> None:
+    """Raises a RuntimeError if a launcher has started several ranks."""
+    for variable in _LAUNCHERS:
+        launched = os.environ.get(variable, "1")
+        if launched not in ("1", "") and not (variable == "SLURM_NTASKS" and _is_slurm_shell()):
+            raise RuntimeError(
+                f"the launcher started {launched} ranks ({variable}={launched}), but torch.distributed is not "
+                "initialized, so nothing would be synchronized; call torch.distributed.init_process_group() first, or "
+                f"unset {variable} to train alone"
+            )
+
+
+def _is_slurm_shell() -> bool:
+    """Whether this is one process in an allocation, which srun has not started."""
+    return "SLURM_PROCID" not in os.environ or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
+def ranks(group: str | None) -> int:
+    """What a mean over `group` divides by: the ranks that take part in the step. A graph takes it as an input."""
+    world = current()
+    return world_size(group) if world is None or group not in world.ranks else world.ranks[group]
+
+
+def rank(group: str | None) -> int:
+    """This process's rank in `group`; 0 without torch.distributed."""
+    return dist.get_rank(live_group(group)) if dist.is_initialized() else 0
+
+
+def is_alone() -> bool:
+    """Whether there is nobody to send anything to: no process group, and no other wire or plan for one."""
+    world = current()
+    there_is_one = world is not None and (world.size is not None or world.wire is not None)
+    return not there_is_one and not dist.is_initialized()
+
+
+def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
+    """What tells `group` apart from one that is initialized later under the same name; None without torch.distributed.
+
+    Raises:
+        RuntimeError: See `world_size`.
+    """
+    live_size(group)
+    return weakref.ref(live_group(group)) if dist.is_initialized() else None
+
+
+def live_name(group: str | None) -> str:
+    """The name by which torch.distributed knows `group`."""
+    return live_group(None).group_name if group is None else group
+
+
+def live_group(group: str | None) -> dist.ProcessGroup:
+    """The process group of that name.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    try:
+        return torch_private.live_group(group)
+    except (RuntimeError, ValueError, KeyError) as error:
+        which = "the default process group" if group is None else f"process group {group!r}"
+        raise RuntimeError(
+            f"{which} does not exist: it was destroyed, or never initialized ({error}); what was made for it must be "
+            "made again"
+        ) from error

@@ -1,0 +1,72 @@
+"""Who moves bytes between ranks: what an engine asks of a wire."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fnddp.wire.kinds import Kind
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: another rank has died or left, or it took longer than the process group's timeout."""
+
+
+class Work(Protocol):
+    """A collective that has been started."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once. Asking may carry it on."""
+        ...
+
+    def wait(self) -> object:
+        """Returns when it is done; on CUDA, when the current stream will wait for it. False says that it failed."""
+        ...
+
+
+class Wire(Protocol):
+    """Moves bytes between the ranks of process groups, which have names; None is the default one.
+
+    The default is `fnddp.wire.c10d.C10d`: torch.distributed. All ranks start the same collectives of a group in the
+    same order. A wire need not know which dtypes there are: kinds that compute nothing hand it bytes.
+    """
+
+    def size(self, group: str | None) -> int:
+        """The number of ranks of `group` that take part in the next step: what a mean divides by."""
+        ...
+
+    def start(
+        self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0
+    ) -> Work:
+        """Starts a collective and returns at once; `send` and `receive` are its own until it is waited for.
+
+        Args:
+            kind: Which collective.
+            send: What this rank hands over: flat, or `[ranks, width]` where the kind sends a row to each rank.
+            receive: Where the result goes: the same tensor as `send` for an all_reduce, else flat or
+                `[ranks, width]`.
+            op: "sum", "max" or "min" for a kind that computes; None for one that carries bytes.
+            group: The name of the group.
+            tag: Tells collectives apart that are under way at the same time; the same on all ranks.
+
+        Raises:
+            RuntimeError: It cannot be started.
+        """
+        ...
+
+    def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
+        """Starts to gather the flags of all ranks, with which they end a step alike: no payload, never counted.
+
+        Returns:
+            What will be `[ranks, *flags.shape]` once the work is waited for, and the work.
+        """
+        ...
+
+
+def waited(work: Work) -> None:
+    """Waits for `work`.
+
+    Raises:
+        RuntimeError: It failed, also where it says so by returning False.
+    """
+    if work.wait() is False:
+        raise RuntimeError("its wait() returned False: it did not complete")
