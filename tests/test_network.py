@@ -20,9 +20,9 @@ from fnddp.cli.launch import run_ranks
 from fnddp.cli.network import NetworkError, sent_bytes, shaped_hosts
 
 
-def why_not() -> str | None:
+def why_not(link: str = "1gbit") -> str | None:
     try:
-        with shaped_hosts(1, "1gbit"):
+        with shaped_hosts(1, link):
             return None
     except NetworkError as error:
         return str(error)
@@ -102,11 +102,8 @@ def test_a_latency_is_netems(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_hosts
 def test_a_latency_is_made_or_refused() -> None:
-    try:
-        with shaped_hosts(1, "200mbit:2ms"):
-            pass
-    except NetworkError as error:  # a kernel without sch_netem
-        assert "netem delay 2000us" in str(error)
+    reason = why_not("200mbit:2ms")  # of a kernel without sch_netem
+    assert reason is None or "netem delay 2000us" in reason
     assert namespaces() == set()
 
 
