@@ -43,15 +43,12 @@ class sampled(fnddp.Sync):
         payload = {path: leaf.detach().new_empty(self._count(leaf)) for path, leaf in leaves.items()}
         return SampledState(0, self.inner.init(payload))
 
-    def exchange(self, grads: tree.Tree, state: SampledState) -> fnddp.Exchange:
-        leaves, spec = tree.flatten(grads)
+    def exchange(self, leaves: tree.Leaves, state: SampledState) -> fnddp.Exchange:
         chosen = {path: self._choose(path, leaf, state.step) for path, leaf in leaves.items()}
         payload = {path: leaf.reshape(-1)[chosen[path]] for path, leaf in leaves.items()}
         inner = self.inner.exchange(payload, state.inner)
-        mean = {path: spread(inner.mean[path], chosen[path], leaf) for path, leaf in leaves.items()}
-        sent = {path: spread(inner.sent[path], chosen[path], leaf) for path, leaf in leaves.items()}
-        next_state = SampledState(state.step + 1, inner.state)
-        return fnddp.Exchange(tree.unflatten(spec, mean), tree.unflatten(spec, sent), next_state)
+        done = inner.decoded(lambda of: {path: spread(of[path], chosen[path], leaf) for path, leaf in leaves.items()})
+        return done._replace(state=SampledState(state.step + 1, inner.state))
 
     def _count(self, leaf: Tensor) -> int:
         return min(leaf.numel(), max(1, round(self.fraction * leaf.numel())))

@@ -7,14 +7,16 @@ so an expression compares, hashes, prints as the call that built it, and parses 
 import abc
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
+from types import FunctionType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 
-from fnddp import torch_private
+from fnddp import tree
 from fnddp.group import Group
 from fnddp.options import checked_float, checked_int
-from fnddp.tree import Tree
+from fnddp.torch_private import without_autocast
+from fnddp.tree import Leaves, Tree
 
 T = TypeVar("T")
 
@@ -35,15 +37,19 @@ class Exchange(NamedTuple):
     """What one exchange gives back.
 
     Attributes:
-        mean: The synchronized gradients; same tree, shapes, dtypes and devices as the input, equal on every rank.
+        mean: The synchronized gradients; paths, shapes, dtypes and devices of the input, equal on every rank.
         sent: What this rank contributed, as the others saw it. Its mean over ranks is `mean`, up to the rounding of
             the wire's own sum, so what a lossy pipeline lost on this rank is `grads - sent`.
         state: The state for the next step.
     """
 
-    mean: Tree
-    sent: Tree
+    mean: Leaves
+    sent: Leaves
     state: State
+
+    def decoded(self, decode: Callable[[Leaves], Leaves]) -> "Exchange":
+        """The same exchange, its payloads read by `decode`: what wrapping transforms do with their inner one."""
+        return Exchange(decode(self.mean), decode(self.sent), self.state)
 
 
 class Sync(abc.ABC):
@@ -81,8 +87,13 @@ class Sync(abc.ABC):
         """
 
     @abc.abstractmethod
-    def exchange(self, grads: Tree, state: State) -> Exchange:
-        """Synchronizes `grads`: what wrapping transforms build on. Same collectives in the same order on all ranks."""
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        """Synchronizes `leaves`: what wrapping transforms build on. Same collectives in the same order on all ranks.
+
+        Args:
+            leaves: This rank's gradients by leaf path, as `fnddp.tree.flatten` names them.
+            state: From `init` or the previous exchange.
+        """
 
     def __call__(self, grads: Tree, state: State) -> tuple[Tree, State]:
         """Synchronizes `grads`.
@@ -98,11 +109,16 @@ class Sync(abc.ABC):
 
         Raises:
             TypeError: A leaf is not a tensor.
-            ValueError: The state belongs to another tree.
+            ValueError: The state belongs to another tree, or `exchange` of a transform has lost a leaf.
         """
-        with torch.no_grad(), torch_private.without_autocast():
-            exchange = self.exchange(grads, state)
-        return exchange.mean, exchange.state
+        leaves, spec = tree.flatten(grads)
+        with torch.no_grad(), without_autocast():
+            mean, _, state = self.exchange(leaves, state)
+        if mean.keys() != leaves.keys():
+            raise ValueError(
+                f"{self!r}: exchange got the leaves {list(leaves)} and gave {list(mean)}; give all of them"
+            )
+        return tree.unflatten(spec, {path: mean[path] for path in leaves}), state
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
         """The same pipeline on another process group.
@@ -227,7 +243,7 @@ def _map_syncs(fn: Callable[[Sync], Sync], value: Any) -> Any:
 def _checked_sync(what: str, value: Any) -> Sync:
     if isinstance(value, Sync):
         return value
-    made = f"; call it: {value.__name__}(...)" if isinstance(value, type) else ""
+    made = f"; call it: {value.__name__}(...)" if isinstance(value, type | FunctionType) else ""
     raise TypeError(f"{what} must be a pipeline such as allreduce, got {value!r}{made}")
 
 

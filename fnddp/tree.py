@@ -50,12 +50,34 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     for path, leaf in values:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; wrap it with torch.as_tensor")
-        if leaf.layout != torch.strided:
-            raise ValueError(f"leaf {path!r} has layout {leaf.layout}; synchronize leaf.to_dense() instead")
+        _require_dense(path, leaf)
         if path in leaves:
             raise ValueError(f"two leaves have the path {path!r}; rename one of the keys that lead to them")
         leaves[path] = leaf
     return leaves, spec
+
+
+def require_leaves(owner: str, leaves: Any) -> None:
+    """Raises unless `leaves` is a plain dict of dense tensors by leaf path: what `exchange` takes.
+
+    Raises:
+        TypeError: It is another tree; names where.
+        ValueError: A leaf is not dense.
+    """
+    if not isinstance(leaves, dict):
+        raise TypeError(
+            f"{owner}: exchange takes a dict of tensors by leaf path, got a {type(leaves).__name__}; {_FLATTEN}"
+        )
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Tensor) or not isinstance(path, str):
+            raise TypeError(
+                f"{owner}: exchange takes a dict of tensors by leaf path, and {path!r} is a {type(leaf).__name__}; "
+                f"{_FLATTEN}"
+            )
+        _require_dense(path, leaf)
+
+
+_FLATTEN = "call the pipeline, sync(grads, state), or flatten first: leaves, spec = fnddp.tree.flatten(grads)"
 
 
 def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
@@ -134,6 +156,11 @@ def check_entries(owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str
                 f"{owner}: the state has an entry for {path!r}, which is no leaf that needs one; "
                 "it was made for another tree: call init on this one"
             )
+
+
+def _require_dense(path: str, leaf: Tensor) -> None:
+    if leaf.layout != torch.strided:
+        raise ValueError(f"leaf {path!r} has layout {leaf.layout}; synchronize leaf.to_dense() instead")
 
 
 def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:

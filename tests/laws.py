@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fnddp
 from fnddp import Sync, tree
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.state import describe, parts
 from fnddp.wire.agreement import description
@@ -141,12 +141,12 @@ def law_4_sent_averages_to_mean(rank: int, sync: Sync, name: str) -> None:
     state = sync.init(grads(name, rank))
     (op,) = sync.ops
     for step in range(STEPS):
-        exchange = sync.exchange(grads(name, rank, step), state)
+        exchange = sync.exchange(tree.flatten(grads(name, rank, step))[0], state)
         state = exchange.state
-        everyone = gather(tree.flatten(exchange.sent)[0])
+        everyone = gather(exchange.sent)
         scale = max(_norm(leaf) for sent in everyone for leaf in [*sent.values(), torch.zeros(())])
         for path, want in reduce_exactly(everyone, op).items():
-            assert_near(tree.flatten(exchange.mean)[0][path], want, sync, scale, terms=2 * len(everyone) + 4)
+            assert_near(exchange.mean[path], want, sync, scale, terms=2 * len(everyone) + 4)
 
 
 def _norm(leaf: Tensor) -> float:

@@ -170,6 +170,7 @@ def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
     ("arguments", "message"),
     [
         (["fp16(allreduc)"], "parse: unknown name 'allreduc'; known names are"),
+        (["allreduce", "--link", "100mbps"], "--link: '100mbps' is no link: write a rate"),
         (["powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
         (["partition({'encoder.*': allreduce})"], "partition: leaf 'position' matches none"),
         (["allreduce", "--model", "gpt5"], "unknown model 'gpt5'"),
@@ -201,7 +202,6 @@ def test_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ("option", "message"),
     [
         (["--pairs", "0"], "argument --pairs: must be a whole number of at least 1, got '0'"),
-        (["--link", "fast"], "argument --link: a rate is a number and bit, kbit, mbit or gbit, such as 200mbit"),
         (["--engine", "horovod"], "argument --engine: invalid choice: 'horovod'"),
     ],
 )

@@ -124,11 +124,27 @@ def test_parse():
     assert Link.parse("25gbit:20us") == Link(3.125e9, 20e-6)
     assert Link.parse("1.5 kB/s : 2ms") == Link(1500, 2e-3)
     assert Link.parse("8bit:1s") == Link(1, 1)
+    assert Link.parse("64 kbit") == Link(8e3)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "fast", "1", "gbit", "100mbps", "1gb/s", "1gbit:", "1gbit:20", "1gbit:us", "1.2.3gbit", "-1gbit", ":1us"],
+    [
+        "",
+        "fast",
+        "200",
+        "nan bit",
+        "1",
+        "gbit",
+        "100mbps",
+        "1gb/s",
+        "1gbit:",
+        "1gbit:20",
+        "1gbit:us",
+        "1.2.3gbit",
+        "-1gbit",
+        ":1us",
+    ],
 )
 def test_what_is_no_link(text):
     with pytest.raises(ValueError, match="is no link: write a rate and perhaps a latency, such as 200mbit"):

@@ -1327,6 +1327,22 @@ def test_a_checkpoint_resumes_to_the_bit(gloo, tmp_path, n):
         assert after["later"] == before["later"]
 
 
+def load_without_saying_by_how_many_it_was_saved(rank: int, folder: str) -> str:
+    model = wrapped_for_checkpoint()
+    before = bits(model.sync_state)
+    with pytest.raises(ValueError, match="sync_checkpoint") as caught:
+        dcp.load({"sync": model.sync_checkpoint()}, checkpoint_id=folder)
+    assert bits(model.sync_state) == before
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_not_taken_for_one_of_as_many(gloo, tmp_path):
+    gloo(4, save, str(tmp_path))
+    for said in gloo(2, load_without_saying_by_how_many_it_was_saved, str(tmp_path)):
+        assert said.startswith("sync_checkpoint: 4 ranks have saved this checkpoint")
+        assert "pass sync_checkpoint(saved_world_size=4)" in said
+
+
 @pytest.mark.parametrize(("n", "then"), [(4, 2), (2, 4), (2, 3), (3, 2), (1, 2)])
 def test_a_checkpoint_for_another_number_of_ranks_keeps_the_mean_of_residuals(gloo, tmp_path, n, then):
     before = [result["saved"] for result in gloo(n, save, str(tmp_path))]

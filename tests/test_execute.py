@@ -29,11 +29,10 @@ from fnddp import (
     partition,
     tree,
 )
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.sync import groups_of
+from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
-from fnddp.run.planned import Planned
+from fnddp.sync import groups_of
 from fnddp.wire.protocol import CollectiveError
 from tests.laws import DONATIONS, bits, gather, make_engine
 from tests.pipelines import EXAMPLES, grads

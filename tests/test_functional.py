@@ -1,5 +1,6 @@
 """Functional loops: value_and_grad, torch.func's transforms around and inside, torch.compile over a whole step."""
 
+import warnings
 from typing import NamedTuple
 
 import optree
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -109,6 +111,65 @@ def test_gradients_that_require_grad_leave_no_graph():
     mean, state = sync(grads, sync.init(grads))
     assert not mean["w"].requires_grad
     assert not state.residual["w"].requires_grad
+
+
+def test_inference_mode_gives_the_gradients():
+    sync = error_feedback(fp16(allreduce))
+    step = fnddp.value_and_grad(loss_fn, sync)
+    state = expected = sync.init(params())
+    for i in range(4):
+        want_loss, want, expected = fnddp.value_and_grad(loss_fn, sync)(params(), expected, *data(i))
+        with torch.inference_mode(i in (1, 2)):
+            loss, grads, state = step(params(), state, *data(i))
+        assert bits([loss, grads, state]) == bits([want_loss, want, expected])
+
+
+def in_checkpoint(p, x):
+    return checkpoint(lambda x: (x * p["w"]).sum(), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    "loss", [in_checkpoint, lambda p, x: in_checkpoint(p, x) + p["w"].sum()], ids=["all of it", "a part of it"]
+)
+def test_gradients_that_a_reentrant_checkpoint_hides_are_an_error(loss):
+    step = fnddp.value_and_grad(loss, allreduce)
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+        step({"w": torch.ones(2)}, (), torch.ones(2))
+
+
+def test_reentrant_checkpoints_that_hide_nothing_are_torchs():
+    def loss(p, x):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own: "None of the inputs have requires_grad=True"
+            scale = in_checkpoint(p, x)
+        return (scale * p["w"]).sum()
+
+    _, grads, _ = fnddp.value_and_grad(loss, allreduce)({"w": torch.ones(2)}, (), torch.ones(2))
+    assert grads["w"].tolist() == [2.0, 2.0]
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        in_checkpoint({"w": torch.ones(2, requires_grad=True)}, torch.ones(2))  # outside, as torch does
+
+
+def test_a_loss_without_parameters_has_zero_gradients():
+    loss, grads, _ = fnddp.value_and_grad(lambda p, x: x.sum(), allreduce)({"w": torch.ones(2)}, (), torch.ones(2))
+    assert (loss.item(), grads["w"].tolist()) == (2.0, [0.0, 0.0])
+    _, grads, _ = fnddp.value_and_grad(lambda p, x: (p["w"].detach() * x).sum(), allreduce)(
+        {"w": torch.ones(2)}, (), torch.ones(2)
+    )
+    assert grads["w"].tolist() == [0.0, 0.0]
+
+
+def test_leaves_that_have_no_dense_gradient_are_named():
+    def embedded(p, i):
+        return nn.functional.embedding(i, p["layer"]["w"], sparse=True).sum()
+
+    index = torch.tensor([1])
+    with pytest.raises(ValueError, match=r"the gradient of leaf 'layer.w' has layout torch.sparse_coo"):
+        fnddp.value_and_grad(embedded, allreduce)({"layer": {"w": torch.ones(4, 2)}}, (), index)
+    with pytest.raises(ValueError, match=r"leaf 'layer.w' has layout torch.sparse_coo"):
+        fnddp.value_and_grad(embedded, allreduce)({"layer": {"w": torch.eye(2).to_sparse()}}, (), index)
+    with pytest.raises(TypeError, match=r"leaf 'layer.w' is torch.int64, which has no gradient"):
+        fnddp.value_and_grad(embedded, allreduce)({"layer": {"w": torch.arange(3)}}, (), index)
 
 
 def test_a_launcher_without_a_process_group_is_an_error(monkeypatch):

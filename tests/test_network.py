@@ -14,14 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fnddp import Link
 from fnddp.cli import network
 from fnddp.cli.launch import run_ranks
-from fnddp.cli.network import NetworkError, parse_rate, sent_bytes, shaped_hosts
+from fnddp.cli.network import NetworkError, sent_bytes, shaped_hosts
 
 
-def why_not() -> str | None:
+def why_not(link: str = "1gbit") -> str | None:
     try:
-        with shaped_hosts(1, "1gbit"):
+        with shaped_hosts(1, link):
             return None
     except NetworkError as error:
         return str(error)
@@ -35,17 +36,9 @@ def namespaces(pid: int | None = None) -> set[str]:
     return {path.name for path in network.NAMESPACES.glob(f"fnddp-{pid or os.getpid()}-*")}
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"), [("200mbit", 200_000_000), ("1gbit", 10**9), ("2.5Gbit", 2_500_000_000), ("64 kbit", 64_000)]
-)
-def test_rates(text: str, rate: int) -> None:
-    assert parse_rate(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "200", "mbit", "0mbit", "-1gbit", "200mbps", "1 tbit", "nan bit"])
-def test_wrong_rates(text: str) -> None:
-    with pytest.raises(ValueError, match=r"such as 200mbit or 2\.5gbit; got"):
-        parse_rate(text)
+def test_a_link_is_what_link_parse_reads() -> None:
+    with pytest.raises(ValueError, match="'200mbps' is no link: write a rate"), shaped_hosts(2, "200mbps"):
+        pass
 
 
 @pytest.mark.parametrize("n", [0, 255])
@@ -94,6 +87,23 @@ def test_removed_when_it_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(network, "QUEUE", "soon")
     with pytest.raises(NetworkError, match="`tc .* latency soon` failed: .*soon"), shaped_hosts(2, "200mbit"):
         pass
+    assert namespaces() == set()
+
+
+def test_a_latency_is_netems(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[str] = []
+    monkeypatch.setattr(network, "_run", lambda *command: commands.append(" ".join(command)))
+    network._make("here", 1, Link.parse("2.5gbit:20us"))
+    assert [command.partition("dev eth0 ")[2] for command in commands if command.startswith("tc")] == [
+        "root handle 1: netem delay 20us limit 1000000",
+        "parent 1:1 tbf rate 2500000000bit burst 256kb latency 100ms",
+    ]
+
+
+@needs_hosts
+def test_a_latency_is_made_or_refused() -> None:
+    reason = why_not("200mbit:2ms")  # of a kernel without sch_netem
+    assert reason is None or "netem delay 2000us" in reason
     assert namespaces() == set()
 
 

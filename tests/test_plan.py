@@ -24,11 +24,11 @@ from fnddp import (
     tree,
     warmup,
 )
+from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, launch, tensor_nodes
 from fnddp.plan.passes import fuse as fuse_pass
 from fnddp.plan.passes.combine import MB, assign_buckets, combine
 from fnddp.plan.passes.fuse import fuse
-from fnddp.plan.draft import Donation
 from fnddp.plan.passes.simplify import simplify
 from fnddp.plan.passes.trace import trace
 from tests.laws import DONATIONS, bits, make_engine

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
-from fnddp.plan.lower import KEEP
 from fnddp.plan.draft import Donation
+from fnddp.plan.lower import KEEP
 from fnddp.show.timeline import CHARACTER
 from fnddp.tree import Tree
 

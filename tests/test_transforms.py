@@ -24,9 +24,9 @@ from fnddp import (
     squared,
     warmup,
 )
+from fnddp.buckets import MB
 from fnddp.random import normal
 from fnddp.sync import registry
-from fnddp.transforms.bucketize import assign_buckets
 from fnddp.transforms.orthogonalize import orthogonalize
 from tests.pipelines import EXAMPLES
 from tests.ranks import run_threads
@@ -228,7 +228,16 @@ def test_bf16_keeps_the_range():
 
 def test_casts_compare_by_what_they_do():
     assert cast(allreduce, "float16") == cast(allreduce, torch.float16)
-    assert isinstance(fp16(allreduce), cast)
+    for check in (False, True):
+        for short, name in ((fp16, "float16"), (bf16, "bfloat16")):
+            one, other = short(allreduce, check=check), cast(allreduce, name, check)
+            assert one == other == fnddp.parse(repr(other))
+            assert hash(one) == hash(other)
+            assert repr(one) == repr(other) == f"{short.__name__}(allreduce{', check=True' if check else ''})"
+    with pytest.raises(TypeError, match=r"fp16\(\) takes 1 positional argument but 2 were given"):
+        fp16(allreduce, 3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"error_feedback: inner must be a pipeline.*; call it: fp16\(\.\.\.\)"):
+        error_feedback(fp16)  # type: ignore[arg-type]
     assert repr(fp16(allreduce, check=True)) == "fp16(allreduce, check=True)"
     assert fp16(allreduce) != bf16(allreduce)
 
@@ -246,8 +255,8 @@ def test_buckets_are_torchs(cap, first_cap):
     }
     backward = list(reversed(leaves.items()))
     theirs, _ = dist._compute_bucket_assignment_by_size([leaf for _, leaf in backward], [first_cap, cap])
-    ours = assign_buckets(leaves, cap=cap, first_cap=first_cap)
-    assert sorted(b.paths for b in ours) == sorted([backward[i][0] for i in bucket] for bucket in theirs)
+    ours = bucketize(allreduce, cap_mb=cap / MB, first_cap_mb=first_cap / MB).buckets(leaves)
+    assert sorted(ours.values()) == sorted([backward[i][0] for i in bucket] for bucket in theirs)
 
 
 def test_buckets_are_named_by_their_leaves():
@@ -543,3 +552,14 @@ def test_names_are_taken_once():
         @fnddp.transform
         class fp16(fnddp.Sync):
             inner: fnddp.Sync
+
+
+@pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
+def test_exchange_takes_leaves_by_path(text):
+    nested = {"layer": {"weight": torch.ones(12, 20), "bias": torch.ones(12)}}
+    sync = fnddp.parse(text)
+    state = sync.init(nested)
+    with pytest.raises(TypeError, match=r"exchange takes a dict of tensors by leaf path, and 'layer' is a dict; call"):
+        sync.exchange(nested, state)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="by leaf path, got a Tensor; call the pipeline"):
+        sync.exchange(torch.ones(12, 20), state)  # type: ignore[arg-type]

@@ -11,6 +11,8 @@ from fnddp.sync import LOCAL, State
 from fnddp.tree import is_inexact
 from fnddp.wire import groups
 
+WORLD_SIZE = "world_size"  # the key under which a checkpoint says how many ranks have saved it
+
 
 class HasState(Protocol):
     """What keeps the state of a pipeline."""
@@ -32,8 +34,9 @@ class Checkpoint:
 
     def __init__(self, owner: HasState, group: str | None, saved_world_size: int | None = None) -> None:
         self._owner = owner
-        self._rank, self._size = groups.rank(group), groups.world_size(group)
-        self._shares = shares(self._rank, self._size, saved_world_size or self._size)
+        size = groups.world_size(group)
+        self._saved_size = saved_world_size or size
+        self._shares = shares(groups.rank(group), size, self._saved_size)
 
     def state_dict(self) -> dict[str, Any]:
         """What to save; also called to say what to load, into memory of its own."""
@@ -42,14 +45,21 @@ class Checkpoint:
         replicated = {key: value for key, value in saved.items() if kinds[key] != LOCAL}
         local = {key: value for key, value in saved.items() if kinds[key] == LOCAL}
         keyed = {_of_rank(r, key): value for r in self._shares for key, value in local.items()}
-        return {key: v.clone() if isinstance(v, Tensor) else v for key, v in {**replicated, **keyed}.items()}
+        everything = {**replicated, **keyed, WORLD_SIZE: self._saved_size}
+        return {key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets the state.
 
         Raises:
-            ValueError: It is of another pipeline or other parameters.
+            ValueError: It is of another pipeline or other parameters, or of another number of ranks than was said.
         """
+        saved_by = state_dict[WORLD_SIZE]
+        if saved_by != self._saved_size:
+            raise ValueError(
+                f"sync_checkpoint: {saved_by} ranks have saved this checkpoint, and it is loaded as one of "
+                f"{self._saved_size}, which would lose residuals; pass sync_checkpoint(saved_world_size={saved_by})"
+            )
         merged: dict[str, Any] = {}
         for part in parts(self._owner.sync_state):
             if part.kind == LOCAL:

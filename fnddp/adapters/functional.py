@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnddp import tree
+from fnddp.adapters.reentrant import refuse_lost_gradients
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync
@@ -20,8 +21,8 @@ def value_and_grad(
     """Differentiates `loss_fn` and synchronizes the result, while the backward pass runs.
 
     The pipeline is lowered at the first call; each gradient is handed over when it is ready, and collectives run behind
-    the rest of backward. The numbers are those of `sync(torch.func.grad(loss_fn)(params), state)`; within torch.compile
-    or another torch.func transform that is also what runs.
+    the rest of backward. The numbers are those of `sync(torch.func.grad(loss_fn)(params), state)`; that is also what
+    runs within torch.compile, another torch.func transform or torch.inference_mode.
 
     Start with `state = sync.init(params)`, and call `fnddp.verify(sync, params, state)` once if you want ranks that
     disagree to be told so. The wrong choice for a module with buffers that change in `forward` (BatchNorm): return
@@ -36,7 +37,13 @@ def value_and_grad(
 
     Returns:
         `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params` is any pytree of floating-point tensors;
-        `value` is this rank's own loss, or `(loss, aux)`; `grads` is the mean over ranks, in the tree of `params`.
+        `value` is this rank's own loss, or `(loss, aux)`; `grads` is the mean over ranks, in the tree of `params`, zero
+        where the loss does not depend on a parameter.
+
+    Raises:
+        TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
+        ValueError: At the call: a leaf or its gradient is sparse.
+        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -49,12 +56,13 @@ def value_and_grad(
     def run(params: Tree, state: State, *batch: Any, **kwargs: Any) -> tuple[Any, Tree, State]:
         leaves, spec = tree.flatten(params)
         # Parameters that require grad would have autograd record a second graph, for nobody.
-        leaves = {path: leaf.detach() for path, leaf in leaves.items()}
+        leaves = {path: _checked(path, leaf).detach() for path, leaf in leaves.items()}
 
         def loss_of(leaves: Leaves, *batch: Any) -> Any:
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
 
-        if torch.compiler.is_compiling() or is_transforming():
+        # In inference mode autograd records nothing, but torch.func does.
+        if torch.compiler.is_compiling() or is_transforming() or torch.is_inference_mode_enabled():
             # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
             grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)
             grads, state = sync(tree.unflatten(spec, grads), state)
@@ -82,11 +90,16 @@ def _backward(
         def feed(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
+            if grad.layout != torch.strided:
+                raise ValueError(
+                    f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
+                    "synchronized; do without sparse=True"
+                )
             engine.feed(path, grad)
 
         return feed
 
-    with torch.enable_grad():
+    with torch.enable_grad(), refuse_lost_gradients():
         variables = {path: leaf.requires_grad_() for path, leaf in leaves.items()}
         for path, variable in variables.items():
             variable.register_post_accumulate_grad_hook(on_grad(path))
@@ -98,3 +111,12 @@ def _backward(
     if loss.requires_grad:  # otherwise no parameter is in it, and all gradients are zero
         torch.autograd.backward(loss, inputs=list(variables.values()))
     return loss.detach(), tree.map_tensors(Tensor.detach, aux)
+
+
+def _checked(path: str, leaf: Tensor) -> Tensor:
+    if not tree.is_inexact(leaf):
+        raise TypeError(
+            f"value_and_grad: leaf {path!r} is {leaf.dtype}, which has no gradient; params must be floating-point or "
+            "complex: pass other tensors as part of the batch"
+        )
+    return leaf

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp import tree
 from fnddp.group import Group
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, State, Sync
-from fnddp.tree import Leaves, Tree
+from fnddp.tree import Leaves, Tree, require_leaves
 
 
 # Not registered: a hook is an object, not text, so parse cannot make one.
@@ -67,10 +66,10 @@ class from_hook(Sync):
     def init(self, grads: Tree) -> State:
         return ()
 
-    def exchange(self, grads: Tree, state: State) -> Exchange:
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        require_leaves("from_hook", leaves)
         if not dist.is_initialized():
             raise RuntimeError(f"{self!r} needs a process group: call torch.distributed.init_process_group() first")
-        leaves, spec = tree.flatten(grads)
         buckets: dict[tuple[torch.dtype, torch.device], Leaves] = {}
         for path, leaf in leaves.items():
             if not leaf.is_floating_point():
@@ -82,7 +81,7 @@ class from_hook(Sync):
         for index, bucket in enumerate(buckets.values()):
             mean.update(self._run(bucket, index, is_last=index == len(buckets) - 1))
         mean = {path: mean[path] for path in leaves}
-        return Exchange(tree.unflatten(spec, mean), sent=tree.unflatten(spec, mean), state=state)
+        return Exchange(mean, sent=mean, state=state)
 
     def _run(self, leaves: Leaves, index: int, is_last: bool) -> Leaves:
         shapes = [leaf.shape for leaf in leaves.values()]

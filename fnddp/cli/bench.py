@@ -16,7 +16,7 @@ from fnddp.cli import bench_report
 from fnddp.cli.bench_arms import PEERS, Setup, why_not
 from fnddp.cli.bench_rank import WARM_UP, Event, Round, Times, measure
 from fnddp.cli.bench_report import Run
-from fnddp.cli.checks import check_folder, check_pipeline
+from fnddp.cli.checks import check_folder, check_link, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.launch import RankError, run_ranks
 from fnddp.cli.models import ModelError, load
@@ -42,7 +42,7 @@ def run(
     Args:
         pipelines: As `fnddp.parse` reads them.
         ranks: Number of processes to start.
-        link: Rate of each rank's link, such as "200mbit"; None for loopback.
+        link: Each rank's link, as `Link.parse` reads it; None for loopback.
         against: Peers, with commas between them.
         model: As `fnddp.cli.models.load` takes it.
         pairs: Timed rounds.
@@ -57,6 +57,8 @@ def run(
     """
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
+        if link is not None:
+            check_link(link)
         parameters = check_model(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
         check_machine(device, link)

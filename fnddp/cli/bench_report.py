@@ -13,10 +13,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich import box
-from rich.markup import escape
 from rich.table import Table
 
+from fnddp.cli import table as tables
 from fnddp.cli.bench_arms import Setup
 from fnddp.cli.bench_rank import WARM_UP, Times
 from fnddp.cli.report import COLOURS
@@ -96,23 +95,19 @@ def table(run: Run) -> Table:
         if run.link
         else "through loopback, by all that runs on this machine, over the number of ranks"
     )
-    rows = Table(
-        box=box.SIMPLE_HEAD,
+    rows: list[tuple[str, ...]] = []
+    for arm, (name, times) in enumerate(zip(run.setup.names, run.times, strict=True)):
+        ratios = ["1" if peer == arm else str(run.ratio(arm, peer)) for peer in run.peers]
+        bytes_sent = (f"{times.wire_bytes:,}", f"{run.link_bytes(arm):,.0f}")
+        rows.append((name, f"{median(times.steps) * 1e3:.1f}", *ratios, *bytes_sent))
+    return tables.table(
+        ("arm", "ms", *(f"time / {run.setup.names[peer]}" for peer in run.peers), "wire", "link"),
+        rows,
         caption="ms: median of the steps, until the last rank was done\n"
         "time / PEER: median and quartiles of the ratio in the same round; below 1 is faster than the peer\n"
         "wire: bytes that a rank hands to its collectives in one step, counted (papers count so)\n"
         f"link: bytes sent in a step, with headers, {interface}",
-        caption_justify="left",
     )
-    rows.add_column("arm", overflow="fold")
-    headings = ("ms", *(f"time / {run.setup.names[peer]}" for peer in run.peers), "wire", "link")
-    for heading in headings:
-        rows.add_column(heading, justify="right", no_wrap=True)
-    for arm, (name, times) in enumerate(zip(run.setup.names, run.times, strict=True)):
-        ratios = ["1" if peer == arm else escape(str(run.ratio(arm, peer))) for peer in run.peers]
-        bytes_sent = (f"{times.wire_bytes:,}", f"{run.link_bytes(arm):,.0f}")
-        rows.add_row(escape(name), f"{median(times.steps) * 1e3:.1f}", *ratios, *bytes_sent)
-    return rows
 
 
 def write(out: Path, run: Run) -> None:

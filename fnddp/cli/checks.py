@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fnddp.cli.failures import WrongArgument
+from fnddp.cost.link import Link
 from fnddp.parse import parse
 from fnddp.sync import Sync
 
@@ -23,6 +24,18 @@ def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
     except (TypeError, ValueError) as error:
         raise WrongArgument.of(error) from error
     return sync
+
+
+def check_link(text: str) -> Link:
+    """The link that `text` writes.
+
+    Raises:
+        WrongArgument: It is no link.
+    """
+    try:
+        return Link.parse(text)
+    except ValueError as error:
+        raise WrongArgument(f"--link: {error}") from error
 
 
 def check_folder(out: Path) -> None:

@@ -1,11 +1,11 @@
 """Several hosts with slow links on one machine: Linux network namespaces, joined by a bridge in one of their own.
 
-Nothing of the machine's own network is touched. The links are shaped by `tc tbf`: what a host sends leaves at a rate.
+Nothing of the machine's own network is touched. The links are shaped by `tc tbf`: what a host sends leaves at a rate;
+and by `tc netem`, if there is a latency.
 """
 
 import ctypes
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from fnddp.cost.link import Link
+
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 PREFIX = "fnddp"  # of their names: fnddp-PID-RANDOM-HOST
 INTERFACE = "eth0"  # within a host
 BURST, QUEUE = "256kb", "100ms"
-UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+IN_FLIGHT = "1000000"  # packets that a delay holds: never the limit
 MAX_HOSTS = 254
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 
@@ -47,38 +49,22 @@ class Host:
                 raise OSError(error, f"cannot enter the network namespace {self.namespace}: {os.strerror(error)}")
 
 
-def parse_rate(text: str) -> int:
-    """Bits per second, from a text such as "200mbit" or "2.5gbit" (decimal units: bit, kbit, mbit, gbit).
-
-    Raises:
-        ValueError: It is not a rate.
-
-    >>> parse_rate("200mbit")
-    200000000
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?bit)", text.strip().lower())
-    rate = int(float(match[1]) * UNITS[match[2]]) if match else 0
-    if rate < 8:  # tc counts in bytes
-        raise ValueError(f"a rate is a number and bit, kbit, mbit or gbit, such as 200mbit or 2.5gbit; got {text!r}")
-    return rate
-
-
 @contextmanager
-def shaped_hosts(n: int, rate: str) -> Generator[list[Host]]:
-    """Makes `n` hosts on one switch, each of which sends at most `rate`. However the block ends, they are gone.
+def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
+    """Makes `n` hosts on one switch, each of which sends over a `link`. However the block ends, they are gone.
 
     While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. What a run
     that was killed has left behind is removed by the next.
 
     Args:
         n: Number of hosts.
-        rate: Such as "200mbit".
+        link: As `Link.parse` reads it, such as "200mbit". A latency needs the kernel's module sch_netem.
 
     Raises:
         NetworkError: Not Linux, not root, or iproute2 is missing or was refused.
-        ValueError: `rate` is not a rate, or there are too many hosts.
+        ValueError: `link` is no link, or there are too many hosts.
     """
-    bits = parse_rate(rate)
+    parsed = Link.parse(link)
     if not 1 <= n <= MAX_HOSTS:
         raise ValueError(f"a network has 1 to {MAX_HOSTS} hosts, got {n}")
     check_available()
@@ -87,7 +73,7 @@ def shaped_hosts(n: int, rate: str) -> Generator[list[Host]]:
     with _sigterm_raises():
         try:
             with _signals_held():
-                hosts = _make(name, n, bits)
+                hosts = _make(name, n, parsed)
             yield hosts
         finally:
             with _signals_held():
@@ -114,7 +100,7 @@ def sent_bytes(interface: str) -> int:
     raise ValueError(f"this host has no network interface {interface!r}")
 
 
-def _make(name: str, n: int, bits: int) -> list[Host]:
+def _make(name: str, n: int, link: Link) -> list[Host]:
     switch, hosts = f"{name}-switch", [Host(f"{name}-{i}") for i in range(n)]
     _run("ip", "netns", "add", switch)
     _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -128,8 +114,11 @@ def _make(name: str, n: int, bits: int) -> list[Host]:
         _run("ip", *inside, "address", "add", f"10.0.0.{i + 1}/24", "dev", host.interface)
         _run("ip", *inside, "link", "set", "lo", "up")
         _run("ip", *inside, "link", "set", host.interface, "up")
-        shape = ("tbf", "rate", f"{bits}bit", "burst", BURST, "latency", QUEUE)
-        _run("tc", *inside, "qdisc", "add", "dev", host.interface, "root", *shape)
+        add, below = ("tc", *inside, "qdisc", "add", "dev", host.interface), ("root",)
+        if link.latency:
+            _run(*add, *below, "handle", "1:", "netem", "delay", f"{link.latency * 1e6:g}us", "limit", IN_FLIGHT)
+            below = ("parent", "1:1")
+        _run(*add, *below, "tbf", "rate", f"{round(8 * link.bandwidth)}bit", "burst", BURST, "latency", QUEUE)
     return hosts
 
 

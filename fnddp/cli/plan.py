@@ -9,11 +9,10 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.cli import plan_report
-from fnddp.cli.checks import check_pipeline
+from fnddp.cli.checks import check_link, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.plan_report import Planned, Setting
-from fnddp.cost.link import Link
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
 from fnddp.sync import State, Sync
@@ -55,7 +54,8 @@ def run(
     try:
         if svg is not None and max(len(pipelines), len(links)) > 1:
             raise WrongArgument("--svg draws the plan of one pipeline on one link: give one of each")
-        setting = Setting(model, check_model(model), ranks, check_links(links), step, backward, bucket_cap_mb)
+        by_text = {text: check_link(text) for text in links}
+        setting = Setting(model, check_model(model), ranks, by_text, step, backward, bucket_cap_mb)
         syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
         planned = [Planned.of(plan, setting) for plan in _plans(syncs, setting)]
         if svg is not None:
@@ -84,18 +84,6 @@ def check_model(name: str) -> dict[str, Tensor]:
     if not parameters:
         raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
     return parameters
-
-
-def check_links(texts: Sequence[str]) -> dict[str, Link]:
-    """The links by the texts that write them.
-
-    Raises:
-        WrongArgument: One is no link.
-    """
-    try:
-        return {text: Link.parse(text) for text in texts}
-    except ValueError as error:
-        raise WrongArgument(f"--link: {error}") from error
 
 
 def state_at(step: int, state: State) -> State:

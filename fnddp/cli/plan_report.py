@@ -5,12 +5,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from fnddp.cli import table as tables
 from fnddp.cost.estimate import Estimate
 from fnddp.cost.link import Link, duration
 from fnddp.plan.plan import Plan
@@ -98,25 +97,23 @@ def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None
 
 def table(setting: Setting, planned: Sequence[Planned]) -> Table:
     """The comparison, a row for each pipeline."""
-    rows = Table(box=box.SIMPLE_HEAD, caption=_caption(setting), caption_justify="left")
-    rows.add_column("pipeline", overflow="fold")
     costs = ["comm"] if setting.backward is None else ["comm", "step", "exposed"]
-    times = [f"{escape(text)}\n{cost}" for text in setting.links for cost in costs]
-    for heading in ("wire B", "reduction", "link B", "collec-\ntives", "rounds", "memory", *times):
-        rows.add_column(heading, justify="right", no_wrap=True)
-    for each in planned:
-        plan = each.plan
-        rows.add_row(
-            escape(repr(plan.sync)),
-            f"{plan.wire_bytes:,}",
+    times = [f"{text}\n{cost}" for text in setting.links for cost in costs]
+    headings = ("pipeline", "wire B", "reduction", "link B", "collec-\ntives", "rounds", "memory", *times)
+    rows = [
+        (
+            repr(each.plan.sync),
+            f"{each.plan.wire_bytes:,}",
             "-" if each.reduction is None else f"{each.reduction:.1f}x",
             f"{each.link_bytes:,}",
-            str(len(plan.collectives)),
-            str(plan.rounds),
+            str(len(each.plan.collectives)),
+            str(each.plan.rounds),
             "-" if each.peak_bytes is None else size(each.peak_bytes),
             *(duration(seconds) for cost in each.estimates.values() for seconds in _costs(cost).values()),
         )
-    return rows
+        for each in planned
+    ]
+    return tables.table(headings, rows, _caption(setting))
 
 
 def as_json(setting: Setting, planned: Sequence[Planned]) -> str:

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from rich import box
 from rich.table import Table
 
+from fnddp.cli import table as tables
 from fnddp.cli import train
 from fnddp.cli.train import Result
 
@@ -24,18 +24,8 @@ COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5
 
 def table(names: Sequence[str], results: Sequence[Result]) -> Table:
     """The comparison, a row for each pipeline."""
-    rows = Table(
-        box=box.SIMPLE_HEAD,
-        caption="bytes: what one rank hands to its collectives in the last step, counted\n"
-        "reduction: against 4 bytes for each parameter; MB sent: in all steps together\n"
-        "ms/step: median; fewer bytes pay on slow links, hardly ever within one machine",
-        caption_justify="left",
-    )
-    rows.add_column("pipeline", overflow="fold")
-    for heading in ("bytes/step", "reduction", "MB sent", "accuracy", "ms/step"):
-        rows.add_column(heading, justify="right", no_wrap=True)
-    for name, result in zip(names, results, strict=True):
-        rows.add_row(
+    rows = [
+        (
             name,
             f"{result.step_bytes:,}",
             "-" if result.reduction is None else f"{result.reduction:.1f}x",
@@ -43,7 +33,15 @@ def table(names: Sequence[str], results: Sequence[Result]) -> Table:
             f"{result.accuracy:.2%}",
             f"{result.step_seconds * 1e3:.1f}",
         )
-    return rows
+        for name, result in zip(names, results, strict=True)
+    ]
+    return tables.table(
+        ("pipeline", "bytes/step", "reduction", "MB sent", "accuracy", "ms/step"),
+        rows,
+        caption="bytes: what one rank hands to its collectives in the last step, counted\n"
+        "reduction: against 4 bytes for each parameter; MB sent: in all steps together\n"
+        "ms/step: median; fewer bytes pay on slow links, hardly ever within one machine",
+    )
 
 
 def write(out: Path, names: Sequence[str], results: Sequence[Result], *, ranks: int, seed: int) -> None:

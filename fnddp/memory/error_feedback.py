@@ -6,7 +6,7 @@ import torch
 
 from fnddp import tree
 from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact
+from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -59,9 +59,9 @@ class error_feedback(Sync):
         residual = {path: torch.zeros_like(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
         return ErrorFeedbackState(residual, self.inner.init(grads))
 
-    def exchange(self, grads: Tree, state: ErrorFeedbackState) -> Exchange:
+    def exchange(self, leaves: Leaves, state: ErrorFeedbackState) -> Exchange:
+        require_leaves("error_feedback", leaves)
         require_state("error_feedback", state, ErrorFeedbackState)
-        leaves, spec = tree.flatten(grads)
         remembered = {path: leaf for path, leaf in leaves.items() if is_inexact(leaf)}
         check_entries("error_feedback", state.residual, {path: leaf.shape for path, leaf in remembered.items()})
         x = dict(leaves)
@@ -69,8 +69,4 @@ class error_feedback(Sync):
             x[path] = torch.add(leaf, state.residual[path], alpha=self.decay)
         inner = self.inner.exchange(x, state.inner)
         residual = {path: x[path] - inner.sent[path] for path in remembered}
-        return Exchange(
-            mean=tree.unflatten(spec, inner.mean),
-            sent=tree.unflatten(spec, inner.sent),
-            state=ErrorFeedbackState(residual, inner.state),
-        )
+        return inner._replace(state=ErrorFeedbackState(residual, inner.state))

@@ -1,9 +1,9 @@
 """All-reduce: every rank gets the same reduction of all ranks' payloads."""
 
-from fnddp import collectives, tree
+from fnddp import collectives
 from fnddp.group import Group, group_name
 from fnddp.sync import Exchange, State, Sync, registry, transform
-from fnddp.tree import Tree
+from fnddp.tree import Leaves, Tree, require_leaves
 
 
 @transform
@@ -54,10 +54,10 @@ class all_reduce(Sync):
     def init(self, grads: Tree) -> State:
         return ()
 
-    def exchange(self, grads: Tree, state: State) -> Exchange:
-        leaves, spec = tree.flatten(grads)
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        require_leaves("all_reduce", leaves)
         reduced = collectives.all_reduce(leaves, self.op, group_name(self.group))
-        return Exchange(mean=tree.unflatten(spec, reduced), sent=grads, state=state)
+        return Exchange(mean=reduced, sent=leaves, state=state)
 
     def __repr__(self) -> str:
         return "allreduce" if self == allreduce else super().__repr__()

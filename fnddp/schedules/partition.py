@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fnddp import tree
 from fnddp.sync import Exchange, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree
+from fnddp.tree import Leaves, Tree, require_leaves
 
 MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
 
@@ -74,15 +74,15 @@ class partition(Sync):
         parts = self._split(leaves)
         return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in self._pairs})
 
-    def exchange(self, grads: Tree, state: PartitionState) -> Exchange:
+    def exchange(self, leaves: Leaves, state: PartitionState) -> Exchange:
+        require_leaves("partition", leaves)
         require_state("partition", state, PartitionState)
-        leaves, spec = tree.flatten(grads)
         parts = self._split(leaves)
         done = {pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in self._pairs}
         owner = {path: pattern for pattern, part in parts.items() for path in part}
         return Exchange(
-            mean=tree.unflatten(spec, {path: done[owner[path]].mean[path] for path in leaves}),
-            sent=tree.unflatten(spec, {path: done[owner[path]].sent[path] for path in leaves}),
+            mean={path: done[owner[path]].mean[path] for path in leaves},
+            sent={path: done[owner[path]].sent[path] for path in leaves},
             state=PartitionState({pattern: exchange.state for pattern, exchange in done.items()}),
         )
 

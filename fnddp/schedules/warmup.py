@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Tree
+from fnddp.tree import Leaves, Tree
 
 
 class WarmupState(NamedTuple):
@@ -54,10 +54,10 @@ class warmup(Sync):
     def init(self, grads: Tree) -> State:
         return WarmupState(0, self.before.init(grads), self.inner.init(grads))
 
-    def exchange(self, grads: Tree, state: WarmupState) -> Exchange:
+    def exchange(self, leaves: Leaves, state: WarmupState) -> Exchange:
         require_state("warmup", state, WarmupState)
         if state.step < self.steps:
-            mean, sent, before = self.before.exchange(grads, state.before)
-            return Exchange(mean, sent, WarmupState(state.step + 1, before, state.inner))
-        mean, sent, inner = self.inner.exchange(grads, state.inner)
-        return Exchange(mean, sent, WarmupState(state.step, state.before, inner))
+            before = self.before.exchange(leaves, state.before)
+            return before._replace(state=WarmupState(state.step + 1, before.state, state.inner))
+        inner = self.inner.exchange(leaves, state.inner)
+        return inner._replace(state=WarmupState(state.step, state.before, inner.state))

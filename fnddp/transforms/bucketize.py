@@ -1,23 +1,15 @@
 """Flat buffers: few large collectives instead of many small ones."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from fnddp import tree
+from fnddp.buckets import MB, assign_buckets
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, State, Sync, transform
-from fnddp.tree import Leaves, Tree
-
-MB = 2**20
-
-
-class Bucket(NamedTuple):
-    """`name`: the first and last leaf path; `paths`: its leaves, in the order in which they lie in the buffer."""
-
-    name: str
-    paths: list[str]
+from fnddp.tree import Leaves, Tree, require_leaves
 
 
 @transform
@@ -42,8 +34,6 @@ class bucketize(Sync):
 
     >>> from fnddp import allreduce
     >>> grads = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(2, dtype=torch.float64)}
-    >>> [bucket.paths for bucket in assign_buckets(grads, cap=2**20, first_cap=2**20)]
-    [['c'], ['b', 'a']]
     >>> bucketize(allreduce)(grads, ())[0]["b"]
     tensor([[1., 1.],
             [1., 1.]])
@@ -62,61 +52,47 @@ class bucketize(Sync):
         leaves, _ = tree.flatten(grads)
         return self.inner.init(
             {
-                bucket.name: leaves[bucket.paths[0]]
-                .detach()
-                .new_empty(sum(leaves[path].numel() for path in bucket.paths))
-                for bucket in self._buckets(leaves)
+                name: leaves[paths[0]].detach().new_empty(sum(leaves[path].numel() for path in paths))
+                for name, paths in self.buckets(leaves).items()
             }
         )
 
-    def exchange(self, grads: Tree, state: State) -> Exchange:
-        leaves, spec = tree.flatten(grads)
-        buckets = self._buckets(leaves)
-        flat = {bucket.name: _flatten([leaves[path] for path in bucket.paths]) for bucket in buckets}
-        inner = self.inner.exchange(flat, state)
-        return Exchange(
-            mean=tree.unflatten(spec, _unpack(inner.mean, buckets, leaves)),
-            sent=tree.unflatten(spec, _unpack(inner.sent, buckets, leaves)),
-            state=inner.state,
-        )
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        require_leaves("bucketize", leaves)
+        buckets = self.buckets(leaves)
+        flat = {name: _flatten(leaves[path] for path in paths) for name, paths in buckets.items()}
+        return self.inner.exchange(flat, state).decoded(lambda flat: _unpack(flat, buckets, leaves))
 
-    def _buckets(self, leaves: Leaves) -> list[Bucket]:
-        return assign_buckets(leaves, cap=int(self.cap_mb * MB), first_cap=int(self.first_cap_mb * MB))
+    def buckets(self, leaves: Leaves) -> dict[str, list[str]]:
+        """Leaf paths by bucket, in the order in which they lie in the buffer; values are not read.
 
-
-def assign_buckets(leaves: Leaves, cap: int, first_cap: int) -> list[Bucket]:
-    """Groups leaf paths by dtype and device in reverse order; a group is closed when it holds `cap` bytes.
-
-    Args:
-        leaves: Shapes, dtypes and devices are read.
-        cap: Bytes at which a bucket is closed.
-        first_cap: The same for the first bucket of each dtype and device.
-    """
-    closed: list[list[str]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    limits: dict[tuple[torch.dtype, torch.device], int] = {}
-    for path in reversed(list(leaves)):
-        leaf = leaves[path]
-        kind = (leaf.dtype, leaf.device)
-        filling.setdefault(kind, []).append(path)
-        sizes[kind] = sizes.get(kind, 0) + leaf.numel() * leaf.element_size()
-        if sizes[kind] >= limits.get(kind, first_cap):
-            closed.append(filling.pop(kind))
-            sizes[kind] = 0
-            limits[kind] = cap
-    groups = closed + list(filling.values())
-    return [Bucket(paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}", paths) for paths in groups]
+        >>> from fnddp import allreduce
+        >>> grads = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(2, dtype=torch.float64)}
+        >>> bucketize(allreduce).buckets(grads)
+        {'c': ['c'], 'b..a': ['b', 'a']}
+        """
+        nbytes: dict[tuple[torch.dtype, torch.device], dict[str, int]] = {}
+        for path in reversed(list(leaves)):
+            leaf = leaves[path]
+            nbytes.setdefault((leaf.dtype, leaf.device), {})[path] = leaf.numel() * leaf.element_size()
+        caps = int(self.first_cap_mb * MB), int(self.cap_mb * MB)
+        groups: list[list[str]] = []
+        for alike in nbytes.values():
+            of_number: dict[int, list[str]] = {}
+            for path, number in assign_buckets(alike, caps).items():
+                of_number.setdefault(number, []).append(path)
+            groups += of_number.values()
+        return {paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}": paths for paths in groups}
 
 
-def _flatten(leaves: list[Tensor]) -> Tensor:
+def _flatten(leaves: Iterable[Tensor]) -> Tensor:
     return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
 
-def _unpack(flat: Leaves, buckets: list[Bucket], like: Leaves) -> Leaves:
+def _unpack(flat: Leaves, buckets: dict[str, list[str]], like: Leaves) -> Leaves:
     parts: Leaves = {}
-    for bucket in buckets:
-        pieces = flat[bucket.name].split([like[path].numel() for path in bucket.paths])
-        for path, piece in zip(bucket.paths, pieces, strict=True):
+    for name, paths in buckets.items():
+        pieces = flat[name].split([like[path].numel() for path in paths])
+        for path, piece in zip(paths, pieces, strict=True):
             parts[path] = in_format_of(like[path], piece.view(like[path].shape))
     return {path: parts[path] for path in like}

@@ -1,16 +1,16 @@
 """Low-precision wires: cast, exchange, cast back."""
 
-from dataclasses import field
-
 import torch
 from torch import Tensor
 
 from fnddp import tree
-from fnddp.sync import Exchange, State, Sync, transform
-from fnddp.tree import Tree, is_inexact
+from fnddp.sync import Exchange, State, Sync, registry, transform
+from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
 # What every backend can add up.
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @transform
@@ -36,8 +36,8 @@ class cast(Sync):
         FloatingPointError: With `check`, at the exchange; names the leaves.
 
     >>> from fnddp import allreduce
-    >>> cast(allreduce, torch.bfloat16)
-    cast(allreduce, 'bfloat16')
+    >>> cast(allreduce, torch.float64), cast(allreduce, "bfloat16")
+    (cast(allreduce, 'float64'), bf16(allreduce))
     >>> big = {"w": torch.tensor([1e5, 1.0])}
     >>> cast(allreduce, "float16")(big, ())[0]
     {'w': tensor([inf, 1.])}
@@ -62,14 +62,14 @@ class cast(Sync):
     def init(self, grads: Tree) -> State:
         return self.inner.init(tree.map_leaves(self._spec, grads))
 
-    def exchange(self, grads: Tree, state: State) -> Exchange:
-        leaves, spec = tree.flatten(grads)
-        inner = self.inner.exchange({path: self._encode(leaf) for path, leaf in leaves.items()}, state)
-        mean = {path: _decode(inner.mean[path], leaf) for path, leaf in leaves.items()}
-        sent = {path: _decode(inner.sent[path], leaf) for path, leaf in leaves.items()}
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        require_leaves("cast", leaves)
+        wires = {path: self._encode(leaf) for path, leaf in leaves.items()}
+        inner = self.inner.exchange(wires, state)
+        done = inner.decoded(lambda wires: {path: _decode(wires[path], leaf) for path, leaf in leaves.items()})
         if self.check:
-            self._raise_if_not_finite(mean, leaves)
-        return Exchange(tree.unflatten(spec, mean), tree.unflatten(spec, sent), inner.state)
+            self._raise_if_not_finite(done.mean, leaves)
+        return done
 
     @property
     def traceable(self) -> bool:
@@ -108,33 +108,49 @@ class cast(Sync):
                 f"{'; '.join(problems)}; use bf16, or scale the loss"
             )
 
+    def __repr__(self) -> str:
+        short = SHORT.get(self._wire_dtype)
+        if short is None:
+            return super().__repr__()
+        return f"{short}({self.inner!r}{', check=True' if self.check else ''})"
 
-@transform
-class fp16(cast):
+
+def fp16(inner: Sync, *, check: bool = False) -> cast:
     """`cast(inner, torch.float16)`: half the bytes, 11 bits of precision, range 6e-8 to 65504.
 
-    The wrong choice when gradients leave that range; see `check` of `cast`.
+    The wrong choice when gradients leave that range.
+
+    Args:
+        inner: What carries the payload.
+        check: Raise if a leaf of the mean is not finite; see `cast`.
 
     >>> from fnddp import allreduce
+    >>> fp16(allreduce)
+    fp16(allreduce)
     >>> fp16(allreduce)({"w": torch.tensor([1.0, 1 / 3])}, ())[0]
     {'w': tensor([1.0000, 0.3333])}
     """
+    return cast(inner, torch.float16, check)
 
-    dtype: torch.dtype | str = field(default=torch.float16, init=False)
 
-
-@transform
-class bf16(cast):
+def bf16(inner: Sync, *, check: bool = False) -> cast:
     """`cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32. On CPU too.
 
     The wrong choice for large world sizes without error feedback: the wire's sum is rounded to 8 bits too.
+
+    Args:
+        inner: What carries the payload.
+        check: Raise if a leaf of the mean is not finite; see `cast`.
 
     >>> from fnddp import allreduce
     >>> bf16(allreduce)({"w": torch.tensor([1.0, 1e30])}, ())[0]
     {'w': tensor([1.0000e+00, 1.0003e+30])}
     """
+    return cast(inner, torch.bfloat16, check)
 
-    dtype: torch.dtype | str = field(default=torch.bfloat16, init=False)
+
+registry.add("fp16", fp16)
+registry.add("bf16", bf16)
 
 
 def _decode(wire: Tensor, leaf: Tensor) -> Tensor:

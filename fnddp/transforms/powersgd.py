@@ -11,7 +11,7 @@ from fnddp import random, tree
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
 from fnddp.transforms.orthogonalize import METHODS, normalize_columns, orthogonalize
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact
+from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
 class PowerSGDState(NamedTuple):
@@ -107,9 +107,9 @@ class powersgd(Sync):
             q_round=self.inner.init(q_like),
         )
 
-    def exchange(self, grads: Tree, state: PowerSGDState) -> Exchange:
+    def exchange(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
+        require_leaves("powersgd", leaves)
         require_state("powersgd", state, PowerSGDState)
-        leaves, spec = tree.flatten(grads)
         groups = self._group(leaves)
         query = self._queries(leaves, state)
 
@@ -138,8 +138,8 @@ class powersgd(Sync):
         # state.q is empty without warm start
         next_q = {path: normalize_columns(_compute(q_round.mean[path]), fallback=query[path]) for path in state.q}
         return Exchange(
-            mean=tree.unflatten(spec, mean),
-            sent=tree.unflatten(spec, sent),
+            mean=mean,
+            sent=sent,
             state=PowerSGDState(
                 q=next_q,
                 step=state.step if self.warm_start else state.step + 1,

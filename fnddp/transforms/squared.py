@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp import tree
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, State, Sync, transform
-from fnddp.tree import Tree
+from fnddp.tree import Leaves, Tree, require_leaves
 
 
 @transform
@@ -31,14 +31,11 @@ class squared(Sync):
     def init(self, grads: Tree) -> State:
         return self.inner.init(tree.map_leaves(lambda leaf: leaf.detach().new_empty((_side(leaf), _side(leaf))), grads))
 
-    def exchange(self, grads: Tree, state: State) -> Exchange:
-        leaves, spec = tree.flatten(grads)
-        inner = self.inner.exchange({path: _to_square(leaf) for path, leaf in leaves.items()}, state)
-        return Exchange(
-            mean=tree.unflatten(spec, {path: _from_square(inner.mean[path], leaf) for path, leaf in leaves.items()}),
-            sent=tree.unflatten(spec, {path: _from_square(inner.sent[path], leaf) for path, leaf in leaves.items()}),
-            state=inner.state,
-        )
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        require_leaves("squared", leaves)
+        squares = {path: _to_square(leaf) for path, leaf in leaves.items()}
+        inner = self.inner.exchange(squares, state)
+        return inner.decoded(lambda of: {path: _from_square(of[path], leaf) for path, leaf in leaves.items()})
 
 
 def _side(leaf: Tensor) -> int:

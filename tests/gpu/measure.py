@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 import fnddp
 from fnddp import Sync, tree
-from fnddp.plan.lower import lower
 from fnddp.plan.draft import Donation
+from fnddp.plan.lower import lower
 from fnddp.run.memory import Buffers
 from fnddp.show.trace import TimedExecutor, plain_table
 from tests.gpu.nccl import run_ranks
