@@ -1,7 +1,7 @@
-"""Ranks for tests: threads in this process for breadth, a pool of gloo processes for the real thing.
+"""Ranks for tests: a pool of gloo processes, for the real thing. (For breadth there are the threads of `fnddp.ranks`.)
 
-Both run `fn(rank, *arguments)` on n ranks with a process group of n, return the results by rank, raise the first
-failure with every rank's traceback, and never hang.
+It runs `fn(rank, *arguments)` on n ranks with a process group of n, returns the results by rank, raises the first
+failure with every rank's traceback, and never hangs.
 """
 
 import faulthandler
@@ -11,7 +11,6 @@ import pickle
 import queue
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,64 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
 
-THREADS_SECONDS = 60
+from fnddp.ranks import RankFailed
+
 POOL_SECONDS = 120
 POOL_RANKS = 4
-
-
-class RankFailed(AssertionError):
-    """A rank raised; `errors` has the exception of each rank that did."""
-
-    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
-        super().__init__(message)
-        self.errors = errors
-
-
-def run_threads(n: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Runs `fn(rank, *arguments)` on `n` threads, each a rank of torch's threaded process group."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    world = _install_threaded_pg()
-    if not hasattr(world, "comms"):  # torch 2.11: destroy_process_group asks for it, and threaded worlds lack it
-        type(world).comms = []
-    store = dist.HashStore()
-    results: list[Any] = [None] * n
-    errors: dict[int, BaseException] = {}
-    traces: dict[int, str] = {}
-
-    def body(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=n, store=store)
-            results[rank] = fn(rank, *arguments)
-        except BaseException as error:
-            errors[rank] = error
-            traces[rank] = traceback.format_exc()
-            ProcessLocalGroup.exception_handle(error)  # wakes the other ranks
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n)]
-    try:
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + THREADS_SECONDS
-        for rank, thread in enumerate(threads):
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                errors.setdefault(rank, TimeoutError(f"rank {rank} ran for {THREADS_SECONDS} s"))
-    finally:
-        ProcessLocalGroup.reset()
-        _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    if errors:
-        raise RankFailed("".join(f"\nrank {rank}: {traces.get(rank, errors[rank])}" for rank in sorted(errors)), errors)
-    return results
 
 
 class GlooPool:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, from_hook, powersgd, verify
-from tests.ranks import run_threads
+from fnddp.ranks import run_threads
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 

@@ -25,7 +25,7 @@ from fnddp.distributed import (
     sync_ddp,
     sync_ddp_if_available,
 )
-from tests.ranks import run_threads
+from fnddp.ranks import run_threads
 
 DTYPES = [
     torch.float64,

@@ -30,7 +30,7 @@ import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import RankMismatchError, StepFailedError, allreduce, bf16, fp16
 from fnddp.adapters.checkpoint import shares
-from tests.laws import bits, gather
+from fnddp.laws import bits, gather
 from tests.test_register import COMPRESSED, Branches, batch, make_model
 
 WITH_RESIDUAL = "error_feedback(fp16(allreduce))"

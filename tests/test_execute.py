@@ -29,14 +29,14 @@ from fnddp import (
     partition,
     tree,
 )
+from fnddp.laws import DONATIONS, bits, gather, make_engine
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.passes.place import Donation
+from fnddp.ranks import run_threads
 from fnddp.run.eager import groups_of
 from fnddp.run.engine import Engine
 from fnddp.run.planned import CollectiveError, Executor
-from tests.laws import DONATIONS, bits, gather, make_engine
 from tests.pipelines import EXAMPLES, grads
-from tests.ranks import run_threads
 
 COMPRESSED = EXAMPLES["error_feedback"]
 STEPS = 6

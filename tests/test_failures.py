@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
+from fnddp.laws import bits, gather
 from fnddp.run.planned import CollectiveError
-from tests.laws import bits, gather
 from tests.test_register import batch, loss_of, make_model
 
 PLAIN = "allreduce"

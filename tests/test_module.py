@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback, fp16
+from fnddp.laws import bits, gather
 from fnddp.run.planned import CollectiveError
-from tests.laws import bits, gather
 from tests.test_register import COMPRESSED, Branches, batch, functional_steps, loss_of, make_model
 
 SMALL = {"bucket_cap_mb": 0.01}

@@ -24,6 +24,7 @@ from fnddp import (
     tree,
     warmup,
 )
+from fnddp.laws import DONATIONS, bits, make_engine
 from fnddp.plan.ir import LeafSpec, launch, tensor_nodes
 from fnddp.plan.passes import fuse as fuse_pass
 from fnddp.plan.passes.combine import MB, assign_buckets, combine
@@ -31,9 +32,8 @@ from fnddp.plan.passes.fuse import fuse
 from fnddp.plan.passes.place import Donation
 from fnddp.plan.passes.simplify import simplify
 from fnddp.plan.passes.trace import trace
-from tests.laws import DONATIONS, bits, make_engine
+from fnddp.ranks import run_threads
 from tests.pipelines import EXAMPLES, grads
-from tests.ranks import run_threads
 
 aten: Any = torch.ops.aten
 

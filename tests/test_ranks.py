@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import GlooPool, RankFailed, run_threads
+from fnddp.ranks import RankFailed, run_threads
+from tests.ranks import GlooPool
 
 
 def total(rank: int) -> float:

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
-from tests.laws import bits
+from fnddp.laws import bits
+from fnddp.ranks import run_threads
 from tests.pipelines import grads
-from tests.ranks import run_threads
 
 # float32 arithmetic on matrices of some hundred elements, a few steps deep
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}

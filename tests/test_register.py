@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
 from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
-from tests.laws import bits
-from tests.ranks import RankFailed
+from fnddp.laws import bits
+from fnddp.ranks import RankFailed
 
 COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 

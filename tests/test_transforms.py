@@ -25,11 +25,11 @@ from fnddp import (
     warmup,
 )
 from fnddp.random import normal
+from fnddp.ranks import run_threads
 from fnddp.sync import registry
 from fnddp.transforms.bucketize import assign_buckets
 from fnddp.transforms.orthogonalize import orthogonalize
 from tests.pipelines import EXAMPLES
-from tests.ranks import run_threads
 
 
 def steps(sync, gradients, n=3):

@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
 from fnddp import Sync, tree
+from fnddp.laws import bits, engine_step, make_engine
 from fnddp.plan.passes.place import Donation
 from tests.gpu.nccl import on, run_nccl
-from tests.laws import bits, engine_step, make_engine
 from tests.pipelines import EXAMPLES, grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
