@@ -509,7 +509,7 @@ def _require_near(what: str, want: Tensor, got: Tensor, eps: float, scale: float
     """Equal up to `terms` roundings, in `eps` or the leaf's own, of numbers as large as `scale`; integers exactly."""
     allowed = terms * max(eps, torch.finfo(got.dtype).eps) * scale if tree.is_inexact(got) else 0.0
     error = (_wide(got) - _wide(want)).abs().max().item() if got.numel() else 0.0
-    _require(error <= allowed, f"{what} and what it should be are {error:.3g} apart, allowed {allowed:.3g}")
+    _require(error <= allowed, f"{what} and what the pipeline gives are {error:.3g} apart, allowed {allowed:.3g}")
 
 
 def _normal(rank: int, step: int) -> Callable[..., Tensor]:
