@@ -5,6 +5,9 @@ failure with every rank's traceback, and never hangs.
 """
 
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -18,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -124,3 +128,30 @@ def _picklable(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def on_ranks(*sizes: int, seconds: float = POOL_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes the body of a test, whose first parameter is `rank`, what each of n gloo processes runs, for n in `sizes`.
+
+    Its other parameters come from `parametrize`, or are fixtures whose values pickle.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            n, gloo = arguments.pop("ranks", sizes[0]), arguments.pop("gloo")
+            gloo(n, _run_body, body.__module__, body.__qualname__, arguments, timeout=seconds)
+
+        _, *others = inspect.signature(body).parameters.values()
+        names = ["gloo", *(["ranks"] if len(sizes) > 1 else [])]
+        ours = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        test.__signature__ = inspect.Signature(
+            [*ours, *(other.replace(default=inspect.Parameter.empty) for other in others)]
+        )
+        return pytest.mark.parametrize("ranks", sizes)(test) if len(sizes) > 1 else test
+
+    return decorate
+
+
+def _run_body(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    inspect.unwrap(getattr(importlib.import_module(module), name))(rank, **arguments)

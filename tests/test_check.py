@@ -109,9 +109,7 @@ def test_a_broken_law_is_named(broken, grads, message):
 
 
 def test_a_lossy_pipeline_is_not_exact():
-    with pytest.raises(
-        laws.LawError, match=r"law 5 .*fp16\(allreduce\) on rank 0 of 1: .* apart"
-    ):
+    with pytest.raises(laws.LawError, match=r"law 5 .*fp16\(allreduce\) on rank 0 of 1: .* apart"):
         laws.law_5_lossless_is_exact(0, fp16(allreduce), laws.model)
     assert not laws.loses_nothing(0, fp16(allreduce), laws.model)
     assert laws.loses_nothing(0, allreduce, laws.model)

@@ -31,6 +31,7 @@ from fnddp import DistributedDataParallel as DDP
 from fnddp import RankMismatchError, StepFailedError, allreduce, bf16, fp16
 from fnddp.adapters.checkpoint import shares
 from fnddp.laws import bits, gather
+from tests.ranks import on_ranks
 from tests.test_register import COMPRESSED, Branches, batch, make_model
 
 WITH_RESIDUAL = "error_feedback(fp16(allreduce))"
@@ -126,7 +127,8 @@ def test_public_names_are_there():
     assert [name for name in vars(TorchDDP) if not name.startswith("_") and not hasattr(DDP, name)] == []
 
 
-def check_public_attributes(rank: int) -> None:
+@on_ranks(1)
+def test_public_attributes_are_there(rank: int) -> None:
     ours, theirs = DDP(normed()), TorchDDP(normed())
     missing = [name for name in vars(theirs) if not name.startswith("_") and not hasattr(ours, name)]
     about_cuda_and_buckets = {"logger", "use_side_stream_for_tensor_copies", "bucket_bytes_cap_default"}
@@ -138,10 +140,6 @@ def check_public_attributes(rank: int) -> None:
         theirs.bucket_bytes_cap,
         theirs.broadcast_bucket_size,
     )
-
-
-def test_public_attributes_are_there(gloo):
-    gloo(1, check_public_attributes)
 
 
 def check_option(rank: int, options: dict[str, Any]) -> None:
@@ -185,7 +183,9 @@ def test_every_option_gives_torchs_bits(gloo, options):
     gloo(2, check_option, options)
 
 
-def check_buffers_when_wrapped(rank: int) -> None:
+@since_213
+@on_ranks(2)
+def test_buffers_are_made_equal_when_torch_makes_them_equal(rank: int) -> None:
     for options in ({}, {"forward_sync_buffers": False}, {"broadcast_buffers": False}):
         with pytest.warns(FutureWarning) if "broadcast_buffers" in options else nullcontext():
             models = [cls(normed(), **options) for cls in (DDP, TorchDDP)]
@@ -197,12 +197,8 @@ def check_buffers_when_wrapped(rank: int) -> None:
         assert bits(models[0].state_dict()) == bits(models[1].state_dict())
 
 
-@since_213
-def test_buffers_are_made_equal_when_torch_makes_them_equal(gloo):
-    gloo(2, check_buffers_when_wrapped)
-
-
-def check_mesh(rank: int) -> None:
+@on_ranks(4)
+def test_over_one_dimension_of_a_mesh(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["replicate"]
     ours, theirs = DDP(make_model(), device_mesh=mesh), TorchDDP(make_model(), device_mesh=mesh)
     for model in (ours, theirs):
@@ -212,11 +208,8 @@ def check_mesh(rank: int) -> None:
     assert ours.process_group is mesh.get_group()
 
 
-def test_over_one_dimension_of_a_mesh(gloo):
-    gloo(4, check_mesh)
-
-
-def whole_mesh(rank: int) -> None:
+@on_ranks(2)
+def test_over_a_mesh(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     ours, theirs = DDP(make_model(), device_mesh=mesh), TorchDDP(make_model(), device_mesh=mesh)
     for model in (ours, theirs):
@@ -224,11 +217,23 @@ def whole_mesh(rank: int) -> None:
     assert_same_grads(ours, theirs)
 
 
-def test_over_a_mesh(gloo):
-    gloo(2, whole_mesh)
-
-
-def check_refused(rank: int, what: str) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        "devices",
+        "device of a CPU module",
+        "output device",
+        "group and mesh",
+        "mesh of two dimensions",
+        "delayed, no hook",
+        "hook, none delayed",
+        "nothing to train",
+        "no shape yet",
+        "SyncBatchNorm",
+    ],
+)
+@on_ranks(1)
+def test_what_torch_refuses_is_refused_alike(rank: int, what: str) -> None:
     module: nn.Module = nn.Linear(4, 4)
     arguments: dict[str, Any] = {
         "devices": {"device_ids": [0, 1]},
@@ -253,25 +258,16 @@ def check_refused(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
+    ("options", "caps"),
     [
-        "devices",
-        "device of a CPU module",
-        "output device",
-        "group and mesh",
-        "mesh of two dimensions",
-        "delayed, no hook",
-        "hook, none delayed",
-        "nothing to train",
-        "no shape yet",
-        "SyncBatchNorm",
+        ({"bucket_cap_mb": 0.001}, [0.001]),
+        ({"bucket_cap_mb_list": [0.0001, 0.01, 0.002]}, [0.0001, 0.01, 0.002]),
+        ({"bucket_cap_mb_list": [0.002], "bucket_cap_mb": 9}, [0.002]),
     ],
+    ids=str,
 )
-def test_what_torch_refuses_is_refused_alike(gloo, what):
-    gloo(1, check_refused, what)
-
-
-def check_bucket_sizes(rank: int, options: dict[str, Any], caps: list[float]) -> None:
+@on_ranks(2)
+def test_buckets_are_filled_as_torch_fills_them(rank: int, options: dict[str, Any], caps: list[float]) -> None:
     model = DDP(make_model(), **options)
     for i in range(3):
         step(model, batch(rank, i))
@@ -283,26 +279,14 @@ def check_bucket_sizes(rank: int, options: dict[str, Any], caps: list[float]) ->
     assert len({collective.bucket for collective in model.plan.collectives}) == len(want) > 1
 
 
-@pytest.mark.parametrize(
-    ("options", "caps"),
-    [
-        ({"bucket_cap_mb": 0.001}, [0.001]),
-        ({"bucket_cap_mb_list": [0.0001, 0.01, 0.002]}, [0.0001, 0.01, 0.002]),
-        ({"bucket_cap_mb_list": [0.002], "bucket_cap_mb": 9}, [0.002]),
-    ],
-    ids=str,
-)
-def test_buckets_are_filled_as_torch_fills_them(gloo, options, caps):
-    gloo(2, check_bucket_sizes, options, caps)
-
-
 def test_a_bucket_must_hold_something():
     for options in ({"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [1, -1]}):
         with pytest.raises(ValueError, match="positive size in MiB"):
             DDP(nn.Linear(2, 2), **options)
 
 
-def check_delayed(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_to_delay_are_synchronized(rank: int) -> None:
     module = make_model()
     delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("0.")]
     ours = DDP(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[2].weight)
@@ -313,11 +297,9 @@ def check_delayed(rank: int) -> None:
         assert_same_grads(ours, theirs)
 
 
-def test_parameters_to_delay_are_synchronized(gloo):
-    gloo(2, check_delayed)
-
-
-def check_unused(rank: int, find: bool) -> None:
+@pytest.mark.parametrize("find", [True, False])
+@on_ranks(2)
+def test_unused_parameters_are_found_either_way(rank: int, find: bool) -> None:
     ours, theirs = DDP(Parts(), find_unused_parameters=find), TorchDDP(Parts(), find_unused_parameters=True)
     for i, use in enumerate(["ab", "b", "abc", "a" if rank == 0 else "b", "ac"]):
         for model in (ours, theirs):
@@ -325,12 +307,12 @@ def check_unused(rank: int, find: bool) -> None:
         assert_same_grads(ours, theirs)  # None where unused on all ranks
 
 
-@pytest.mark.parametrize("find", [True, False])
-def test_unused_parameters_are_found_either_way(gloo, find):
-    gloo(2, check_unused, find)
-
-
-def check_static_graph(rank: int, text: str, first: str, then: str) -> None:
+@pytest.mark.parametrize(("first", "then"), [("ab", "a"), ("ab", "abc"), ("abc", "c")])
+@pytest.mark.parametrize("text", ["allreduce", WITH_RESIDUAL])
+@on_ranks(2)
+def test_a_broken_promise_of_a_static_graph_fails_on_all_ranks_without_a_trace(
+    rank: int, text: str, first: str, then: str
+) -> None:
     model = DDP(Parts(), static_graph=True, sync=fnddp.parse(text), **SMALL)
     straight = DDP(Parts(), sync=fnddp.parse(text), **SMALL)
     for i in range(2):
@@ -350,13 +332,8 @@ def check_static_graph(rank: int, text: str, first: str, then: str) -> None:
     assert bits(model.sync_state) == bits(straight.sync_state)
 
 
-@pytest.mark.parametrize(("first", "then"), [("ab", "a"), ("ab", "abc"), ("abc", "c")])
-@pytest.mark.parametrize("text", ["allreduce", WITH_RESIDUAL])
-def test_a_broken_promise_of_a_static_graph_fails_on_all_ranks_without_a_trace(gloo, text, first, then):
-    gloo(2, check_static_graph, text, first, then)
-
-
-def check_static_graph_differs_by_rank(rank: int) -> None:
+@on_ranks(2)
+def test_a_static_graph_may_differ_by_rank(rank: int) -> None:
     """The promise is about what no rank uses: so it is kept here."""
     ours, theirs = DDP(Branches(), static_graph=True), TorchDDP(Branches(), find_unused_parameters=True)
     for i in range(3):
@@ -366,11 +343,9 @@ def check_static_graph_differs_by_rank(rank: int) -> None:
     assert ours.reducer._ddp_graph_static()
 
 
-def test_a_static_graph_may_differ_by_rank(gloo):
-    gloo(2, check_static_graph_differs_by_rank)
-
-
-def check_skipping(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", WITH_RESIDUAL])
+@on_ranks(2)
+def test_what_is_skipped_is_not_sent_and_must_stay_unused(rank: int, text: str) -> None:
     sync = fnddp.parse(text)
     model, plain = DDP(Parts(), skip_all_reduce_unused_params=True, sync=sync), DDP(Parts(), sync=sync)
     sent: list[int] = []
@@ -391,12 +366,20 @@ def check_skipping(rank: int, text: str) -> None:
     assert_same_grads(model, plain)
 
 
-@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", WITH_RESIDUAL])
-def test_what_is_skipped_is_not_sent_and_must_stay_unused(gloo, text):
-    gloo(2, check_skipping, text)
-
-
-def check_mixed_precision(rank: int, options: dict[str, Any], text: str, wire: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("options", "text", "wire"),
+    [
+        ({}, "allreduce", torch.bfloat16),
+        ({"reduce_dtype": torch.float32}, "allreduce", torch.float32),
+        ({"reduce_dtype": torch.float16}, "allreduce", torch.float16),
+        ({}, "fp16(allreduce)", torch.float16),
+        ({}, WITH_RESIDUAL, torch.float16),
+        ({}, COMPRESSED, torch.float16),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_mixed_precision_trains(rank: int, options: dict[str, Any], text: str, wire: torch.dtype) -> None:
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, **options)
     given = fnddp.parse(text)
     model = DDP(make_model(), mixed_precision=mixed, sync=given, **SMALL)
@@ -437,22 +420,6 @@ def check_mixed_precision(rank: int, options: dict[str, Any], text: str, wire: t
     assert {collective.dtype for collective in model.plan.collectives} == {wire}
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "wire"),
-    [
-        ({}, "allreduce", torch.bfloat16),
-        ({"reduce_dtype": torch.float32}, "allreduce", torch.float32),
-        ({"reduce_dtype": torch.float16}, "allreduce", torch.float16),
-        ({}, "fp16(allreduce)", torch.float16),
-        ({}, WITH_RESIDUAL, torch.float16),
-        ({}, COMPRESSED, torch.float16),
-    ],
-    ids=str,
-)
-def test_mixed_precision_trains(gloo, options, text, wire):
-    gloo(2, check_mixed_precision, options, text, wire)
-
-
 def test_mixed_precision_casts_buffers():
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model = DDP(normed(), mixed_precision=mixed)
@@ -476,7 +443,9 @@ def test_mixed_precision_may_not_contradict_the_pipeline():
 # no_sync and join
 
 
-def check_no_sync(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", "bf16(allreduce)", WITH_RESIDUAL, COMPRESSED])
+@on_ranks(2)
+def test_no_sync(rank: int, text: str) -> None:
     """Forward decides, not where backward is; a gradient that accumulates is synchronized once, as a whole."""
     sync = fnddp.parse(text)
     model, plain = DDP(make_model(), sync=sync, **SMALL), make_model()
@@ -502,11 +471,6 @@ def check_no_sync(rank: int, text: str) -> None:
         want, state = sync({n: p.grad for n, p in plain.named_parameters()}, state)
         assert bits(grads_of(model)) == bits(list(want.values()))
         assert bits(model.sync_state) == bits(state)
-
-
-@pytest.mark.parametrize("text", ["allreduce", "bf16(allreduce)", WITH_RESIDUAL, COMPRESSED])
-def test_no_sync(gloo, text):
-    gloo(2, check_no_sync, text)
 
 
 def train_joined(model: Any, rank: int, batches: int, accumulate: int = 1, **options: Any) -> None:
@@ -568,7 +532,8 @@ def test_join_as_torch_with_buffers_and_no_sync(gloo, counts, accumulate, divide
     gloo(len(counts), check_join_as_torch, counts, accumulate, {"divide_by_initial_world_size": divide})
 
 
-def check_join_options(rank: int) -> None:
+@on_ranks(2)
+def test_join_can_be_off_or_throw(rank: int) -> None:
     for cls in (TorchDDP, DDP):
         model = cls(make_model())
         train_joined(model, rank, 2, enable=False)
@@ -577,11 +542,8 @@ def check_join_options(rank: int) -> None:
             train_joined(model, rank, 1 + rank, throw_on_early_termination=True)
 
 
-def test_join_can_be_off_or_throw(gloo):
-    gloo(2, check_join_options)
-
-
-def check_two_join(rank: int) -> None:
+@on_ranks(2)
+def test_two_modules_in_one_join(rank: int) -> None:
     models = [DDP(make_model()), DDP(normed(), sync=fnddp.parse(COMPRESSED))]
     with dist.algorithms.Join(models, divide_by_initial_world_size=False):
         for i in range(2 + rank):
@@ -589,10 +551,6 @@ def check_two_join(rank: int) -> None:
                 step(model, batch(rank, i))
     for model in models:
         assert_equal_on_ranks(model.state_dict())
-
-
-def test_two_modules_in_one_join(gloo):
-    gloo(2, check_two_join)
 
 
 # Hooks
@@ -613,7 +571,9 @@ HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def check_hook(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(2)
+def test_hooks_do_what_they_do_in_torch(rank: int, name: str) -> None:
     ours, theirs = DDP(make_model(), **SMALL), TorchDDP(make_model(), **SMALL)
     for model, hook in zip((ours, theirs), HOOKS[name], strict=True):
         model.register_comm_hook(None, hook)
@@ -626,12 +586,9 @@ def check_hook(rank: int, name: str) -> None:
         assert ours._get_ddp_logging_data()["comm_hook"] == theirs._get_ddp_logging_data()["comm_hook"]
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_do_what_they_do_in_torch(gloo, name):
-    gloo(2, check_hook, name)
-
-
-def check_builtin_hook(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+@on_ranks(2)
+def test_builtin_hooks(rank: int, name: str) -> None:
     kind = getattr(dist.BuiltinCommHookType, name)
     ours, theirs = DDP(make_model()), TorchDDP(make_model())
     for model in (ours, theirs):
@@ -639,11 +596,6 @@ def check_builtin_hook(rank: int, name: str) -> None:
         for i in range(3):
             step(model, batch(rank, i))
     assert_same_grads(ours, theirs)
-
-
-@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_builtin_hooks(gloo, name):
-    gloo(2, check_builtin_hook, name)
 
 
 def badly_annotated(state: Any, bucket: int) -> torch.futures.Future[Tensor]:
@@ -654,7 +606,8 @@ def badly_returning(state: Any, bucket: dist.GradBucket) -> int:
     raise AssertionError
 
 
-def check_hook_errors(rank: int) -> None:
+@on_ranks(2)
+def test_errors_of_hooks(rank: int) -> None:
     for cls in (DDP, TorchDDP):
         model = cls(make_model())
         for hook, error in ((3, TypeError), (badly_annotated, ValueError), (badly_returning, ValueError)):
@@ -676,10 +629,6 @@ def check_hook_errors(rank: int) -> None:
     assert piped.sync == fp16(allreduce)
 
 
-def test_errors_of_hooks(gloo):
-    gloo(2, check_hook_errors)
-
-
 def average_buffers(calls: list[str], named: dict[str, Tensor]) -> list[torch.futures.Future[Tensor]]:
     calls.append("called")
     floats = [buffer for buffer in named.values() if buffer.is_floating_point()]
@@ -692,7 +641,13 @@ def average_buffers_now(calls: list[str], named: dict[str, Tensor]) -> None:
     torch.futures.wait_all(average_buffers(calls, named))
 
 
-def check_buffer_hook(rank: int, hook: Callable[..., Any], location: str) -> None:
+@since_213
+@pytest.mark.parametrize(
+    ("hook", "location"),
+    [(average_buffers_now, "PRE_FORWARD"), (average_buffers_now, "POST_FORWARD"), (average_buffers, "POST_FORWARD")],
+)
+@on_ranks(2)
+def test_buffer_hooks(rank: int, hook: Callable[..., Any], location: str) -> None:
     ours, theirs = DDP(normed()), TorchDDP(normed())
     calls: dict[nn.Module, list[str]] = {ours: [], theirs: []}
     for model, mine in calls.items():
@@ -701,15 +656,6 @@ def check_buffer_hook(rank: int, hook: Callable[..., Any], location: str) -> Non
             step(model, batch(rank, i))
     assert bits(ours.state_dict()) == bits(theirs.state_dict())
     assert len(calls[ours]) == len(calls[theirs]) == 3
-
-
-@since_213
-@pytest.mark.parametrize(
-    ("hook", "location"),
-    [(average_buffers_now, "PRE_FORWARD"), (average_buffers_now, "POST_FORWARD"), (average_buffers, "POST_FORWARD")],
-)
-def test_buffer_hooks(gloo, hook, location):
-    gloo(2, check_buffer_hook, hook, location)
 
 
 # State
@@ -727,7 +673,11 @@ class Named(nn.Module):
         return self.head(self.module(x))
 
 
-def check_state_dict(rank: int, make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("make", [normed, make_model, Named])
+@on_ranks(1)
+def test_state_dicts_of_torch_and_of_the_bare_module_are_interchangeable(
+    rank: int, make: Callable[[], nn.Module]
+) -> None:
     ours, theirs = DDP(make(), sync=fnddp.parse(COMPRESSED)), TorchDDP(make())
     holder = nn.ModuleDict({"net": ours})
     assert list(ours.state_dict()) == list(theirs.state_dict())
@@ -747,12 +697,8 @@ def check_state_dict(rank: int, make: Callable[[], nn.Module]) -> None:
     theirs.load_state_dict(ours.state_dict())  # and back
 
 
-@pytest.mark.parametrize("make", [normed, make_model, Named])
-def test_state_dicts_of_torch_and_of_the_bare_module_are_interchangeable(gloo, make):
-    gloo(1, check_state_dict, make)
-
-
-def check_resume(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_dict_with_the_pipelines_state_resumes_to_the_bit(rank: int) -> None:
     sync = fnddp.parse(f"warmup({COMPRESSED}, steps=1)")
     model = DDP(normed(), sync=sync, **SMALL)
     for i in range(3):
@@ -769,11 +715,9 @@ def check_resume(rank: int) -> None:
         DDP(normed(), sync=fp16(allreduce)).load_state_dict(saved)
 
 
-def test_a_state_dict_with_the_pipelines_state_resumes_to_the_bit(gloo):
-    gloo(2, check_resume)
-
-
-def check_copies(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@on_ranks(2)
+def test_copies_keep_the_pipeline_and_its_state(rank: int, how: str) -> None:
     model = DDP(normed(), sync=fnddp.parse(COMPRESSED), static_graph=True, **SMALL)
     for i in range(2):
         step(model, batch(rank, i))
@@ -791,12 +735,8 @@ def check_copies(rank: int, how: str) -> None:
     assert (bits(model.state_dict()), bits(model.sync_state)) == before
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_keep_the_pipeline_and_its_state(gloo, how):
-    gloo(2, check_copies, how)
-
-
-def check_logging_data(rank: int) -> None:
+@on_ranks(2)
+def test_logging_data_has_torchs_keys(rank: int) -> None:
     ours, theirs = DDP(normed()), TorchDDP(normed())
     first = [dict(model._get_ddp_logging_data()) for model in (ours, theirs)]
     for model in (ours, theirs):
@@ -810,11 +750,8 @@ def check_logging_data(rank: int) -> None:
         assert all(mine[key] > 0 for key in torchs if key.endswith("_time"))
 
 
-def test_logging_data_has_torchs_keys(gloo):
-    gloo(2, check_logging_data)
-
-
-def check_ignored(rank: int) -> None:
+@on_ranks(2)
+def test_ignored_parameters_and_buffers(rank: int) -> None:
     models = []
     for cls in (DDP, TorchDDP):
         module = normed()
@@ -833,11 +770,8 @@ def check_ignored(rank: int) -> None:
     assert everyone[0][1] != everyone[1][1]
 
 
-def test_ignored_parameters_and_buffers(gloo):
-    gloo(2, check_ignored)
-
-
-def check_static_graph_by_method(rank: int) -> None:
+@on_ranks(2)
+def test_static_graph_by_method(rank: int) -> None:
     for cls in (DDP, TorchDDP):
         model = cls(make_model())
         model._set_static_graph()
@@ -849,10 +783,6 @@ def check_static_graph_by_method(rank: int) -> None:
         assert_same_grads(model, late)
         with pytest.raises(RuntimeError, match="before training loop starts"):
             late._set_static_graph()
-
-
-def test_static_graph_by_method(gloo):
-    gloo(2, check_static_graph_by_method)
 
 
 # Models
@@ -956,7 +886,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def check_model(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2)
+def test_models_that_torch_takes(rank: int, name: str) -> None:
     ours, theirs = DDP(MODELS[name](), **SMALL), TorchDDP(MODELS[name](), **SMALL)
     for i in range(4):
         for model in (ours, theirs):
@@ -970,12 +902,10 @@ def check_model(rank: int, name: str) -> None:
     assert_same_grads(ours, theirs)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_torch_takes(gloo, name):
-    gloo(2, check_model, name)
-
-
-def check_model_with(rank: int, name: str, text: str) -> None:
+@pytest.mark.parametrize("text", ["bf16(allreduce)", WITH_RESIDUAL, COMPRESSED])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "complex"])
+@on_ranks(2)
+def test_models_with_any_pipeline(rank: int, name: str, text: str) -> None:
     sync = fnddp.parse(text)
     model, plain = DDP(MODELS[name](), sync=sync, **SMALL), MODELS[name]()
     state = sync.init(dict(plain.named_parameters()))
@@ -988,13 +918,13 @@ def check_model_with(rank: int, name: str, text: str) -> None:
         assert bits(model.sync_state) == bits(state)
 
 
-@pytest.mark.parametrize("text", ["bf16(allreduce)", WITH_RESIDUAL, COMPRESSED])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "complex"])
-def test_models_with_any_pipeline(gloo, name, text):
-    gloo(2, check_model_with, name, text)
-
-
-def check_reentrant(rank: int, make: Callable[[bool | None], nn.Module], reentrant: bool, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [Checkpointed, Twice])
+@on_ranks(2)
+def test_activation_checkpointing(
+    rank: int, make: Callable[[bool | None], nn.Module], reentrant: bool, text: str
+) -> None:
     sync = fnddp.parse(text)
     options = {**SMALL, "static_graph": make is Twice}  # for which torch asks there
     inside, straight = (DDP(make(r), sync=sync, **options) for r in (reentrant, None))
@@ -1016,14 +946,9 @@ def check_reentrant(rank: int, make: Callable[[bool | None], nn.Module], reentra
     assert_same_grads(inside, straight)
 
 
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("make", [Checkpointed, Twice])
-def test_activation_checkpointing(gloo, make, reentrant, text):
-    gloo(2, check_reentrant, make, reentrant, text)
-
-
-def check_compiled(rank: int, where: str) -> None:
+@pytest.mark.parametrize("where", ["around", "inside"])
+@on_ranks(2)
+def test_compile(rank: int, where: str) -> None:
     torch._dynamo.reset()
     compiled = partial(torch.compile, backend="aot_eager")
     for sync in (allreduce, fnddp.parse(COMPRESSED)):
@@ -1043,12 +968,8 @@ def check_compiled(rank: int, where: str) -> None:
         assert bits(grads_of(model)) == bits(grads_of(plain))
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_compile(gloo, where):
-    gloo(2, check_compiled, where)
-
-
-def check_several_forwards(rank: int) -> None:
+@on_ranks(2)
+def test_several_forwards_before_a_backward(rank: int) -> None:
     ours, theirs = DDP(make_model(), **SMALL), TorchDDP(make_model(), **SMALL)
     for i in range(3):
         for model in (ours, theirs):
@@ -1061,10 +982,6 @@ def check_several_forwards(rank: int) -> None:
         for output in outputs:
             output.backward()
         assert_equal_on_ranks(grads_of(ours))
-
-
-def test_several_forwards_before_a_backward(gloo):
-    gloo(2, check_several_forwards)
 
 
 class Outer(nn.Module):
@@ -1080,7 +997,9 @@ class Outer(nn.Module):
 PAIRS = [("allreduce", "allreduce"), ("bf16(allreduce)", WITH_RESIDUAL), ("allreduce", COMPRESSED)]
 
 
-def check_nested(rank: int, texts: tuple[str, str]) -> None:
+@pytest.mark.parametrize("texts", PAIRS)
+@on_ranks(2, seconds=40)
+def test_a_wrapped_module_inside_another(rank: int, texts: tuple[str, str]) -> None:
     outer, inner = map(fnddp.parse, texts)
     model = DDP(Outer(DDP(make_model(), sync=inner, **SMALL)), sync=outer)
     plain = Outer(make_model())
@@ -1101,11 +1020,8 @@ def check_nested(rank: int, texts: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("texts", PAIRS)
-def test_a_wrapped_module_inside_another(gloo, texts):
-    gloo(2, check_nested, texts, timeout=40)
-
-
-def check_two_models(rank: int, texts: tuple[str, str]) -> None:
+@on_ranks(2, seconds=40)
+def test_two_wrapped_modules_alternately(rank: int, texts: tuple[str, str]) -> None:
     """As a generator and a discriminator: alternately, and one through the other."""
     first, second = (DDP(Checkpointed(None), sync=fnddp.parse(text), **SMALL) for text in texts)
     plains, states = [Checkpointed(None), Checkpointed(None)], [first.sync_state, second.sync_state]
@@ -1128,15 +1044,11 @@ def check_two_models(rank: int, texts: tuple[str, str]) -> None:
             descend(plain)
 
 
-@pytest.mark.parametrize("texts", PAIRS)
-def test_two_wrapped_modules_alternately(gloo, texts):
-    gloo(2, check_two_models, texts, timeout=40)
-
-
 # Changes after wrapping
 
 
-def check_change_of_sync(rank: int) -> None:
+@on_ranks(2)
+def test_the_pipeline_can_change_between_steps(rank: int) -> None:
     model, plain = DDP(make_model(), **SMALL), make_model()
     for i, text in enumerate(["allreduce", WITH_RESIDUAL, WITH_RESIDUAL, COMPRESSED, COMPRESSED, "allreduce"]):
         sync = fnddp.parse(text)
@@ -1163,11 +1075,8 @@ def check_change_of_sync(rank: int) -> None:
     assert_same_grads(model, straight)
 
 
-def test_the_pipeline_can_change_between_steps(gloo):
-    gloo(2, check_change_of_sync)
-
-
-def check_change_within_backward(rank: int) -> None:
+@on_ranks(2)
+def test_the_pipeline_cannot_change_during_a_backward(rank: int) -> None:
     model = DDP(make_model(), sync=fnddp.parse(WITH_RESIDUAL))
     before = bits(model.sync_state)
     output = model(batch(rank, 0))
@@ -1190,11 +1099,9 @@ def check_change_within_backward(rank: int) -> None:
     assert_equal_on_ranks(grads_of(model))
 
 
-def test_the_pipeline_cannot_change_during_a_backward(gloo):
-    gloo(2, check_change_within_backward)
-
-
-def check_frozen(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", WITH_RESIDUAL])
+@on_ranks(2)
+def test_parameters_frozen_after_wrapping(rank: int, text: str) -> None:
     model = DDP(Parts(), sync=fnddp.parse(text), **SMALL)
     plain = Parts()
     sync = fnddp.parse(text)
@@ -1214,11 +1121,6 @@ def check_frozen(rank: int, text: str) -> None:
         assert bits(model.sync_state) == bits(state)
 
 
-@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", WITH_RESIDUAL])
-def test_parameters_frozen_after_wrapping(gloo, text):
-    gloo(2, check_frozen, text)
-
-
 def test_parameters_unfrozen_after_wrapping_are_named():
     module = Parts()
     module.b.requires_grad_(False)
@@ -1229,7 +1131,9 @@ def test_parameters_unfrozen_after_wrapping_are_named():
         model(batch(0, 0))
 
 
-def check_replaced(rank: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["parameter", "module"])
+@on_ranks(2)
+def test_replaced_parameters_are_synchronized(rank: int, what: str) -> None:
     model = DDP(make_model(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
     step(model, batch(rank, 0))
     torch.manual_seed(5)
@@ -1248,11 +1152,8 @@ def check_replaced(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["parameter", "module"])
-def test_replaced_parameters_are_synchronized(gloo, what):
-    gloo(2, check_replaced, what)
-
-
-def check_replaced_by_another_shape(rank: int, what: str) -> None:
+@on_ranks(2)
+def test_parameters_replaced_by_others_of_another_shape_are_named(rank: int, what: str) -> None:
     model = DDP(make_model())
     last = nn.Linear(64, 7)
     if what == "parameter":
@@ -1263,12 +1164,8 @@ def check_replaced_by_another_shape(rank: int, what: str) -> None:
         step(model, batch(rank, 0))
 
 
-@pytest.mark.parametrize("what", ["parameter", "module"])
-def test_parameters_replaced_by_others_of_another_shape_are_named(gloo, what):
-    gloo(2, check_replaced_by_another_shape, what)
-
-
-def check_is_torchs(rank: int) -> None:
+@on_ranks(2)
+def test_it_passes_for_torchs_class_but_has_no_hook_slot(rank: int) -> None:
     model = DDP(make_model())
     assert isinstance(model, TorchDDP)
     assert issubclass(DDP, TorchDDP)
@@ -1278,10 +1175,6 @@ def check_is_torchs(rank: int) -> None:
         fnddp.register(make_model(), allreduce)
     step(model, batch(rank, 0))
     assert_equal_on_ranks(grads_of(model))
-
-
-def test_it_passes_for_torchs_class_but_has_no_hook_slot(gloo):
-    gloo(2, check_is_torchs)
 
 
 # Checkpoints
@@ -1358,7 +1251,9 @@ def test_shares_keep_the_mean(size, saved_size):
 # What tools do with torch's class
 
 
-def check_optimizers_in_backward(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
+@on_ranks(2)
+def test_optimizers_that_step_in_backward(rank: int, text: str) -> None:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of what it imports
         from torch.distributed.optim import _apply_optimizer_in_backward
     model, plain = (DDP(make_model(), sync=fnddp.parse(text)) for _ in range(2))
@@ -1375,12 +1270,8 @@ def check_optimizers_in_backward(rank: int, text: str) -> None:
         assert bits(list(model.parameters())) == bits(list(plain.parameters()))
 
 
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
-def test_optimizers_that_step_in_backward(gloo, text):
-    gloo(2, check_optimizers_in_backward, text)
-
-
-def check_manual_optimization(rank: int) -> None:
+@on_ranks(2)
+def test_manual_optimization_as_in_lightning(rank: int) -> None:
     """As lightning's DDPStrategy does it: forward must not prepare for backward, the strategy does."""
     model, plain = (DDP(make_model()) for _ in range(2))
     model.module.register_forward_hook(lambda *_: setattr(model, "require_backward_grad_sync", False))
@@ -1395,11 +1286,8 @@ def check_manual_optimization(rank: int) -> None:
         assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in plain.parameters()])
 
 
-def test_manual_optimization_as_in_lightning(gloo):
-    gloo(2, check_manual_optimization)
-
-
-def check_new_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_that_come_later_are_named(rank: int) -> None:
     model = DDP(make_model())
     model.module.append(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match=r"5.weight, 5.bias came into the module after it was wrapped"):
@@ -1408,7 +1296,3 @@ def check_new_parameters(rank: int) -> None:
     model.module = nn.Sequential(make_model())
     with pytest.raises(RuntimeError, match=r"0.0.weight, 0.0.bias, .* came into the module"):
         model(batch(rank, 0))
-
-
-def test_parameters_that_come_later_are_named(gloo):
-    gloo(2, check_new_parameters)

@@ -27,6 +27,7 @@ from fnddp.laws import (
 from fnddp.ranks import run_threads
 from fnddp.sync import registry
 from tests.pipelines import EXAMPLES, LOSSLESS, TREES, grads, nestings
+from tests.ranks import on_ranks
 
 LOWERED = [law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact]
 EAGER = [law for law in LAWS if law not in [*LOWERED, law_5_lossless_is_exact]]
@@ -138,7 +139,8 @@ def test_lowered_on_two_gloo_processes(gloo):
 EXACT_SUMS = ["allreduce", "all_reduce(op='sum')", "fp16(allreduce)", "bf16(allreduce)", *LOSSLESS]
 
 
-def check_exact_sums(rank: int) -> None:
+@on_ranks(3, 4)
+def test_lowered_sums_on_more_gloo_processes(rank: int) -> None:
     """On gradients of which every dtype holds every partial sum, the order of summation does not matter."""
     for i, text in enumerate(EXACT_SUMS):
         sync = fnddp.parse(text)
@@ -153,11 +155,6 @@ def check_exact_sums(rank: int) -> None:
             state = done.state
             assert bits(done.mean) == bits(mean), text
             assert bits(state) == bits(expected), text
-
-
-@pytest.mark.parametrize("n", [3, 4])
-def test_lowered_sums_on_more_gloo_processes(gloo, n):
-    gloo(n, check_exact_sums)
 
 
 # A ring of more than two adds an element's parts in an order that depends on where it lies in its buffer. The sum of a

@@ -30,6 +30,7 @@ from fnddp.sync import registry
 from fnddp.transforms.bucketize import assign_buckets
 from fnddp.transforms.orthogonalize import orthogonalize
 from tests.pipelines import EXAMPLES
+from tests.ranks import on_ranks
 
 
 def steps(sync, gradients, n=3):
@@ -453,7 +454,8 @@ def test_decay_forgets():
 # from_hook
 
 
-def check_from_hook(rank):
+@on_ranks(2)
+def test_from_hook(rank):
     seen = []
 
     def hook(state, bucket):
@@ -474,10 +476,6 @@ def check_from_hook(rank):
     with pytest.raises(TypeError, match="this hook asks for parameters"):
         from_hook(lambda state, bucket: bucket.parameters())(gradients, ())
     torch.testing.assert_close(gradients["a"], torch.ones(2, 3))
-
-
-def test_from_hook(gloo):
-    gloo(2, check_from_hook)
 
 
 def test_from_hook_needs_a_process_group():
