@@ -34,10 +34,10 @@ POOL_RANKS = 4
 class GlooPool:
     """Processes that outlive tests: importing torch takes seconds, a process group milliseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = POOL_RANKS) -> None:
         context = multiprocessing.get_context("spawn")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.jobs = [context.Queue() for _ in range(POOL_RANKS)]
+        self.jobs = [context.Queue() for _ in range(ranks)]
         self.results = context.Queue()
         self.traces = tempfile.TemporaryDirectory(prefix="fnddp-ranks-")
         self.processes = [
@@ -46,7 +46,7 @@ class GlooPool:
                 args=(rank, self.store.port, self.jobs[rank], self.results, self.traces.name),
                 daemon=True,
             )
-            for rank in range(POOL_RANKS)
+            for rank in range(ranks)
         ]
         for process in self.processes:
             process.start()

@@ -99,7 +99,7 @@ def test_registry_lowered(law, n):
     for i, text in enumerate(EXAMPLES.values()):
         sync = fnddp.parse(text)
         for j, tree in enumerate(trees_for(sync)):
-            every = law is law_6_lowered_is_eager and n == 2 and tree == "model"
+            every = law is law_6_lowered_is_eager and n == 1  # what is written over is the same on any number
             if n == 2 or tree == "model":
                 for donation in DONATIONS if every else [DONATIONS[(i + j + n) % len(DONATIONS)]]:
                     run_threads(n, partial(law, donation=donation, seed=i + n), sync, TREES[tree])
