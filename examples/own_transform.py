@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
-from fnddp import random, tree
+from fnddp import laws, random, tree
 
 
 class SampledState(NamedTuple):
@@ -63,24 +63,9 @@ def spread(values: Tensor, chosen: Tensor, like: Tensor) -> Tensor:
     return like.new_zeros(like.numel()).index_copy(0, chosen, values).reshape(like.shape)
 
 
-def check_laws(sync: fnddp.Sync, rank: int) -> None:
-    """What every pipeline must keep, whatever is around and inside it."""
-    generator = torch.Generator().manual_seed(rank)
-    grads = {"weight": torch.randn(64, 32, generator=generator), "bias": torch.randn(64, generator=generator)}
-    before = {path: leaf.clone() for path, leaf in grads.items()}
-    state = sync.init(grads)
-    fnddp.verify(sync, grads, state)
-    for _ in range(3):
-        mean, sent, state = sync.exchange(grads, state)
-        lowest, _ = fnddp.all_reduce(op="min")(mean, ())
-        highest, _ = fnddp.all_reduce(op="max")(mean, ())
-        mean_of_sent, _ = fnddp.allreduce(sent, ())
-        for path in grads:
-            assert torch.equal(lowest[path], highest[path]), "the mean has the same bits on all ranks"
-            torch.testing.assert_close(mean_of_sent[path], mean[path])  # up to the rounding of the wire's sum
-            assert torch.equal(grads[path], before[path]), "inputs are not written to"
-            assert mean[path].shape == grads[path].shape
-    assert fnddp.parse(repr(sync)) == sync, "a pipeline prints as the text that makes it"
+def gradients(rank: int, step: int) -> tree.Tree:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {"weight": torch.randn(64, 32, generator=generator), "bias": torch.randn(64, generator=generator)}
 
 
 def main() -> None:
@@ -95,7 +80,7 @@ def main() -> None:
         "error_feedback(sampled(bucketize(allreduce), 0.1, seed=7))",
         "warmup(powersgd(sampled(allreduce, 0.5), rank=2), steps=1)",
     ):
-        check_laws(fnddp.parse(text), rank)
+        laws.check(fnddp.parse(text), grads=gradients, on="gloo")  # alone, on="threads" would do without torchrun
         if rank == 0:
             print(f"world size {world_size}: {text} keeps the laws")
     if launched:

@@ -15,10 +15,6 @@ settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)
 settings.register_profile("thorough", max_examples=1000, **_EITHER)  # --hypothesis-profile=thorough
 settings.load_profile("fnddp")
 
-# torch 2.11 crashes where a thread that traced first has ended (pytorch#178950), as threaded ranks do; this one stays.
-if not torch.cuda.is_available():
-    torch._C._ensureCUDADeviceGuardSet()
-
 
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[list[GlooPool]]:

@@ -1,14 +1,12 @@
 """Pipelines and gradient trees for the laws: one per registered name, and nestings drawn by hypothesis."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fnddp
-from fnddp import Sync, allreduce
+from fnddp import Sync, allreduce, laws
 
 # One expression for each registered name; a new transform gets a line here and inherits every law.
 EXAMPLES = {
@@ -70,47 +68,21 @@ def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
     return inner
 
 
-class Block(NamedTuple):
-    weight: Any
-    bias: Any
-
-
 @optree.dataclasses.dataclass(namespace="fnddp")
 class Head:
     weight: Any
     scale: Any
 
 
+def mixed(rank: int, step: int) -> Any:
+    """The tree of that name with a node of a registered class in it."""
+    tree = laws.mixed(rank, step)
+    return {**tree, "head": Head(*tree["head"])}
+
+
+TREES = {**laws.TREES, "mixed": mixed}
+
+
 def grads(name: str, rank: int, step: int = 0) -> Any:
     """This rank's gradients in the tree `name`: another draw for each rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-
-    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-
-    if name == "model":
-        return {
-            "conv.weight": normal(8, 4, 3, 3).contiguous(memory_format=torch.channels_last),
-            "fc.weight": normal(12, 20),
-            "fc.bias": normal(12),
-            "out.weight": normal(12, 20),
-        }
-    if name == "mixed":
-        return {
-            "blocks": [Block(normal(16, 24, dtype=torch.float16), normal(16, dtype=torch.bfloat16)), None],
-            "head": Head(normal(20, 9).t(), (normal(), normal(0, 3))),
-            "double.weight": normal(9, 8, dtype=torch.float64),
-            "complex.weight": normal(6, 10, dtype=torch.complex64),
-            "brain.weight": normal(10, 12, dtype=torch.bfloat16),
-            "strided": normal(6, 8)[:, ::2],
-            "count": torch.tensor([rank, 7, -3]),
-            "flag": torch.tensor([True, rank == 0]),
-        }
-    if name == "bare":
-        return normal(11, 7)
-    if name == "empty":
-        return {"nothing": None, "none": []}
-    raise KeyError(name)
-
-
-TREES = ("model", "mixed", "bare", "empty")
+    return TREES[name](rank, step)

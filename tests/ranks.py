@@ -1,17 +1,19 @@
-"""Ranks for tests: threads in this process for breadth, a pool of gloo processes for the real thing.
+"""Ranks for tests: a pool of gloo processes, for the real thing. (For breadth there are the threads of `fnddp.ranks`.)
 
-Both run `fn(rank, *arguments)` on n ranks with a process group of n, return the results by rank, raise the first
-failure with every rank's traceback, and never hang.
+It runs `fn(rank, *arguments)` on n ranks with a process group of n, returns the results by rank, raises the first
+failure with every rank's traceback, and never hangs.
 """
 
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
 import queue
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,75 +21,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
 
-THREADS_SECONDS = 60
+from fnddp.ranks import RankFailed
+
 POOL_SECONDS = 120
 POOL_RANKS = 4
-
-
-class RankFailed(AssertionError):
-    """A rank raised; `errors` has the exception of each rank that did."""
-
-    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
-        super().__init__(message)
-        self.errors = errors
-
-
-def run_threads(n: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Runs `fn(rank, *arguments)` on `n` threads, each a rank of torch's threaded process group."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    world = _install_threaded_pg()
-    if not hasattr(world, "comms"):  # torch 2.11: destroy_process_group asks for it, and threaded worlds lack it
-        type(world).comms = []
-    store = dist.HashStore()
-    results: list[Any] = [None] * n
-    errors: dict[int, BaseException] = {}
-    traces: dict[int, str] = {}
-
-    def body(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=n, store=store)
-            results[rank] = fn(rank, *arguments)
-        except BaseException as error:
-            errors[rank] = error
-            traces[rank] = traceback.format_exc()
-            ProcessLocalGroup.exception_handle(error)  # wakes the other ranks
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n)]
-    try:
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + THREADS_SECONDS
-        for rank, thread in enumerate(threads):
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                errors.setdefault(rank, TimeoutError(f"rank {rank} ran for {THREADS_SECONDS} s"))
-    finally:
-        ProcessLocalGroup.reset()
-        _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    if errors:
-        raise RankFailed("".join(f"\nrank {rank}: {traces.get(rank, errors[rank])}" for rank in sorted(errors)), errors)
-    return results
 
 
 class GlooPool:
     """Processes that outlive tests: importing torch takes seconds, a process group milliseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = POOL_RANKS) -> None:
         context = multiprocessing.get_context("spawn")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.jobs = [context.Queue() for _ in range(POOL_RANKS)]
+        self.jobs = [context.Queue() for _ in range(ranks)]
         self.results = context.Queue()
         self.traces = tempfile.TemporaryDirectory(prefix="fnddp-ranks-")
         self.processes = [
@@ -96,7 +46,7 @@ class GlooPool:
                 args=(rank, self.store.port, self.jobs[rank], self.results, self.traces.name),
                 daemon=True,
             )
-            for rank in range(POOL_RANKS)
+            for rank in range(ranks)
         ]
         for process in self.processes:
             process.start()
@@ -178,3 +128,30 @@ def _picklable(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def on_ranks(*sizes: int, seconds: float = POOL_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes the body of a test, whose first parameter is `rank`, what each of n gloo processes runs, for n in `sizes`.
+
+    Its other parameters come from `parametrize`, or are fixtures whose values pickle.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            n, gloo = arguments.pop("ranks", sizes[0]), arguments.pop("gloo")
+            gloo(n, _run_body, body.__module__, body.__qualname__, arguments, timeout=seconds)
+
+        _, *others = inspect.signature(body).parameters.values()
+        names = ["gloo", *(["ranks"] if len(sizes) > 1 else [])]
+        ours = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        test.__signature__ = inspect.Signature(
+            [*ours, *(other.replace(default=inspect.Parameter.empty) for other in others)]
+        )
+        return pytest.mark.parametrize("ranks", sizes)(test) if len(sizes) > 1 else test
+
+    return decorate
+
+
+def _run_body(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    inspect.unwrap(getattr(importlib.import_module(module), name))(rank, **arguments)

@@ -11,7 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, from_hook, powersgd, verify
-from tests.ranks import run_threads
+from fnddp.ranks import run_threads
+from tests.ranks import on_ranks
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 
@@ -95,14 +96,11 @@ def test_on_gloo_processes(gloo):
     assert DIFFERENCES["shape"] in messages[0]
 
 
-def check_hooks_agree(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_with_states_agree(rank: int) -> None:
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     for hook in (from_hook(powerSGD_hook, state), from_hook(partial(fp16_compress_hook), dist.group.WORLD)):
         verify(error_feedback(hook), tree())
-
-
-def test_hooks_with_states_agree(gloo):
-    gloo(2, check_hooks_agree)
 
 
 def test_states_that_do_not_lie_in_memory_as_they_are():

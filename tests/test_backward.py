@@ -18,6 +18,7 @@ import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import StepFailedError, allreduce, error_feedback, fp16
 from fnddp.adapters.checkpoint import combined, shares
+from tests.ranks import on_ranks
 
 MEAN = 1.5
 
@@ -61,7 +62,8 @@ def x_of(rank: int) -> Tensor:
     return torch.tensor(1.0 + rank)
 
 
-def check_grad_is_held(rank: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(rank: int) -> None:
     model = DDP(Weight())
     flat = torch.zeros(2)
     model.module.w.grad = flat[0]
@@ -70,11 +72,8 @@ def check_grad_is_held(rank: int) -> None:
     assert flat.tolist() == [MEAN, 0.0]
 
 
-def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(gloo):
-    gloo(2, check_grad_is_held)
-
-
-def check_outputs(rank: int) -> None:
+@on_ranks(2)
+def test_whatever_the_module_returns(rank: int) -> None:
     for wrap in (Opaque, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
         model = DDP(Weight(wrap))
         model(x_of(rank))
@@ -84,11 +83,8 @@ def check_outputs(rank: int) -> None:
         assert model.module.w.grad.item() == MEAN
 
 
-def test_whatever_the_module_returns(gloo):
-    gloo(2, check_outputs)
-
-
-def check_failed_then_another(rank: int) -> None:
+@on_ranks(2)
+def test_another_backward_after_one_that_broke_off(rank: int) -> None:
     model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
     model.fails = rank == 1
     first = model(x_of(rank))
@@ -109,11 +105,8 @@ def check_failed_then_another(rank: int) -> None:
     assert everyone == [0.0, 0.0]
 
 
-def test_another_backward_after_one_that_broke_off(gloo):
-    gloo(2, check_failed_then_another)
-
-
-def check_two_fail(rank: int) -> None:
+@on_ranks(2)
+def test_two_wrapped_modules_fail_together(rank: int) -> None:
     a, b = DDP(Weight()), DDP(Weight(), sync=error_feedback(fp16(allreduce)))
     for step in range(3):
         a.zero_grad()
@@ -127,11 +120,8 @@ def check_two_fail(rank: int) -> None:
             assert a.module.w.grad.item() == MEAN
 
 
-def test_two_wrapped_modules_fail_together(gloo):
-    gloo(2, check_two_fail)
-
-
-def check_sync_is_set_before_backward(rank: int) -> None:
+@on_ranks(2)
+def test_a_pipeline_that_is_set_between_forward_and_backward(rank: int) -> None:
     for ask in (False, True):
         model = DDP(Weight())
         y = model(x_of(rank))
@@ -143,11 +133,8 @@ def check_sync_is_set_before_backward(rank: int) -> None:
             assert model.module.w.grad.item() == MEAN
 
 
-def test_a_pipeline_that_is_set_between_forward_and_backward(gloo):
-    gloo(2, check_sync_is_set_before_backward)
-
-
-def check_replaced(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_that_are_assigned(rank: int) -> None:
     model = DDP(Weight())
     model.module.w = nn.Parameter(torch.ones(()))
     with model.no_sync(), pytest.raises(RuntimeError, match="w were replaced after the module was wrapped"):
@@ -164,11 +151,8 @@ def check_replaced(rank: int) -> None:
     assert model.plan is not None  # by hooks, not through the gate
 
 
-def test_parameters_that_are_assigned(gloo):
-    gloo(2, check_replaced)
-
-
-def check_accumulated_is_kept(rank: int) -> None:
+@on_ranks(2)
+def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(rank: int) -> None:
     model = DDP(Weight())
     with model.no_sync():
         model(x_of(rank), both=True).backward()
@@ -179,11 +163,8 @@ def check_accumulated_is_kept(rank: int) -> None:
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
 
 
-def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(gloo):
-    gloo(2, check_accumulated_is_kept)
-
-
-def check_unused_of_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_asking_for_what_only_others_have_used(rank: int) -> None:
     model = DDP(Weight())
     y = model(x_of(rank), both=rank == 0)
     if rank == 0:
@@ -196,11 +177,8 @@ def check_unused_of_one_rank(rank: int) -> None:
     assert nothing is None
 
 
-def test_asking_for_what_only_others_have_used(gloo):
-    gloo(2, check_unused_of_one_rank)
-
-
-def check_create_graph(rank: int) -> None:
+@on_ranks(2)
+def test_backward_with_a_graph(rank: int) -> None:
     model = DDP(Weight())
     loss = model(x_of(rank)) ** 2  # gradient 2 w x^2, mean 5; derivative of its square 2 * 5 * 2 x^2, mean 50
     with pytest.warns(UserWarning, match="create_graph"):
@@ -213,11 +191,8 @@ def check_create_graph(rank: int) -> None:
     assert model.module.w.grad.item() == 50.0
 
 
-def test_backward_with_a_graph(gloo):
-    gloo(2, check_create_graph)
-
-
-def check_forward_mode(rank: int) -> None:
+@on_ranks(2)
+def test_forward_mode_is_refused(rank: int) -> None:
     model = DDP(Weight())
     with forward_ad.dual_level():
         duals = {f"module.{n}": forward_ad.make_dual(p, torch.ones(())) for n, p in model.module.named_parameters()}
@@ -225,11 +200,8 @@ def check_forward_mode(rank: int) -> None:
             torch.func.functional_call(model, duals, x_of(rank))
 
 
-def test_forward_mode_is_refused(gloo):
-    gloo(2, check_forward_mode)
-
-
-def check_cast_later(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_that_is_cast_later_is_an_error(rank: int) -> None:
     model = DDP(Weight())
     torch.autograd.grad(model(x_of(rank)), model.module.w)
     model.double()
@@ -237,11 +209,8 @@ def check_cast_later(rank: int) -> None:
         torch.autograd.grad(model(x_of(rank)), model.module.w)
 
 
-def test_a_module_that_is_cast_later_is_an_error(gloo):
-    gloo(2, check_cast_later)
-
-
-def check_leaf_output(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_that_returns_a_parameter(rank: int) -> None:
     model = DDP(Weight())
     model.module.forward = lambda x: (model.module.w, model.module.w * x)  # type: ignore[method-assign]
     for _ in range(3):
@@ -254,11 +223,8 @@ def check_leaf_output(rank: int) -> None:
     assert model.module.w.grad.item() == 1 + rank
 
 
-def test_a_module_that_returns_a_parameter(gloo):
-    gloo(2, check_leaf_output)
-
-
-def check_freed(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_that_keeps_its_output_can_be_freed(rank: int) -> None:
     model = DDP(Weight())
     model(x_of(rank)).backward()
     ref = weakref.ref(model.module)  # which keeps its output
@@ -267,11 +233,8 @@ def check_freed(rank: int) -> None:
     assert ref() is None
 
 
-def test_a_module_that_keeps_its_output_can_be_freed(gloo):
-    gloo(2, check_freed)
-
-
-def check_join(rank: int) -> None:
+@on_ranks(2)
+def test_evaluation_within_join(rank: int) -> None:
     model = DDP(Weight())
     with model.join(divide_by_initial_world_size=False):
         for _ in range(1 + rank):
@@ -292,11 +255,8 @@ def check_join(rank: int) -> None:
         pytest.fail("a rank ran out of inputs")
 
 
-def test_evaluation_within_join(gloo):
-    gloo(2, check_join)
-
-
-def check_sparse(rank: int) -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_sparse_on_all_ranks(rank: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -312,20 +272,13 @@ def check_sparse(rank: int) -> None:
         assert model.module.embed.weight.grad.is_sparse
 
 
-def test_sparse_gradients_are_sparse_on_all_ranks(gloo):
-    gloo(2, check_sparse)
-
-
 def test_complex_residuals_are_shared_out():
     values = {0: torch.tensor([1 + 0j]), 1: torch.tensor([3 + 0j])}
     assert combined(values, shares(0, 1, 2)).tolist() == [2 + 0j]
 
 
-def check_mixed_precision_agrees(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_with_other_wire_dtypes(rank: int) -> None:
     config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
     with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
         DDP(Weight(), mixed_precision=config)
-
-
-def test_ranks_with_other_wire_dtypes(gloo):
-    gloo(2, check_mixed_precision_agrees)

@@ -14,7 +14,7 @@ from fnddp.cost import measure
 from fnddp.cost.estimate import estimate
 from fnddp.cost.link import ALGORITHMS, KINDS
 from fnddp.cost.measure import Sample, fit_link
-from tests.ranks import run_threads
+from fnddp.ranks import run_threads
 
 A, B, G = 1e-3, 1e6, 3e-6  # 1 ms, 1 MB/s; the sum, at 3 us a byte, is slower than the link, at 1 us
 S = 8000  # bytes: 8 ms at B

@@ -25,7 +25,8 @@ from fnddp.distributed import (
     sync_ddp,
     sync_ddp_if_available,
 )
-from tests.ranks import run_threads
+from fnddp.ranks import run_threads
+from tests.ranks import on_ranks
 
 DTYPES = [
     torch.float64,
@@ -96,21 +97,15 @@ def test_gather_all_tensors(shapes, dtype):
     run_threads(4, check_gather, shapes, dtype)
 
 
-def check_gather_all(rank: int) -> None:
+@on_ranks(4)
+def test_gather_all_tensors_on_gloo(rank: int) -> None:
     for shapes in SHAPES:
         for dtype in DTYPES:
             check_gather(rank, shapes, dtype)
 
 
-def test_gather_all_tensors_on_gloo(gloo):
-    gloo(4, check_gather_all)
-
-
-def test_gather_all_tensors_of_a_dtype_that_gloo_does_not_know(gloo):
-    gloo(2, check_gather_float8)
-
-
-def check_gather_float8(rank: int) -> None:
+@on_ranks(2)
+def test_gather_all_tensors_of_a_dtype_that_gloo_does_not_know(rank: int) -> None:
     gathered = gather_all_tensors(torch.full((rank + 1,), 2.0).to(torch.float8_e4m3fn))
     assert [g.dtype for g in gathered] == [torch.float8_e4m3fn] * 2
     assert [g.float().tolist() for g in gathered] == [[2.0], [2.0, 2.0]]
@@ -277,7 +272,8 @@ def test_forms_of_gradients(gloo):
     gloo(3, check_gradient_forms)
 
 
-def check_scattered(rank: int) -> None:
+@on_ranks(2)
+def test_backward_is_one_collective(rank: int) -> None:
     mine = torch.ones(100, requires_grad=True)
     loss = AllGatherGrad.apply(mine).sum()
     with WireCounter() as counter:
@@ -285,11 +281,8 @@ def check_scattered(rank: int) -> None:
     assert (counter.wire_bytes, counter.collectives) == (2 * 400, 1)
 
 
-def test_backward_is_one_collective(gloo):
-    gloo(2, check_scattered)
-
-
-def check_torch_func(rank: int) -> None:
+@on_ranks(3)
+def test_within_torch_func(rank: int) -> None:
     shape = (3,)
     members = list(range(dist.get_world_size()))
     mine = tensor_of(rank, shape)
@@ -329,11 +322,8 @@ def check_torch_func(rank: int) -> None:
     torch.testing.assert_close(tangent, want_tangent)
 
 
-def test_within_torch_func(gloo):
-    gloo(3, check_torch_func)  # threads share torch's levels of forward differentiation
-
-
-def check_vmap_is_refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_vmap_would_get_wrong_is_refused(rank: int) -> None:
     batch = torch.ones(2, 3)
     calls = [
         lambda x: gather_all_tensors(x)[0],
@@ -345,10 +335,6 @@ def check_vmap_is_refused(rank: int) -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match=r"a collective cannot run inside torch.func.vmap: call it on the whole"):
             torch.func.vmap(call)(batch)
-
-
-def test_what_vmap_would_get_wrong_is_refused(gloo):
-    gloo(2, check_vmap_is_refused)
 
 
 # Reducing
@@ -568,7 +554,8 @@ def gradient(model: nn.Module, rank: int) -> Tensor:
     return model.module.weight.grad
 
 
-def check_hooks(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_on_torchs_class_off_cuda(rank: int) -> None:
     want = mean_gradient(dist.get_world_size())
     partial = functools.partial(scaled_hook, 2.0)
     for hook, name in ((partial, "scaled_hook"), (ObjectHook(), "ObjectHook")):
@@ -590,11 +577,8 @@ def check_hooks(rank: int) -> None:
     assert model._comm_hooks == []
 
 
-def test_hooks_on_torchs_class_off_cuda(gloo):
-    gloo(2, check_hooks)
-
-
-def check_pipelines(rank: int) -> None:
+@on_ranks(2)
+def test_pipelines_as_hooks(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     handle = register_ddp_comm_hook(model, ddp_comm_hook=error_feedback(fp16(allreduce)))
     got = gradient(model, rank)
@@ -612,10 +596,6 @@ def check_pipelines(rank: int) -> None:
     assert register_ddp_comm_hook(model, ddp_comm_hook=error_feedback(fp16(allreduce))) is None
     assert model.sync == error_feedback(fp16(allreduce))
     torch.testing.assert_close(gradient(model, rank), mean_gradient(dist.get_world_size()), rtol=2e-3, atol=2e-3)
-
-
-def test_pipelines_as_hooks(gloo):
-    gloo(2, check_pipelines)
 
 
 def test_any_model_with_a_hook_slot():

@@ -29,14 +29,18 @@ from fnddp import (
     partition,
     tree,
 )
+from fnddp.laws import DONATIONS, bits, gather, make_engine
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
+from fnddp.ranks import run_threads
 from fnddp.run.engine import Engine
+from fnddp.run.memory import Memory
+from fnddp.run.planned import Planned
 from fnddp.sync import groups_of
+from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
-from tests.laws import DONATIONS, bits, gather, make_engine
 from tests.pipelines import EXAMPLES, grads
-from tests.ranks import run_threads
+from tests.ranks import on_ranks
 
 COMPRESSED = EXAMPLES["error_feedback"]
 STEPS = 6
@@ -112,7 +116,8 @@ def test_late_and_missing_gradients(gloo, n, text, make_grads, donation):
     gloo(n, check_chaos, text, make_grads, donation)
 
 
-def check_all_ranks_agree(rank: int) -> None:
+@on_ranks(2, 3, 4)
+def test_all_ranks_get_the_same_bits_through_a_ring(rank: int) -> None:
     sync = fnddp.parse("powersgd(fp16(allreduce), rank=2, min_compression_rate=1)")
     engine = Engine(
         sync, {path: LeafSpec.of(g) for path, g in large_grads(rank).items()}, donation=Donation(), learns_order=True
@@ -128,22 +133,14 @@ def check_all_ranks_agree(rank: int) -> None:
         assert all(other == everyone[0] for other in everyone)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_ranks_get_the_same_bits_through_a_ring(gloo, n):
-    gloo(n, check_all_ranks_agree)
-
-
-def check_ring_is_counted(rank: int) -> None:
+@on_ranks(3)
+def test_a_ring_counts_as_one_collective(rank: int) -> None:
     step = fnddp.jit(fp16(allreduce))
     state = step.init(large_grads(rank))
     with WireCounter() as counter:
         step(large_grads(rank), state)
     assert step.plan is not None
     assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
-
-
-def test_a_ring_counts_as_one_collective(gloo):
-    gloo(3, check_ring_is_counted)
 
 
 # Wrong gradients
@@ -192,16 +189,18 @@ def test_gradients_in_another_layout():
         assert torch.equal(mean["c"], mine["c"].half().float())
 
 
-def test_an_executor_alone():
+def test_a_runner_alone():
     plan = lower(fp16(allreduce), {"w": torch.empty(3)}, world_size=1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        executor = Executor(plan)
-        executor.start([])
-        assert not executor.has_launched_all
-        executor.feed("w", torch.tensor([1.0, 2.0, 1 / 3]))
-        assert executor.has_launched_all
-        means, state = executor.finish()
+        runner = Planned(plan, C10D, Memory())
+        runner.start([], {None: 1})
+        assert not runner.has_sent_all
+        runner.feed("w", torch.tensor([1.0, 2.0, 1 / 3]))
+        runner.advance()
+        assert runner.has_sent_all
+        runner.wait()
+        means, state = runner.commit()
     finally:
         dist.destroy_process_group()
     assert (means["w"].tolist(), state) == ([1.0, 2.0, 0.333251953125], [])
@@ -259,7 +258,8 @@ def test_a_failing_rank_fails_the_step_on_all(gloo, donation, fed):
     gloo(2, check_failing_rank, COMPRESSED, donation, 0, fed)
 
 
-def check_failing_with_a_ring(rank: int) -> None:
+@on_ranks(2, 4)
+def test_a_failing_rank_carries_its_rings_on(rank: int) -> None:
     sync = fnddp.parse("error_feedback(fp16(allreduce))")
     engine = make_engine(sync, large_grads(rank), DONATIONS[2])
     state, expected = sync.init(large_grads(rank)), sync.init(large_grads(rank))
@@ -282,12 +282,8 @@ def check_failing_with_a_ring(rank: int) -> None:
             assert bits(state) == bits(expected)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_failing_rank_carries_its_rings_on(gloo, n):
-    gloo(n, check_failing_with_a_ring)
-
-
-def check_two_fail(rank: int) -> None:
+@on_ranks(4)
+def test_several_failing_ranks_are_all_named(rank: int) -> None:
     engine = make_engine(allreduce, model_grads(rank))
     engine.start(())
     if rank < 2:
@@ -297,10 +293,6 @@ def check_two_fail(rank: int) -> None:
             engine.feed(path, grad)
         with pytest.raises(StepFailedError, match=r"rank 0 failed with .*number 0; rank 1 failed with .*number 1\. St"):
             engine.finish()
-
-
-def test_several_failing_ranks_are_all_named(gloo):
-    gloo(4, check_two_fail)
 
 
 def check_what_a_failed_step_leaves(rank: int) -> None:
@@ -351,7 +343,8 @@ def test_what_a_failed_step_leaves():
     run_threads(2, check_what_a_failed_step_leaves)
 
 
-def check_failure_crosses_groups(rank: int) -> None:
+@on_ranks(4)
+def test_a_failure_is_known_in_all_groups(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     sync = partition({"fc*": fnddp.all_reduce(group=pairs[rank // 2].group_name), "*": allreduce})
     engine = make_engine(sync, integer_grads(rank))
@@ -374,11 +367,8 @@ def check_failure_crosses_groups(rank: int) -> None:
                 assert torch.equal(done.mean[path], want)
 
 
-def test_a_failure_is_known_in_all_groups(gloo):
-    gloo(4, check_failure_crosses_groups)
-
-
-def check_error_after_the_last_word(rank: int) -> None:
+@on_ranks(2)
+def test_fail_without_a_step_does_nothing(rank: int) -> None:
     """A rank that fails when the others have been told that all is well refuses to go on."""
     engine = make_engine(allreduce, model_grads(rank))
     engine.start(())
@@ -389,14 +379,15 @@ def check_error_after_the_last_word(rank: int) -> None:
     engine.refuse_after_failure()
 
 
-def test_fail_without_a_step_does_nothing(gloo):
-    gloo(2, check_error_after_the_last_word)
-
-
 # Ranks that hang or die
 
 
-def check_absent_rank(rank: int, text: str, make_grads: Any, fed: int) -> None:
+@pytest.mark.parametrize("fed", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("text", "make_grads"), [("allreduce", model_grads), (COMPRESSED, model_grads), ("fp16(allreduce)", large_grads)]
+)
+@on_ranks(2)
+def test_a_rank_that_never_comes(rank: int, text: str, make_grads: Any, fed: int) -> None:
     """Rank 1 stops after `fed` gradients; the others hear of it when the group's timeout is over."""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=3))
     sync = fnddp.parse(text).over(group)
@@ -417,14 +408,6 @@ def check_absent_rank(rank: int, text: str, make_grads: Any, fed: int) -> None:
             with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
                 engine.start(state)
     dist.barrier()  # on the default group: rank 1 waits here
-
-
-@pytest.mark.parametrize("fed", [0, 2, 4])
-@pytest.mark.parametrize(
-    ("text", "make_grads"), [("allreduce", model_grads), (COMPRESSED, model_grads), ("fp16(allreduce)", large_grads)]
-)
-def test_a_rank_that_never_comes(gloo, text, make_grads, fed):
-    gloo(2, check_absent_rank, text, make_grads, fed)
 
 
 def dying_rank(rank: int, port: int, text: str, make_grads: Any, fed: int, how: str, results: Any) -> None:
@@ -486,7 +469,8 @@ def test_a_rank_that_dies(text, make_grads, fed, how):
 # A pipeline that cannot be lowered
 
 
-def check_eager_stand_in(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_lowered_runs_at_the_end(rank: int) -> None:
     sync = fnddp.parse("error_feedback(fp16(allreduce, check=True))")
     with pytest.raises(LoweringError):
         lower(sync, model_grads(rank))
@@ -517,10 +501,6 @@ def check_eager_stand_in(rank: int) -> None:
         assert done.unused == set.intersection(*everywhere)
         assert bits(done.mean) == bits(mean)
         assert bits(state) == bits(expected)
-
-
-def test_what_cannot_be_lowered_runs_at_the_end(gloo):
-    gloo(2, check_eager_stand_in)
 
 
 EAGER = error_feedback(fp16(allreduce, check=True))

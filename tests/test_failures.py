@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
+from fnddp.laws import bits, gather
 from fnddp.wire.protocol import CollectiveError
-from tests.laws import bits, gather
+from tests.ranks import on_ranks
 from tests.test_register import batch, loss_of, make_model
 
 PLAIN = "allreduce"
@@ -217,7 +218,8 @@ def test_a_rank_whose_arguments_are_refused(gloo):
     assert "rank 1: set-up in its place, failed with RuntimeError: DistributedDataParallel: no parameter" in other
 
 
-def check_other_pipeline_later(rank: int) -> None:
+@on_ranks(2, seconds=DEADLINE)
+def test_ranks_that_set_another_pipeline_each(rank: int) -> None:
     training = Training(COMPRESSED)
     assert training.step(batch(rank, 0)) is None
     before = training.all
@@ -227,10 +229,6 @@ def check_other_pipeline_later(rank: int) -> None:
     assert training.all == before
     assert training.step(batch(rank, 1)) is None
     require_same_on_all_ranks(training.parameters)
-
-
-def test_ranks_that_set_another_pipeline_each(gloo):
-    gloo(2, check_other_pipeline_later, timeout=DEADLINE)
 
 
 # Ranks that fail and go on
@@ -341,7 +339,8 @@ def test_a_rank_that_skips_a_step_is_one_behind(gloo, n, text, how):
     gloo(n, check_one_step_behind, text, how, timeout=DEADLINE)
 
 
-def check_buffers_meet_backward(rank: int) -> None:
+@on_ranks(2, seconds=DEADLINE)
+def test_a_rank_that_skips_a_step_of_a_module_with_buffers(rank: int) -> None:
     """Rank 1 raises in forward and goes on: its next forward broadcasts buffers while others reduce gradients."""
     module = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model = fnddp.DistributedDataParallel(module, process_group=short_group())
@@ -358,10 +357,6 @@ def check_buffers_meet_backward(rank: int) -> None:
             assert "not called backward" in str(caught.value)
     assert bits(list(model.parameters())) == before
     dist.barrier()
-
-
-def test_a_rank_that_skips_a_step_of_a_module_with_buffers(gloo):
-    gloo(2, check_buffers_meet_backward, timeout=DEADLINE)
 
 
 # Ranks that hang
@@ -389,7 +384,8 @@ def test_a_rank_that_comes_after_the_timeout(gloo, n, text):
     gloo(n, check_late, text, timeout=DEADLINE)
 
 
-def check_failure_that_is_not_told(rank: int) -> None:
+@on_ranks(2, seconds=DEADLINE)
+def test_a_rank_that_fails_in_backward_and_does_not_go_on(rank: int) -> None:
     """Rank 1 fails in backward and never uses the module again, so it tells nobody."""
     training = Training(COMPRESSED, short_group())
     assert training.step(batch(rank, 0)) is None
@@ -400,10 +396,6 @@ def check_failure_that_is_not_told(rank: int) -> None:
     assert training.all == before
     require_refused(training, rank)
     require_same_on_all_ranks(training.parameters)
-
-
-def test_a_rank_that_fails_in_backward_and_does_not_go_on(gloo):
-    gloo(2, check_failure_that_is_not_told, timeout=DEADLINE)
 
 
 # Ranks that die

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
-from tests.laws import bits
-from tests.ranks import run_threads
+from fnddp.laws import bits
+from fnddp.ranks import run_threads
 
 
 def loss_fn(params, x, y):

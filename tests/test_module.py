@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback, fp16
+from fnddp.laws import bits, gather
 from fnddp.wire.protocol import CollectiveError
-from tests.laws import bits, gather
+from tests.ranks import on_ranks
 from tests.test_register import COMPRESSED, Branches, batch, functional_steps, loss_of, make_model
 
 SMALL = {"bucket_cap_mb": 0.01}
@@ -30,7 +31,11 @@ def grads_of(model: nn.Module) -> list[Tensor | None]:
 # As torch's DDP
 
 
-def check_as_torch(rank: int, options: dict[str, Any], set_to_none: bool, micro: int) -> None:
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "small buckets"])
+@on_ranks(2)
+def test_same_bits_as_torchs_ddp(rank: int, options: dict[str, Any], set_to_none: bool, micro: int) -> None:
     ours, theirs = fnddp.DistributedDataParallel(make_model(), **options), TorchDDP(make_model(), **options)
     models = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (ours, theirs)]
     for step in range(5):
@@ -42,13 +47,6 @@ def check_as_torch(rank: int, options: dict[str, Any], set_to_none: bool, micro:
             optimizer.step()
         assert bits(grads_of(ours)) == bits(grads_of(theirs)), f"step {step}"
         assert bits(list(ours.parameters())) == bits(list(theirs.parameters())), f"step {step}"
-
-
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "small buckets"])
-def test_same_bits_as_torchs_ddp(gloo, options, set_to_none, micro):
-    gloo(2, check_as_torch, options, set_to_none, micro)
 
 
 def module_steps(rank: int, sync: fnddp.Sync, steps: int, batches: int, **options: Any) -> tuple[dict, Any]:
@@ -96,7 +94,8 @@ def test_other_world_sizes(gloo, n):
     gloo(n, check_as_functional, COMPRESSED, 1, SMALL)
 
 
-def check_several_forwards(rank: int) -> None:
+@on_ranks(2)
+def test_several_forwards_and_several_backwards(rank: int) -> None:
     ours, theirs = fnddp.DistributedDataParallel(make_model()), TorchDDP(make_model())
     for model in (ours, theirs):
         for _ in range(2):
@@ -110,11 +109,9 @@ def check_several_forwards(rank: int) -> None:
     assert bits(grads_of(ours)) == bits(grads_of(theirs))
 
 
-def test_several_forwards_and_several_backwards(gloo):
-    gloo(2, check_several_forwards)
-
-
-def check_unused(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", "error_feedback(fp16(allreduce))"])
+@on_ranks(2, 3)
+def test_unused_parameters(rank: int, text: str) -> None:
     model = fnddp.DistributedDataParallel(Branches(), sync=fnddp.parse(text), **SMALL)
     for step in range(3):
         model.zero_grad()
@@ -137,12 +134,6 @@ def check_unused(rank: int, text: str) -> None:
     assert bool((held == 7).all())
 
 
-@pytest.mark.parametrize("text", ["allreduce", "error_feedback(fp16(allreduce))"])
-@pytest.mark.parametrize("n", [2, 3])
-def test_unused_parameters(gloo, n, text):
-    gloo(n, check_unused, text)
-
-
 class Routed(nn.Module):
     """Each call uses one of its experts: another one on every rank and in every step, or several times the same."""
 
@@ -157,7 +148,8 @@ class Routed(nn.Module):
         return {"out": [x], "route": route}
 
 
-def check_control_flow(rank: int) -> None:
+@on_ranks(2, 4)
+def test_control_flow_that_depends_on_the_rank(rank: int) -> None:
     n = dist.get_world_size()
     model = fnddp.DistributedDataParallel(Routed(), **SMALL)
     for step in range(6):
@@ -176,11 +168,6 @@ def check_control_flow(rank: int) -> None:
                 torch.testing.assert_close(p.grad, want, rtol=1e-6, atol=1e-7)  # the order of a sum of n ranks
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_control_flow_that_depends_on_the_rank(gloo, n):
-    gloo(n, check_control_flow)
-
-
 # Setting up
 
 
@@ -189,7 +176,8 @@ def batch_norm_model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
-def check_broadcasts(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_and_buffers_are_those_of_the_first_rank(rank: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model[1].running_mean += rank
@@ -220,10 +208,6 @@ def check_broadcasts(rank: int) -> None:
     del ddp
 
 
-def test_parameters_and_buffers_are_those_of_the_first_rank(gloo):
-    gloo(2, check_broadcasts)
-
-
 def check_disagreement(rank: int, what: str) -> str:
     sync = fp16(allreduce) if (rank, what) == (1, "pipeline") else allreduce
     model = nn.Linear(4, 3 + (rank if what == "shape" else 0))
@@ -252,7 +236,8 @@ def test_nothing_to_train_is_an_error():
         fnddp.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0, 1])
 
 
-def check_subgroup(rank: int) -> None:
+@on_ranks(4)
+def test_over_a_group(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[rank // 2]
     model = fnddp.DistributedDataParallel(make_model(), process_group=mine, sync=fnddp.parse(COMPRESSED))
@@ -260,10 +245,6 @@ def check_subgroup(rank: int) -> None:
     loss_of(model(batch(rank, 0))).backward()
     everyone = gather(bits(grads_of(model)))
     assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
-
-
-def test_over_a_group(gloo):
-    gloo(4, check_subgroup)
 
 
 # Steps that fail
@@ -318,7 +299,8 @@ def test_an_error_in_one_ranks_backward(gloo, n, text):
     gloo(n, check_backward_fails, text)
 
 
-def check_forward_fails(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_never_calls_backward(rank: int) -> None:
     """A rank that never calls backward: the others hear of it from the process group."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     model = fnddp.DistributedDataParallel(make_model(), process_group=group)
@@ -331,11 +313,12 @@ def check_forward_fails(rank: int) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_never_calls_backward(gloo):
-    gloo(2, check_forward_fails)
-
-
-def check_autograd_grad(rank: int, text: str, create_graph: bool) -> None:
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    "text", ["allreduce", COMPRESSED, "error_feedback(fp16(allreduce), decay=0.5)", "fp16(allreduce, check=True)"]
+)
+@on_ranks(2)
+def test_autograd_grad_is_synchronized(rank: int, text: str, create_graph: bool) -> None:
     model = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
     straight = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
     for step in range(4):
@@ -355,15 +338,8 @@ def check_autograd_grad(rank: int, text: str, create_graph: bool) -> None:
         del state
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize(
-    "text", ["allreduce", COMPRESSED, "error_feedback(fp16(allreduce), decay=0.5)", "fp16(allreduce, check=True)"]
-)
-def test_autograd_grad_is_synchronized(gloo, text, create_graph):
-    gloo(2, check_autograd_grad, text, create_graph)
-
-
-def check_double_backward(rank: int) -> None:
+@on_ranks(2)
+def test_double_backward(rank: int) -> None:
     """Through gradients of inputs, as in a gradient penalty, and through those of parameters, as in MAML."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
@@ -390,16 +366,14 @@ def check_double_backward(rank: int) -> None:
     torch.testing.assert_close(grads_of(model), grads_of(module))
 
 
-def test_double_backward(gloo):
-    gloo(2, check_double_backward)
-
-
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-def check_functional_call(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "fp16(allreduce, check=True)"])
+@on_ranks(2)
+def test_functional_call_is_synchronized(rank: int, text: str) -> None:
     sync = fnddp.parse(text)
     model = fnddp.DistributedDataParallel(mlp(), sync=sync)
     params = dict(mlp().named_parameters())
@@ -430,12 +404,8 @@ def check_functional_call(rank: int, text: str) -> None:
         params = {n: p.detach() - 0.1 * want[n] for n, p in params.items()}
 
 
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "fp16(allreduce, check=True)"])
-def test_functional_call_is_synchronized(gloo, text):
-    gloo(2, check_functional_call, text)
-
-
-def check_other_transforms(rank: int) -> None:
+@on_ranks(2)
+def test_other_transforms_synchronize_or_raise(rank: int) -> None:
     model = fnddp.DistributedDataParallel(mlp())
     plain = mlp()
     x = batch(rank, 0).double()
@@ -470,14 +440,11 @@ def check_other_transforms(rank: int) -> None:
     assert bits([got[f"module.{n}"] for n in alone]) == bits(list(mean.values()))
 
 
-def test_other_transforms_synchronize_or_raise(gloo):
-    gloo(2, check_other_transforms)
-
-
 # State
 
 
-def check_state_dict(rank: int) -> None:
+@on_ranks(2)
+def test_state_dict_is_that_of_torchs_ddp(rank: int) -> None:
     ours, theirs = fnddp.DistributedDataParallel(batch_norm_model()), TorchDDP(batch_norm_model())
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert all(key.startswith("module.") for key in ours.state_dict())
@@ -490,11 +457,8 @@ def check_state_dict(rank: int) -> None:
     assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
 
 
-def test_state_dict_is_that_of_torchs_ddp(gloo):
-    gloo(2, check_state_dict)
-
-
-def check_resume(rank: int) -> None:
+@on_ranks(2)
+def test_resuming_is_bit_exact(rank: int) -> None:
     def train(model: fnddp.DistributedDataParallel, steps: range) -> None:
         for step in steps:
             loss_of(model(batch(rank, step))).backward()
@@ -529,10 +493,6 @@ def check_resume(rank: int) -> None:
         assert bits(held) == before
 
 
-def test_resuming_is_bit_exact(gloo):
-    gloo(2, check_resume)
-
-
 def test_a_state_of_another_pipeline_is_refused():
     model = fnddp.DistributedDataParallel(make_model(), sync=error_feedback(fp16(allreduce)))
     state = model.sync_state
@@ -554,7 +514,8 @@ def test_a_state_of_another_pipeline_is_refused():
     model.sync_state = state
 
 
-def check_sparse(rank: int) -> None:
+@on_ranks(2)
+def test_sparse_shared_and_frozen_parameters(rank: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -580,11 +541,8 @@ def check_sparse(rank: int) -> None:
     assert ours.module.frozen.weight.grad is None
 
 
-def test_sparse_shared_and_frozen_parameters(gloo):
-    gloo(2, check_sparse)
-
-
-def check_held_gradients(rank: int) -> None:
+@on_ranks(2)
+def test_what_the_user_holds_is_not_written_over(rank: int) -> None:
     model = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(COMPRESSED), **SMALL)
     held: list[tuple[Any, Any]] = []
     for step in range(8):
@@ -596,11 +554,8 @@ def check_held_gradients(rank: int) -> None:
         assert all(bits(value) == before for value, before in held)
 
 
-def test_what_the_user_holds_is_not_written_over(gloo):
-    gloo(2, check_held_gradients)
-
-
-def check_is_freed(rank: int) -> None:
+@on_ranks(2)
+def test_a_wrapped_model_can_be_freed(rank: int) -> None:
     model = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(COMPRESSED))
     for step in range(2):
         loss = loss_of(model(batch(rank, step)))
@@ -610,10 +565,6 @@ def check_is_freed(rank: int) -> None:
     gc.collect()
     assert alive() is None
     assert module() is None
-
-
-def test_a_wrapped_model_can_be_freed(gloo):
-    gloo(2, check_is_freed)
 
 
 # value_and_grad
@@ -630,7 +581,9 @@ def linear_params() -> dict[str, Tensor]:
     return {"w": torch.randn(16, 8, generator=generator), "b": torch.zeros(8), "unused": torch.ones(3)}
 
 
-def check_value_and_grad(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(fp16(allreduce), rank=2))"])
+@on_ranks(2)
+def test_value_and_grad_fails_on_all_ranks_and_goes_on(rank: int, text: str) -> None:
     sync = fnddp.parse(text)
     step, grad = fnddp.value_and_grad(linear_loss, sync), torch.func.grad(linear_loss)
     params = linear_params()
@@ -653,12 +606,8 @@ def check_value_and_grad(rank: int, text: str) -> None:
         params = {name: p - 0.1 * grads[name] for name, p in params.items()}
 
 
-@pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(fp16(allreduce), rank=2))"])
-def test_value_and_grad_fails_on_all_ranks_and_goes_on(gloo, text):
-    gloo(2, check_value_and_grad, text)
-
-
-def check_missing_on_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_that_are_not_in_the_loss_count_as_zero(rank: int) -> None:
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         used = params["w"].sum()
         return used + (params["b"] * x).sum() if rank == 0 else used
@@ -672,11 +621,8 @@ def check_missing_on_one_rank(rank: int) -> None:
     assert (value.item(), grads["w"].tolist()) == (3.0, [0.0, 0.0])
 
 
-def test_parameters_that_are_not_in_the_loss_count_as_zero(gloo):
-    gloo(2, check_missing_on_one_rank)
-
-
-def check_bad_loss(rank: int) -> None:
+@on_ranks(2)
+def test_a_loss_that_is_no_scalar_is_an_error_on_all_ranks(rank: int) -> None:
     step = fnddp.value_and_grad(lambda params, x: params["w"] * x, allreduce)
     with pytest.raises(TypeError, match=r"must return a scalar tensor, got a tensor of shape \(2,\); take its sum"):
         step({"w": torch.ones(2)}, (), torch.ones(2))
@@ -686,11 +632,8 @@ def check_bad_loss(rank: int) -> None:
     assert grads["w"].item() == 2.5
 
 
-def test_a_loss_that_is_no_scalar_is_an_error_on_all_ranks(gloo):
-    gloo(2, check_bad_loss)
-
-
-def check_falls_back(rank: int) -> None:
+@on_ranks(2)
+def test_within_compile(rank: int) -> None:
     torch._dynamo.reset()
     sync = fnddp.parse("error_feedback(fp16(allreduce))")
     step = fnddp.value_and_grad(linear_loss, sync)
@@ -707,10 +650,6 @@ def check_falls_back(rank: int) -> None:
     torch.testing.assert_close(compiled_state.residual, state.residual)
 
 
-def test_within_compile(gloo):
-    gloo(2, check_falls_back)
-
-
 def test_within_vmap_without_ranks():
     step = fnddp.value_and_grad(linear_loss, allreduce)
     params = {name: p.expand(3, *p.shape) for name, p in linear_params().items()}
@@ -722,7 +661,8 @@ def test_within_vmap_without_ranks():
     assert values.shape == (3,)
 
 
-def check_aux(rank: int) -> None:
+@on_ranks(2)
+def test_aux_is_the_ranks_own(rank: int) -> None:
     def loss(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         out = x @ params["w"] + params["b"]
         return out.square().mean(), {"out": out, "rank": rank}
@@ -736,11 +676,8 @@ def check_aux(rank: int) -> None:
         assert gather(bits(grads))[0] == bits(grads)
 
 
-def test_aux_is_the_ranks_own(gloo):
-    gloo(2, check_aux)
-
-
-def check_accumulated_without_the_last_backward(rank: int) -> None:
+@on_ranks(2)
+def test_what_no_sync_has_accumulated_is_synchronized_though_unused_then(rank: int) -> None:
     torch.manual_seed(0)
     model = fnddp.DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}))
     model.module.forward = lambda name, x: model.module[name](x)
@@ -750,10 +687,6 @@ def check_accumulated_without_the_last_backward(rank: int) -> None:
     model("b", x).sum().backward()
     for layer in ("a", "b"):
         assert model.module[layer].weight.grad.tolist() == [[1.5, 1.5, 1.5]]
-
-
-def test_what_no_sync_has_accumulated_is_synchronized_though_unused_then(gloo):
-    gloo(2, check_accumulated_without_the_last_backward)
 
 
 def test_autocast_does_not_reach_the_pipeline():

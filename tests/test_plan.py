@@ -24,6 +24,7 @@ from fnddp import (
     tree,
     warmup,
 )
+from fnddp.laws import DONATIONS, bits, make_engine
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, launch, tensor_nodes
 from fnddp.plan.passes import fuse as fuse_pass
@@ -31,9 +32,9 @@ from fnddp.plan.passes.combine import MB, assign_buckets, combine
 from fnddp.plan.passes.fuse import fuse
 from fnddp.plan.passes.simplify import simplify
 from fnddp.plan.passes.trace import trace
-from tests.laws import DONATIONS, bits, make_engine
+from fnddp.ranks import run_threads
 from tests.pipelines import EXAMPLES, grads
-from tests.ranks import run_threads
+from tests.ranks import on_ranks
 
 aten: Any = torch.ops.aten
 
@@ -175,7 +176,7 @@ def check_fused_bits(rank: int, text: str, shape: tuple[int, ...]) -> None:
         engine.start(state)
         engine.feed("w", mine["w"].clone())
         done = engine.finish()
-        state = done.state
+        state = engine.state
         assert torch.equal(done.mean["w"], mean["w"])
         assert bits(state.inner) == bits(expected.inner)
         assert torch.equal(state.residual["w"], expected.residual["w"])
@@ -352,7 +353,7 @@ def test_a_plan_for_each_phase(text, plans):
             for path, leaf in grads("model", rank, step).items():
                 engine.feed(path, leaf)
             done = engine.finish()
-            state = done.state
+            state = engine.state
             assert bits(done.mean) == bits(mean), f"step {step}"
             assert bits(state) == bits(expected), f"step {step}"
         assert len(engine._runs) == plans
@@ -391,7 +392,8 @@ def test_the_process_group_does_not_matter_offline():
     assert set(run_threads(2, body)) == {str(lower(powersgd(allreduce), LARGE_TREE, world_size=1024))}
 
 
-def check_wire_bytes(rank: int) -> None:
+@on_ranks(2)
+def test_wire_bytes_are_what_is_sent(rank: int) -> None:
     for text in [*EXAMPLES.values(), "partition({'fc*': fp16(all_reduce(op='sum')), '*': all_reduce(op='max')})"]:
         sync = fnddp.parse(text)
         step = fnddp.jit(sync)
@@ -407,10 +409,6 @@ def check_wire_bytes(rank: int) -> None:
             assert counter.collectives <= eager.collectives
 
 
-def test_wire_bytes_are_what_is_sent(gloo):
-    gloo(2, check_wire_bytes)  # torch's threaded process group does not dispatch, so a counter would not see it
-
-
 # Reuse
 
 
@@ -423,7 +421,7 @@ def check_buffers_stay(rank: int, text: str, donation: Donation) -> None:
         for path, leaf in grads("model", rank, step).items():
             engine.feed(path, leaf.clone())
         done = engine.finish()
-        state = done.state
+        state = engine.state
         where = engine._buffers
         buffers = {c.index: {b.flat.data_ptr() for b in pool} for c, pool in where._collectives.items()}
         seen.append((buffers, {path: len(pool) for path, pool in where._means.items()}))

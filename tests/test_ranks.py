@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import GlooPool, RankFailed, run_threads
+from fnddp.ranks import RankFailed, run_threads
+from tests.ranks import GlooPool
 
 
 def total(rank: int) -> float:
@@ -40,7 +41,7 @@ def test_a_failure_names_the_rank(gloo):
 
 
 def test_a_hang_is_ended_and_shows_where():
-    pool = GlooPool()
+    pool = GlooPool(ranks=2)
     pool.run(2, total)  # started up
     with pytest.raises(TimeoutError, match="hang_on_one"):
         pool.run(2, hang_on_one, timeout=2)

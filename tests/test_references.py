@@ -13,9 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
-from tests.laws import bits
+from fnddp.laws import bits
+from fnddp.ranks import run_threads
 from tests.pipelines import grads
-from tests.ranks import run_threads
+from tests.ranks import on_ranks
 
 # float32 arithmetic on matrices of some hundred elements, a few steps deep
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
@@ -69,7 +70,8 @@ def flat(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {"flat": torch.randn(1003, generator=torch.Generator().manual_seed(10 * rank + step))}
 
 
-def check_default_hooks(rank: int) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_default_hooks_bit_for_bit(rank: int) -> None:
     # one leaf, so that hook and pipeline hand the same buffer to the same collective: equal to the bit
     pairs = [
         (allreduce_hook, allreduce),
@@ -82,12 +84,8 @@ def check_default_hooks(rank: int) -> None:
             assert bits(theirs(flat(rank, step), ())[0]) == bits(ours(flat(rank, step), ())[0])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_default_hooks_bit_for_bit(gloo, n):
-    gloo(n, check_default_hooks)
-
-
-def check_hooks_on_trees(rank: int) -> None:
+@on_ranks(2, 3)
+def test_hooks_on_trees(rank: int) -> None:
     # bucketized alike: one buffer of all float32 leaves, in reverse registration order or not, sums the same pairs
     theirs = from_hook(allreduce_hook)(grads("model", rank), ())[0]
     ours = fnddp.bucketize(allreduce)(grads("model", rank), ())[0]
@@ -96,12 +94,8 @@ def check_hooks_on_trees(rank: int) -> None:
     torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_hooks_on_trees(gloo, n):
-    gloo(n, check_hooks_on_trees)
-
-
-def check_powersgd_hook(rank: int) -> None:
+@on_ranks(1, 2)
+def test_torchs_powersgd_hook(rank: int) -> None:
     steps, start = 8, 2
     shapes = {"a": (12, 20), "b": (7,), "c": (8, 4, 3, 3), "d": (5, 2)}  # b is a vector; d would not shrink
 
@@ -120,11 +114,6 @@ def check_powersgd_hook(rank: int) -> None:
         theirs, _ = hook(gradients(step), ())
         mean, state = ours(gradients(step), state)
         torch.testing.assert_close(mean, theirs, rtol=2e-3, atol=2e-4)  # float32, and their memory is another
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_torchs_powersgd_hook(gloo, n):
-    gloo(n, check_powersgd_hook)
 
 
 RESNET18 = {

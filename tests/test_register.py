@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
 from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
-from tests.laws import bits
-from tests.ranks import RankFailed
+from fnddp.laws import bits
+from fnddp.ranks import RankFailed
+from tests.ranks import on_ranks
 
 COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 
@@ -101,7 +102,8 @@ def test_no_sync_accumulates(gloo):
     gloo(2, check_same_as_functional, COMPRESSED, 3, {"gradient_as_bucket_view": True})
 
 
-def check_bit_for_bit_with_hook(rank: int) -> None:
+@on_ranks(2)
+def test_allreduce_is_torchs_allreduce_hook(rank: int) -> None:
     ours, theirs = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01) for _ in range(2))
     fnddp.register(ours, allreduce)
     theirs.register_comm_hook(None, allreduce_hook)
@@ -112,11 +114,8 @@ def check_bit_for_bit_with_hook(rank: int) -> None:
         assert bits([p.grad for p in ours.parameters()]) == bits([p.grad for p in theirs.parameters()])
 
 
-def test_allreduce_is_torchs_allreduce_hook(gloo):
-    gloo(2, check_bit_for_bit_with_hook)
-
-
-def check_several_forwards(rank: int) -> None:
+@on_ranks(2)
+def test_several_forwards(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     fnddp.register(model, allreduce)
     loss = loss_of(model(batch(rank, 0))) + loss_of(model(batch(rank, 1)))
@@ -127,10 +126,6 @@ def check_several_forwards(rank: int) -> None:
         (loss_of(plain(batch(r, 0))) + loss_of(plain(batch(r, 1)))).backward()
         want = [w + p.grad / dist.get_world_size() for w, p in zip(want, plain.parameters(), strict=True)]
     torch.testing.assert_close([p.grad for p in model.parameters()], want, rtol=1e-5, atol=1e-7)
-
-
-def test_several_forwards(gloo):
-    gloo(2, check_several_forwards)
 
 
 class Branches(nn.Module):
@@ -145,7 +140,9 @@ class Branches(nn.Module):
         return self.used(x) + (self.sometimes(x) if rank == 0 else 0)
 
 
-def check_unused(rank: int, text: str) -> None:
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
+@on_ranks(2)
+def test_unused_parameters(rank: int, text: str) -> None:
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
     handle = fnddp.register(model, fnddp.parse(text))
     for step in range(3):
@@ -162,12 +159,8 @@ def check_unused(rank: int, text: str) -> None:
         assert (handle.state.residual["sometimes.weight"].abs().max() > 0) == (rank == 0)
 
 
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
-def test_unused_parameters(gloo, text):
-    gloo(2, check_unused, text)
-
-
-def check_frozen_shared_sparse(rank: int) -> None:
+@on_ranks(2)
+def test_frozen_shared_and_sparse_parameters(rank: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,11 +188,9 @@ def check_frozen_shared_sparse(rank: int) -> None:
     torch.testing.assert_close(got.to_dense(), want, rtol=2e-3, atol=1e-3)  # fp16 wire
 
 
-def test_frozen_shared_and_sparse_parameters(gloo):
-    gloo(2, check_frozen_shared_sparse)
-
-
-def check_thawed(rank: int, when: str) -> None:
+@pytest.mark.parametrize("when", ["before DDP", "before register"])
+@on_ranks(2)
+def test_parameters_that_were_frozen_at_set_up_are_not_silently_left_out(rank: int, when: str) -> None:
     model = make_model()
     if when == "before DDP":
         model[2].weight.requires_grad_(False)
@@ -216,12 +207,8 @@ def check_thawed(rank: int, when: str) -> None:
         loss_of(ddp(batch(rank, 0))).backward()
 
 
-@pytest.mark.parametrize("when", ["before DDP", "before register"])
-def test_parameters_that_were_frozen_at_set_up_are_not_silently_left_out(gloo, when):
-    gloo(2, check_thawed, when)
-
-
-def check_error_in_a_step(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_that_fails_raises_on_all_ranks_and_leaves_no_trace(rank: int) -> None:
     model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
     handle = fnddp.register(model, error_feedback(fp16(allreduce, check=True)))
     for step in range(3):
@@ -242,11 +229,8 @@ def check_error_in_a_step(rank: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)  # fp16 wire and a residual of two steps
 
 
-def test_a_step_that_fails_raises_on_all_ranks_and_leaves_no_trace(gloo):
-    gloo(2, check_error_in_a_step)
-
-
-def check_error_on_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_an_error_on_one_rank_never_mixes_steps(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     ddp = DistributedDataParallel(make_model(), process_group=group)
     handle = fnddp.register(ddp, error_feedback(allreduce))
@@ -264,15 +248,12 @@ def check_error_on_one_rank(rank: int) -> None:
     assert bits(handle.state) == before
 
 
-def test_an_error_on_one_rank_never_mixes_steps(gloo):
-    gloo(2, check_error_on_one_rank)
-
-
 class Trouble(Exception):
     pass
 
 
-def check_poll_fails(rank: int) -> None:
+@on_ranks(2)
+def test_an_error_between_buckets_does_not_break_ddp(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     model, straight = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01, process_group=group) for _ in range(2))
     handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
@@ -302,10 +283,6 @@ def check_poll_fails(rank: int) -> None:
         assert bits(handle.state) == bits(of_straight.state)
 
 
-def test_an_error_between_buckets_does_not_break_ddp(gloo):
-    gloo(2, check_poll_fails)
-
-
 class Hooked(nn.Module):
     """Calls `fn` in its backward, when the buckets of its last layers are on their way."""
 
@@ -321,7 +298,8 @@ class Hooked(nn.Module):
         return x
 
 
-def check_backward_breaks_off(rank: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_breaks_off_fails_the_step_on_all(rank: int) -> None:
     def fail(_: torch.Tensor) -> None:
         raise Trouble("in my backward")
 
@@ -343,10 +321,6 @@ def check_backward_breaks_off(rank: int) -> None:
         own = [was + p.grad for was, p in zip(own, plain.parameters(), strict=True)]
         assert bits([p.grad for p in model.parameters()]) == bits(own)
     assert bits(handle.state) == before
-
-
-def test_a_backward_that_breaks_off_fails_the_step_on_all(gloo):
-    gloo(2, check_backward_breaks_off)
 
 
 def check_forward_within_a_step(rank: int) -> None:
@@ -402,7 +376,8 @@ def test_a_forward_within_a_step_does_not_end_it(gloo, check):
     gloo(2, check)
 
 
-def check_model_is_freed(rank: int) -> None:
+@on_ranks(1)
+def test_a_registered_model_can_be_freed(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     fnddp.register(model, error_feedback(allreduce))
     loss_of(model(batch(rank, 0))).backward()
@@ -412,11 +387,8 @@ def check_model_is_freed(rank: int) -> None:
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_a_registered_model_can_be_freed(gloo):
-    gloo(1, check_model_is_freed)
-
-
-def check_uneven_inputs(rank: int) -> None:
+@on_ranks(2)
+def test_uneven_inputs_with_join(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     handle = fnddp.register(model, fnddp.parse(COMPRESSED))
     with model.join():
@@ -428,11 +400,8 @@ def check_uneven_inputs(rank: int) -> None:
     assert everyone[0] == everyone[1]
 
 
-def test_uneven_inputs_with_join(gloo):
-    gloo(2, check_uneven_inputs)
-
-
-def check_resume(rank: int) -> None:
+@on_ranks(2)
+def test_resuming_is_bit_exact(rank: int) -> None:
     def train(model: DistributedDataParallel, steps: range) -> None:
         for step in steps:
             loss_of(model(batch(rank, step))).backward()
@@ -460,11 +429,8 @@ def check_resume(rank: int) -> None:
     assert bits(resumed.state) == bits(handle.state)
 
 
-def test_resuming_is_bit_exact(gloo):
-    gloo(2, check_resume)
-
-
-def check_bad_use(rank: int) -> None:
+@on_ranks(2)
+def test_bad_use(rank: int) -> None:
     with pytest.raises(TypeError, match=r"expected a torch.nn.parallel.DistributedDataParallel, got .*Sequential"):
         fnddp.register(make_model(), allreduce)
     model = DistributedDataParallel(make_model())
@@ -480,11 +446,8 @@ def check_bad_use(rank: int) -> None:
         fnddp.register(model, allreduce)
 
 
-def test_bad_use(gloo):
-    gloo(2, check_bad_use)
-
-
-def check_subgroup(rank: int) -> None:
+@on_ranks(4)
+def test_over_the_models_own_group(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[rank // 2]
     model = DistributedDataParallel(make_model(), process_group=mine)
@@ -495,10 +458,6 @@ def check_subgroup(rank: int) -> None:
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, bits([p.grad for p in model.parameters()]))
     assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
-
-
-def test_over_the_models_own_group(gloo):
-    gloo(4, check_subgroup)
 
 
 def check_disagreement(rank: int, what: str) -> str:
@@ -530,7 +489,8 @@ def test_disagreement_at_set_up_raises_on_all_ranks(gloo):
     assert all("rank 1: set-up in its place, failed with ValueError: partition" in messages[rank] for rank in (0, 2))
 
 
-def check_large_model(rank: int) -> None:
+@on_ranks(2)
+def test_powersgd_of_ten_million_parameters_on_gloo(rank: int) -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)])  # 10.5 M parameters
     ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=5)
     handle = fnddp.register(ddp, error_feedback(powersgd(fp16(allreduce), rank=4)))
@@ -542,11 +502,6 @@ def check_large_model(rank: int) -> None:
     dist.all_gather_object(everyone, [p.grad.double().sum().item() for p in ddp.parameters()])
     assert everyone[0] == everyone[1]
     assert sum(r.numel() for r in handle.state.residual.values()) == sum(p.numel() for p in model.parameters())
-
-
-def test_powersgd_of_ten_million_parameters_on_gloo(gloo):
-    # torch's powerSGD_hook aborts here: it waits inside future callbacks
-    gloo(2, check_large_model)
 
 
 def test_errors_of_ranks_are_reported(gloo):

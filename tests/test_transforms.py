@@ -26,10 +26,11 @@ from fnddp import (
 )
 from fnddp.buckets import MB
 from fnddp.random import normal
+from fnddp.ranks import run_threads
 from fnddp.sync import registry
 from fnddp.transforms.orthogonalize import orthogonalize
 from tests.pipelines import EXAMPLES
-from tests.ranks import run_threads
+from tests.ranks import on_ranks
 
 
 def steps(sync, gradients, n=3):
@@ -462,7 +463,8 @@ def test_decay_forgets():
 # from_hook
 
 
-def check_from_hook(rank):
+@on_ranks(2)
+def test_from_hook(rank):
     seen = []
 
     def hook(state, bucket):
@@ -483,10 +485,6 @@ def check_from_hook(rank):
     with pytest.raises(TypeError, match="this hook asks for parameters"):
         from_hook(lambda state, bucket: bucket.parameters())(gradients, ())
     torch.testing.assert_close(gradients["a"], torch.ones(2, 3))
-
-
-def test_from_hook(gloo):
-    gloo(2, check_from_hook)
 
 
 def test_from_hook_needs_a_process_group():

@@ -191,6 +191,4 @@ def _gather_shapes(shape: torch.Size, group: str | None) -> list[tuple[int, ...]
     if not shape:
         return [()] * groups.world_size(group)
     layout = f"<{len(shape)}q"
-    return [
-        struct.unpack(layout, packed) for packed in control.all_gather_bytes(struct.pack(layout, *shape), group)
-    ]
+    return [struct.unpack(layout, packed) for packed in control.all_gather_bytes(struct.pack(layout, *shape), group)]

@@ -40,9 +40,7 @@ class Vote:
         groups: Those of `groups` that have other ranks.
     """
 
-    def __init__(
-        self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device
-    ) -> None:
+    def __init__(self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
         self.groups = [group for group in dict.fromkeys(groups) if wire.size(group) > 1]
         self._wire = wire
         self._device = device

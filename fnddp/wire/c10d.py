@@ -31,9 +31,7 @@ class C10d:
         """See `Wire.size`."""
         return live_size(group)
 
-    def start(
-        self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0
-    ) -> Work:
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`."""
         live = self._live(group)
         if kind is ALL_REDUCE and is_faster(send, op, live):

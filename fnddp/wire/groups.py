@@ -57,7 +57,6 @@ def current() -> World | None:
     return _world.get()
 
 
-
 def world_size(group: str | None) -> int:
     """The number of ranks in `group`; 1 without torch.distributed.
 

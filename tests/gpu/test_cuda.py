@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
 from fnddp import tree
+from fnddp.laws import bits
 from tests.gpu.nccl import on, run_nccl
-from tests.laws import bits
 from tests.pipelines import EXAMPLES, grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

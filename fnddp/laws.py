@@ -1,0 +1,571 @@
+"""The laws that every pipeline keeps, as functions: for the transforms of this package, and for anyone's.
+
+A law is a function of `(rank, sync, grads)` that every rank runs: `sync` is a pipeline over the default group, and
+`grads(rank, step)` gives a rank's gradients in a step, the same whenever it is asked. `check` runs all that apply.
+"""
+
+import copy
+import functools
+import io
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fnddp import tree
+from fnddp.memory.error_feedback import error_feedback
+from fnddp.parse import parse
+from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec
+from fnddp.ranks import RankFailed, run_threads
+from fnddp.run.engine import Engine, Synchronized
+from fnddp.state import describe, load_state_dict, parts, state_dict
+from fnddp.sync import REPLICATED, State, Sync, registry
+from fnddp.tree import Leaves, Tree
+
+Grads: TypeAlias = Callable[[int, int], Tree]
+"""`grads(rank, step)`: a rank's gradients in a step. All ranks have the same tree, shapes and dtypes, in all steps."""
+
+Law: TypeAlias = Callable[[int, Sync, Grads], None]
+
+STEPS = 4
+
+# What the adapters let a step write over: jit, value_and_grad, DistributedDataParallel, register.
+DONATIONS = (Donation(), Donation("yes"), Donation("yes", True), Donation("at_end", True))
+SMALL_BUCKETS = (200, 500)  # so that a few small leaves take several slots
+
+
+class LawError(AssertionError):
+    """A pipeline breaks a law. Says which one, how many ranks there were, at which leaf, and by how much."""
+
+
+def check(
+    sync: Sync,
+    *,
+    ranks: Sequence[int] = (1, 2, 3, 4),
+    grads: Grads | None = None,
+    on: Literal["threads", "gloo"] = "threads",
+) -> None:
+    """Checks that `sync` keeps every law that applies to it.
+
+    Law 5 (the exact mean) applies where `sent` is what came in, law 8 (error feedback) to means, and law 9 (text) to
+    what is made of registered transforms. A pipeline that cannot be lowered is run as engines run it, as a whole.
+
+    Args:
+        sync: A pipeline over the default group, such as `my_transform(allreduce)`. Try several nestings.
+        ranks: World sizes to try, on threads. One rank alone cannot disagree with another.
+        grads: `grads(rank, step)`: this rank's gradients in that step, the same whenever it is asked. Without it,
+            some trees of 0 to 9 leaves: matrices and a channels-last convolution; all dtypes, integers and bools too;
+            a bare tensor; a tree without leaves.
+        on: "threads" of this process, or "gloo": the ranks of the default process group, which all have to call this;
+            without one this process is the only rank. Threads add in rank order, so lowered is eager to the bit; a
+            ring of more than two ranks does not, and there law 6 holds up to the rounding of sums.
+
+    Raises:
+        LawError: Names the law, the pipeline, the number of ranks, the leaf and the numbers.
+        RankFailed: `sync` itself raised on a rank, or took more than a minute.
+
+    >>> import fnddp
+    >>> check(fnddp.fp16(fnddp.allreduce), ranks=(1, 2))
+    """
+    for of_rank in TREES.values() if grads is None else [grads]:
+        if on == "gloo":
+            check_on_rank(dist.get_rank() if dist.is_initialized() else 0, sync, of_rank)
+            continue
+        for n in ranks:
+            try:
+                run_threads(n, check_on_rank, sync, of_rank)
+            except RankFailed as failed:
+                broken = [error for error in failed.errors.values() if isinstance(error, LawError)]
+                if broken:
+                    raise broken[0] from None
+                raise
+
+
+def check_on_rank(rank: int, sync: Sync, grads: Grads) -> None:
+    """What each rank does in a `check`."""
+    for law in LAWS:
+        if applies(law, sync) and (law is not law_5_lossless_is_exact or loses_nothing(rank, sync, grads)):
+            law(rank, sync, grads)
+
+
+def applies(law: Law, sync: Sync) -> bool:
+    """Whether `law` is about pipelines such as `sync`. (Law 5 is about those that lose nothing: `loses_nothing`.)"""
+    if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
+        return len(sync.ops) <= 1
+    if law is law_8_error_feedback_loses_nothing:
+        return sync.ops <= {"mean"}
+    return law is not law_9_text_parses_back or _is_registered(sync)
+
+
+def loses_nothing(rank: int, sync: Sync, grads: Grads) -> bool:
+    """Whether on all ranks, in all steps, what `sync` says it has sent is what came in, to the bit."""
+    state = sync.init(grads(rank, 0))
+    same = True
+    for step in range(STEPS):
+        leaves = _leaves(grads, rank, step)
+        done = sync.exchange(leaves, state)
+        state, same = done.state, same and bits(done.sent) == bits(leaves)
+    return all(gather(same))
+
+
+def _is_registered(sync: Sync) -> bool:
+    known = registry.get(type(sync).__name__)
+    return known is type(sync) and all(_is_registered(child) for child in sync.children())
+
+
+def _stated(law: Callable[..., None]) -> Callable[..., None]:
+    """Makes whatever goes wrong in `law` say which law it was, of which pipeline, on how many ranks."""
+
+    @functools.wraps(law)
+    def checked(rank: int, sync: Sync, grads: Grads, **options: Any) -> None:
+        number, name = law.__name__.removeprefix("law_").split("_", 1)
+        where = f"{sync!r} on rank {rank} of {_world_size()}"
+        try:
+            with torch.no_grad():
+                law(rank, sync, grads, **options)
+        except LawError as broken:
+            says = " ".join(str(law.__doc__).split())
+            title = f"law {number} ({name.replace('_', ' ')}) is broken by {where}"
+            raise LawError(f"{title}: {broken}\nThe law: {says}") from None
+        except Exception as error:
+            error.add_note(f"while checking law {number} ({name.replace('_', ' ')}) of {where}")
+            raise
+
+    return checked
+
+
+@_stated
+def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
+    """The mean has the tree, shapes, dtypes and devices of the gradients, and the next state those of the last one."""
+    example = grads(rank, 0)
+    want, state = _specs(example), sync.init(example)
+    want_state = _state_specs(state)
+    for step in range(STEPS):
+        mean, state = sync(grads(rank, step), state)
+        _require(tree.structure(mean) == tree.structure(example), f"step {step}: the mean is a {tree.structure(mean)}")
+        _require_equal(_specs(mean), want, f"step {step}: leaf", "in the mean")
+        _require_equal(_state_specs(state), want_state, f"step {step}: state", "in the next state")
+        for path, leaf in tree.flatten(mean)[0].items():
+            finite = not tree.is_inexact(leaf) or bool(leaf.isfinite().all())
+            _require(finite, f"step {step}: leaf {path!r}: the mean of finite gradients is not finite")
+
+
+@_stated
+def law_2_all_ranks_get_the_same_bits(rank: int, sync: Sync, grads: Grads) -> None:
+    """The mean, and the replicated parts of the state, are the same on all ranks to the bit."""
+    means, state = run(sync, grads, rank)
+    shared = {f"the state {part.path!r}": part.value for part in parts(state) if part.kind == REPLICATED}
+    for step, mean in enumerate(means):
+        shared |= {f"step {step}: leaf {path!r}": leaf for path, leaf in tree.flatten(mean)[0].items()}
+    everyone: list[dict[str, Any]] = gather(shared)
+    for what, first in everyone[0].items():
+        for other, values in enumerate(everyone):
+            if bits([values[what]]) != bits([first]):
+                raise LawError(f"{what}, on rank {other} against rank 0, {_difference(values[what], first)}")
+
+
+@_stated
+def law_3_inputs_are_unmodified(rank: int, sync: Sync, grads: Grads) -> None:
+    """Neither the gradients nor the state nor torch's global random generator are changed."""
+    state = sync.init(grads(rank, 0))
+    for step in range(STEPS):
+        mine = grads(rank, step)
+        before = copy.deepcopy((mine, state))
+        generator = torch.get_rng_state()
+        _, next_state = sync(mine, state)
+        _require_same_bits(mine, before[0], f"step {step}: the given gradient")
+        _require_same_bits(state, before[1], f"step {step}: the given state")
+        untouched = torch.equal(torch.get_rng_state(), generator)
+        _require(untouched, f"step {step}: random numbers came from the global generator; use fnddp.random")
+        state = next_state
+
+
+@_stated
+def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
+    """The mean over ranks of `sent` is `mean` (or their sum, max or min, where the reducer takes that)."""
+    state, eps = sync.init(grads(rank, 0)), coarsest_rounding(rank, sync, grads)
+    for step in range(STEPS):
+        done = sync.exchange(_leaves(grads, rank, step), state)
+        state = done.state
+        everyone = gather(done.sent)
+        scale = max([_norm(leaf) for sent in everyone for leaf in sent.values()], default=0.0)
+        for path, want in _reduce(everyone, _op(sync)).items():
+            what = f"step {step}: leaf {path!r}: the {_op(sync)} over ranks of sent"
+            _require_near(what, want, done.mean[path], eps, scale, terms=2 * len(everyone) + 4)
+
+
+@_stated
+def law_5_lossless_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
+    """A pipeline that loses nothing gives the exact mean."""
+    means, _ = run(sync, grads, rank)
+    for step, mean in enumerate(means):
+        leaves = tree.flatten(mean)[0]
+        for path, want in _exact(grads, step, _op(sync)).items():
+            what = f"step {step}: leaf {path!r}: the exact {_op(sync)}"
+            _require_near(what, want, leaves[path], 0.0, _scale(grads, step), terms=2 * _world_size())
+
+
+@_stated
+def law_6_lowered_is_eager(
+    rank: int, sync: Sync, grads: Grads, *, donation: Donation | None = None, seed: int = 0
+) -> None:
+    """An engine gives the means and states of the pipeline itself, bit for bit, whatever the order of the gradients."""
+    # Lowering takes longer than all the rest, so each number of ranks tries what one adapter lets be written over.
+    donation = DONATIONS[_world_size() % len(DONATIONS)] if donation is None else donation
+    exact = _adds_in_one_order()
+    eps = 0.0 if exact else coarsest_rounding(rank, sync, grads)
+    order = random.Random(1000 * seed + rank)  # another one on every rank
+    engine = make_engine(sync, grads(rank, 0), donation, learns_order=(seed + _world_size()) % 2 == 1)
+    expected = sync.init(grads(rank, 0))
+    start: State = copy.deepcopy(expected)
+    want: list[Leaves] = []
+    got: list[Leaves] = []
+    for step in range(STEPS):
+        if not exact and step:
+            expected = copy.deepcopy(engine.state)  # or roundings would add up over the steps
+        mean, expected = sync(grads(rank, step), expected)
+        done = engine_step(engine, start, grads(rank, step), order)
+        start = None  # from then on only the engine holds its state, and writes over it
+        want.append(tree.flatten(mean)[0])
+        got.append(done.mean)
+        where = f"step {step} with {donation}"
+        _require_equal(_specs(done.mean), _specs(want[-1]), f"{where}: leaf", "from the engine")
+        _require_equal(_state_specs(engine.state), _state_specs(expected), f"{where}: state", "from the engine")
+        if exact:
+            _require_same_bits(done.mean, want[-1], f"{where}: the engine's mean of")
+            _require_same_bits(engine.state, expected, f"{where}: the engine's state")
+            continue
+        scale = _scale(grads, step) + max([_norm(leaf) for leaf in want[-1].values()], default=0.0)
+        for path, leaf in want[-1].items():
+            what = f"{where}: leaf {path!r}: the eager mean"
+            _require_near(what, leaf, done.mean[path], eps, scale, terms=4 * _world_size())
+    for step in range(STEPS if exact else 0):
+        _require_same_bits(
+            got[step], want[step], f"with {donation} a later step has written over step {step}'s mean of"
+        )
+
+
+@_stated
+def law_7_resuming_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
+    """To save the state, load it and continue gives what going on gives, to the bit."""
+    straight, final = run(sync, grads, rank)
+    _, halfway = run(sync, grads, rank, range(STEPS // 2))
+    template = sync.init(grads(rank, 0))
+    untouched = copy.deepcopy(template)
+    loaded = _saved_and_loaded(template, halfway)
+    _require_same_bits(template, untouched, "the template of load_state_dict")
+    resumed, again = run(sync, grads, rank, range(STEPS // 2, STEPS), loaded)
+    for step, mean in enumerate(resumed, STEPS // 2):
+        _require_same_bits(mean, straight[step], f"step {step}, resumed: the mean of")
+    _require_same_bits(again, final, "the state at the end:")
+
+
+@_stated
+def law_7_resuming_an_engine_is_exact(
+    rank: int, sync: Sync, grads: Grads, *, donation: Donation = DONATIONS[2], seed: int = 0
+) -> None:
+    """The same through an engine, and another one that starts from what the first has saved."""
+    order = random.Random(1000 * seed + rank)
+
+    def steps(engine: Engine, start: State, numbers: range) -> tuple[list[Leaves], State]:
+        means: list[Leaves] = []
+        for step in numbers:
+            means.append(engine_step(engine, start, grads(rank, step), order).mean)
+            start = None
+        return means, engine.state
+
+    engine, another = [make_engine(sync, grads(rank, 0), donation) for _ in range(2)]
+    straight, final = steps(engine, sync.init(grads(rank, 0)), range(STEPS))
+    final = copy.deepcopy(final)
+    _, halfway = steps(engine, sync.init(grads(rank, 0)), range(STEPS // 2))
+    loaded = _saved_and_loaded(sync.init(grads(rank, 0)), halfway)
+    resumed, again = steps(another, loaded, range(STEPS // 2, STEPS))
+    for step, mean in enumerate(resumed, STEPS // 2):
+        _require_same_bits(mean, straight[step], f"step {step}, resumed: the mean of")
+    _require_same_bits(again, final, "the state at the end:")
+
+
+@_stated
+def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> None:
+    """With error feedback the sum of all outputs plus the mean residual is the sum of all mean gradients."""
+    remembering = error_feedback(sync)
+    means, state = run(remembering, grads, rank)
+    residuals: list[Leaves] = gather(state.residual)
+    eps = coarsest_rounding(rank, remembering, grads)
+    scale = sum(_scale(grads, step) for step in range(STEPS))
+    scale += max([_norm(leaf) for residual in residuals for leaf in residual.values()], default=0.0)
+    outputs = [tree.flatten(mean)[0] for mean in means]
+    exact = [_exact(grads, step, "mean") for step in range(STEPS)]
+    for path, left in _reduce(residuals, "mean").items():
+        got = sum([_wide(mean[path]) for mean in outputs], start=left)
+        want = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
+        what = f"leaf {path!r}: the sum of {STEPS} mean gradients"
+        terms = 4 * STEPS * len(residuals)
+        _require_near(what, want, got.to(residuals[0][path].dtype), eps, scale, terms)
+
+
+@_stated
+def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
+    """A pipeline prints as the text that makes it."""
+    again = parse(repr(sync))
+    _require(again == sync and hash(again) == hash(sync), f"parse gives {again!r}, which is not equal to it")
+    _require(repr(again) == repr(sync), f"parse gives {again!r}")
+
+
+LAWS: tuple[Law, ...] = (
+    law_1_outputs_are_like_inputs,
+    law_2_all_ranks_get_the_same_bits,
+    law_3_inputs_are_unmodified,
+    law_4_sent_reduces_to_mean,
+    law_5_lossless_is_exact,
+    law_6_lowered_is_eager,
+    law_7_resuming_is_exact,
+    law_7_resuming_an_engine_is_exact,
+    law_8_error_feedback_loses_nothing,
+    law_9_text_parses_back,
+)
+
+
+def run(
+    sync: Sync, grads: Grads, rank: int, steps: range = range(STEPS), state: State = None
+) -> tuple[list[Tree], State]:
+    """The means of `steps`, and the last state."""
+    state = sync.init(grads(rank, 0)) if state is None else state
+    means: list[Tree] = []
+    for step in steps:
+        mean, state = sync(grads(rank, step), state)
+        means.append(mean)
+    return means, state
+
+
+def make_engine(sync: Sync, grads: Tree, donation: Donation = DONATIONS[0], learns_order: bool = False) -> Engine:
+    """An engine for such gradients, with buckets so small that they take several slots."""
+    leaves = {path: LeafSpec.of(leaf) for path, leaf in tree.flatten(grads)[0].items()}
+    return Engine(sync, leaves, donation=donation, learns_order=learns_order, bucket_caps=SMALL_BUCKETS)
+
+
+def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random) -> Synchronized:
+    """One step of `engine`, fed with copies of `grads` in an order drawn from `order`.
+
+    It begins with `state`, or with None where the last one has ended.
+    """
+    leaves, _ = tree.flatten(grads)
+    engine.start(state)
+    for path in order.sample(list(leaves), len(leaves)):
+        engine.feed(path, leaves[path].clone())
+    done = engine.finish()
+    _require(not done.unused, f"the engine takes {sorted(done.unused)} for unused, which all ranks have fed")
+    _require(list(done.mean) == list(leaves), f"the engine gives means of {list(done.mean)}, not of {list(leaves)}")
+    return done
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank."""
+    everyone: list[Any] = [None] * _world_size()
+    if not dist.is_initialized():
+        return [value]
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def bits(value: Any) -> list[Any]:
+    """Something that compares equal exactly where every bit of every leaf does."""
+    return [_bytes(part.value) if isinstance(part.value, Tensor) else part.value for part in parts(value)]
+
+
+def _bytes(leaf: Tensor) -> bytes:
+    dense = leaf.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class _Roundings(TorchDispatchMode):
+    """Notes the coarsest rounding of whatever is computed."""
+
+    coarsest = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        dtypes = {leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and tree.is_inexact(leaf)}
+        self.coarsest = max([self.coarsest, *(torch.finfo(dtype).eps for dtype in dtypes)])
+        return made
+
+
+def coarsest_rounding(rank: int, sync: Sync, grads: Grads) -> float:
+    """The relative rounding error of the coarsest dtype that `sync` makes of gradients in the widest one among them.
+
+    0 on a rank alone: there is no sum to round, and what a cast loses must be accounted for.
+    """
+    inexact = [leaf.dtype.to_real() for leaf in _leaves(grads, rank, 0).values() if tree.is_inexact(leaf)]
+    if _world_size() == 1 or not inexact:
+        return 0.0
+    widest = functools.reduce(torch.promote_types, inexact)
+
+    def widened(leaf: Tensor) -> Tensor:
+        return leaf.to(widest.to_complex() if leaf.is_complex() else widest) if tree.is_inexact(leaf) else leaf
+
+    def wide_grads(rank: int, step: int) -> Tree:
+        return tree.map_leaves(widened, grads(rank, step))
+
+    example = [wide_grads(rank, step) for step in range(STEPS)]
+    with _Roundings() as roundings:
+        run(sync, lambda rank, step: example[step], rank)
+    return roundings.coarsest
+
+
+def _adds_in_one_order() -> bool:
+    """Whether the backend adds an element's parts in one order, wherever it lies in a buffer."""
+    return _world_size() <= 2 or dist.get_backend() == "threaded"
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _op(sync: Sync) -> str:
+    return next(iter(sync.ops), "mean")
+
+
+def _leaves(grads: Grads, rank: int, step: int) -> Leaves:
+    return tree.flatten(grads(rank, step))[0]
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    return leaf.cpu().to(torch.complex128 if leaf.is_complex() else torch.float64)
+
+
+def _norm(leaf: Tensor) -> float:
+    return torch.linalg.vector_norm(leaf.to(torch.complex128)).item()
+
+
+def _scale(grads: Grads, step: int) -> float:
+    """The largest norm of a leaf on any rank: what roundings are relative to."""
+    leaves = [leaf for rank in range(_world_size()) for leaf in _leaves(grads, rank, step).values()]
+    return max([_norm(leaf) for leaf in leaves], default=0.0)
+
+
+def _exact(grads: Grads, step: int, op: str) -> Leaves:
+    return _reduce([_leaves(grads, rank, step) for rank in range(_world_size())], op)
+
+
+def _reduce(everyone: Sequence[Leaves], op: str) -> Leaves:
+    """The reduction over ranks, in double precision."""
+    reduced: Leaves = {}
+    for path, leaf in everyone[0].items():
+        stack = torch.stack([_wide(leaves[path]) for leaves in everyone])
+        wide: Tensor = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(stack, 0)
+        if not tree.is_inexact(leaf):
+            wide = (wide + 0.5).floor()  # a mean of integers is rounded to the nearest, halves up
+        # a sum of bools is whether any is True
+        reduced[path] = wide.clamp(max=1) if leaf.dtype == torch.bool else wide
+    return reduced
+
+
+def _saved_and_loaded(template: State, state: State) -> State:
+    file = io.BytesIO()
+    torch.save(state_dict(state), file)
+    file.seek(0)
+    return load_state_dict(template, torch.load(file, weights_only=True))
+
+
+def _specs(grads: Tree) -> dict[str, str]:
+    return {path: f"{describe(leaf)} on {leaf.device}" for path, leaf in tree.flatten(grads)[0].items()}
+
+
+def _state_specs(state: State) -> dict[str, str]:
+    of_parts = {part.path: f"{part.kind} {describe(part.value)}" for part in parts(state)}
+    return {"": f"a {tree.structure(state)}", **of_parts}
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise LawError(otherwise)
+
+
+def _require_equal(got: Mapping[str, str], want: Mapping[str, str], what: str, where: str) -> None:
+    for path in dict.fromkeys([*want, *got]):
+        one, other = got.get(path, "nothing"), want.get(path, "nothing")
+        _require(one == other, f"{what} {path!r} is {one} {where}, but was {other}")
+
+
+def _require_same_bits(got: Tree, want: Tree, what: str) -> None:
+    # By path: an engine's means are flat, a pipeline's are a tree.
+    for one, other in zip(parts(got), parts(want), strict=True):
+        if bits([one.value]) != bits([other.value]):
+            raise LawError(f"{what} {one.path!r} {_difference(one.value, other.value)}")
+
+
+def _difference(got: Any, want: Any) -> str:
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor) or got.shape != want.shape:
+        return f"is {got!r}, but should be {want!r}"
+    error = (_wide(got) - _wide(want)).abs()
+    return f"is off by up to {error.max().item():.3g}, in {int((error != 0).sum())} of {got.numel()} elements"
+
+
+def _require_near(what: str, want: Tensor, got: Tensor, eps: float, scale: float, terms: int) -> None:
+    """Equal up to `terms` roundings, in `eps` or the leaf's own, of numbers as large as `scale`; integers exactly."""
+    allowed = terms * max(eps, torch.finfo(got.dtype).eps) * scale if tree.is_inexact(got) else 0.0
+    error = (_wide(got) - _wide(want)).abs().max().item() if got.numel() else 0.0
+    _require(error <= allowed, f"{what} and what the pipeline gives are {error:.3g} apart, allowed {allowed:.3g}")
+
+
+def _normal(rank: int, step: int) -> Callable[..., Tensor]:
+    """Another draw for each rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+
+    return normal
+
+
+class Layer(NamedTuple):
+    """Two leaves of the tree `mixed`."""
+
+    weight: Any
+    bias: Any
+
+
+def model(rank: int, step: int) -> Tree:
+    """Gradients like a small model's: a channels-last convolution, matrices, two of one shape, a vector."""
+    normal = _normal(rank, step)
+    return {
+        "conv.weight": normal(8, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+        "fc.weight": normal(12, 20),
+        "fc.bias": normal(12),
+        "out.weight": normal(12, 20),
+    }
+
+
+def mixed(rank: int, step: int) -> Tree:
+    """A nested tree of all dtypes, with a scalar, a leaf without elements, and strided ones."""
+    normal = _normal(rank, step)
+    half, brain = torch.float16, torch.bfloat16
+    return {
+        "blocks": [Layer(normal(16, 24, dtype=half), normal(16, dtype=brain)), None],
+        "head": (normal(20, 9).t(), (normal(), normal(0, 3))),
+        "double.weight": normal(9, 8, dtype=torch.float64),
+        "complex.weight": normal(6, 10, dtype=torch.complex64),
+        "brain.weight": normal(10, 12, dtype=brain),
+        "strided": normal(6, 8)[:, ::2],
+        "count": torch.tensor([rank, 7, -3]),
+        "flag": torch.tensor([True, rank == 0]),
+    }
+
+
+def bare(rank: int, step: int) -> Tree:
+    """One tensor, whose path is the empty string."""
+    return _normal(rank, step)(11, 7)
+
+
+def empty(rank: int, step: int) -> Tree:
+    """A tree without leaves."""
+    return {"nothing": None, "none": []}
+
+
+TREES: dict[str, Grads] = {"model": model, "mixed": mixed, "bare": bare, "empty": empty}

@@ -1,0 +1,93 @@
+"""Ranks as threads of this process: to try and to test what needs several, without starting any."""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,  # pyright: ignore[reportPrivateUsage]
+    _uninstall_threaded_pg,  # pyright: ignore[reportPrivateUsage]
+)
+
+_c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message has the traceback of each rank that did, and `errors` its exception."""
+
+    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+    """Runs `fn(rank, *arguments)` on `n` threads, each a rank of a process group that lasts for this call.
+
+    A rank that raises ends the others, which may be waiting for it. Without a default process group in this process;
+    one call at a time.
+
+    Args:
+        n: Number of ranks.
+        fn: What each of them runs.
+        arguments: Given to all; shared, not copied.
+        seconds: All ranks together have this long.
+
+    Returns:
+        What `fn` returned, by rank.
+
+    Raises:
+        RankFailed: A rank raised, or took too long.
+        RuntimeError: This process has a default process group.
+
+    >>> import torch
+    >>> from fnddp import allreduce
+    >>> run_threads(3, lambda rank: allreduce({"w": torch.tensor(float(rank))}, ())[0]["w"].item())
+    [1.0, 1.0, 1.0]
+    """
+    if dist.is_initialized():
+        raise RuntimeError("threads cannot be ranks where this process is one already: it has a default process group")
+    if not torch.cuda.is_available():
+        # torch 2.11 crashes where the thread that traced first has ended (pytorch#178950); this one stays.
+        torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    _c10d._set_thread_isolation_mode(True)
+    world: Any = _install_threaded_pg()
+    if not hasattr(world, "comms"):  # torch 2.11: destroy_process_group asks for it, and threaded worlds lack it
+        type(world).comms = []
+    store = dist.HashStore()
+    results: list[Any] = [None] * n
+    errors: dict[int, BaseException] = {}
+    traces: dict[int, str] = {}
+
+    def body(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=n, store=store)
+            results[rank] = fn(rank, *arguments)
+        except BaseException as error:
+            errors[rank] = error
+            traces[rank] = traceback.format_exc()
+            ProcessLocalGroup.exception_handle(error)  # wakes the other ranks
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n)]
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + seconds
+        for rank, thread in enumerate(threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                errors.setdefault(rank, TimeoutError(f"rank {rank} ran for {seconds} s"))
+    finally:
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        _c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise RankFailed("".join(f"\nrank {rank}: {traces.get(rank, errors[rank])}" for rank in sorted(errors)), errors)
+    return results

@@ -1,0 +1,93 @@
+"""Modules and helpers that several of these tests use."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp.laws import bits, gather
+
+WITH_RESIDUAL = "error_feedback(fp16(allreduce))"
+
+
+SMALL = {"bucket_cap_mb": 0.001}
+
+
+def total(output: Any) -> Tensor:
+    """A loss of whatever a module returns."""
+    return (output.abs() if output.is_complex() else output).square().float().mean()
+
+
+def grads_of(model: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in model.parameters()]
+
+
+def dense(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
+
+
+def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:
+    pairs = list(zip(ours.named_parameters(), theirs.parameters(), strict=True))
+    for (name, p), q in pairs:
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            assert (p.grad.dtype, p.grad.layout) == (q.grad.dtype, q.grad.layout), name
+            if p.grad.is_sparse:  # torch adds up what all ranks have in one go, so rounds in another order
+                torch.testing.assert_close(dense(p.grad), dense(q.grad), rtol=1e-6, atol=1e-7)
+            else:
+                assert p.grad.stride() == q.grad.stride(), name
+                assert bits([p.grad]) == bits([q.grad]), name
+
+
+def assert_equal_on_ranks(*values: Any) -> None:
+    everyone = gather(bits(values))
+    assert all(other == everyone[0] for other in everyone)
+
+
+def descend(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= 0.1 * dense(p.grad)
+
+
+def step(model: nn.Module, *inputs: Any, descends: bool = True, **kwargs: Any) -> None:
+    model.zero_grad()
+    total(model(*inputs, **kwargs)).backward()
+    if descends:
+        descend(model)
+
+
+def by_hand(sync: fnddp.Sync, module: nn.Module, state: Any, *inputs: Any) -> tuple[dict[str, Tensor], Any]:
+    """The pipeline's means of the bare module's gradients, and its next state."""
+    module.zero_grad()
+    total(module(*inputs)).backward()
+    own = {n: torch.zeros_like(p) if p.grad is None else dense(p.grad) for n, p in module.named_parameters()}
+    return sync(own, state)
+
+
+class Parts(nn.Module):
+    """Uses those of its layers that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, use: str = "abc") -> Tensor:
+        return sum(getattr(self, name)(x) for name in use)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+OF_TORCH = inspect.signature(TorchDDP.__init__).parameters
+
+
+since_213 = pytest.mark.skipif("forward_sync_buffers" not in OF_TORCH, reason="compares with torch's class of 2.13")

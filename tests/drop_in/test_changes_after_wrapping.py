@@ -1,0 +1,156 @@
+"""What changes after wrapping is synchronized, or named."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp import DistributedDataParallel as DDP
+from fnddp import RankMismatchError, StepFailedError, allreduce, bf16, fp16
+from fnddp.laws import bits
+from tests.drop_in.models import (
+    SMALL,
+    WITH_RESIDUAL,
+    Parts,
+    assert_equal_on_ranks,
+    assert_same_grads,
+    by_hand,
+    grads_of,
+    step,
+    total,
+)
+from tests.ranks import on_ranks
+from tests.test_register import COMPRESSED, batch, make_model
+
+
+@on_ranks(2)
+def test_the_pipeline_can_change_between_steps(rank: int) -> None:
+    model, plain = DDP(make_model(), **SMALL), make_model()
+    for i, text in enumerate(["allreduce", WITH_RESIDUAL, WITH_RESIDUAL, COMPRESSED, COMPRESSED, "allreduce"]):
+        sync = fnddp.parse(text)
+        if model.sync != sync:
+            model.sync = sync
+            state = sync.init(dict(plain.named_parameters()))
+        elif i == 0:
+            state = ()
+        want, state = by_hand(sync, plain, state, batch(rank, i))
+        step(model, batch(rank, i), descends=False)
+        assert bits(grads_of(model)) == bits(list(want.values()))
+        assert bits(model.sync_state) == bits(state)
+    model.sync = fnddp.parse(WITH_RESIDUAL)
+    step(model, batch(rank, 7))
+    before = bits(model.sync_state)
+    with pytest.raises(RankMismatchError, match="disagree about pipeline"):
+        model.sync = fp16(allreduce) if rank == 0 else bf16(allreduce)
+    assert model.sync == fnddp.parse(WITH_RESIDUAL)
+    assert bits(model.sync_state) == before
+    straight = DDP(copy.deepcopy(model.module), sync=fnddp.parse(WITH_RESIDUAL))
+    straight.sync_state = model.sync_state
+    for each in (model, straight):
+        step(each, batch(rank, 8))
+    assert_same_grads(model, straight)
+
+
+@on_ranks(2)
+def test_the_pipeline_cannot_change_during_a_backward(rank: int) -> None:
+    model = DDP(make_model(), sync=fnddp.parse(WITH_RESIDUAL))
+    before = bits(model.sync_state)
+    output = model(batch(rank, 0))
+
+    def change(grad: Tensor) -> None:
+        model.sync = allreduce
+
+    if rank == 1:
+        model.module[2].weight.register_hook(change)
+        with pytest.raises(RuntimeError, match="cannot change while a backward is running"):
+            total(output).backward()
+        model.module[2].weight._backward_hooks.clear()
+    else:
+        with pytest.raises(StepFailedError, match="rank 1 failed"):
+            total(output).backward()
+    assert bits(model.sync_state) == before
+    model.zero_grad()
+    model.sync = allreduce  # the backward is over
+    step(model, batch(rank, 1))
+    assert_equal_on_ranks(grads_of(model))
+
+
+@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", WITH_RESIDUAL])
+@on_ranks(2)
+def test_parameters_frozen_after_wrapping(rank: int, text: str) -> None:
+    model = DDP(Parts(), sync=fnddp.parse(text), **SMALL)
+    plain = Parts()
+    sync = fnddp.parse(text)
+    state = sync.init(dict(plain.named_parameters()))
+    for i in range(4):
+        if i == 2:
+            for module in (model.module, plain):
+                module.b.requires_grad_(False)
+        if i == 3:
+            for module in (model.module, plain):
+                module.b.requires_grad_(True)
+        want, state = by_hand(sync, plain, state, batch(rank, i))
+        step(model, batch(rank, i), descends=False)
+        for name, p in model.module.named_parameters():
+            assert (p.grad is None) == (not p.requires_grad)
+            assert p.grad is None or bits([p.grad]) == bits([want[name]])
+        assert bits(model.sync_state) == bits(state)
+
+
+def test_parameters_unfrozen_after_wrapping_are_named():
+    module = Parts()
+    module.b.requires_grad_(False)
+    model = DDP(module)
+    step(model, batch(0, 0))
+    module.b.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"b\.weight, b\.bias did not require a gradient .* wrap the module again"):
+        model(batch(0, 0))
+
+
+@pytest.mark.parametrize("what", ["parameter", "module"])
+@on_ranks(2)
+def test_replaced_parameters_are_synchronized(rank: int, what: str) -> None:
+    model = DDP(make_model(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
+    step(model, batch(rank, 0))
+    torch.manual_seed(5)
+    layer = nn.Linear(64, 64)
+    if what == "parameter":
+        model.module[2].weight, model.module[2].bias = layer.weight, layer.bias
+    else:
+        model.module[2] = layer
+    plain, state = copy.deepcopy(model.module), model.sync_state
+    for i in range(1, 4):
+        want, state = by_hand(model.sync, plain, state, batch(rank, i))
+        step(model, batch(rank, i), descends=False)
+        got = {n: p.grad for n, p in model.module.named_parameters()}
+        assert bits([got[n] for n in want]) == bits(list(want.values()))
+        assert bits(model.sync_state) == bits(state)
+
+
+@pytest.mark.parametrize("what", ["parameter", "module"])
+@on_ranks(2)
+def test_parameters_replaced_by_others_of_another_shape_are_named(rank: int, what: str) -> None:
+    model = DDP(make_model())
+    last = nn.Linear(64, 7)
+    if what == "parameter":
+        model.module[4].weight, model.module[4].bias = last.weight, last.bias
+    else:
+        model.module[4] = last
+    with pytest.raises(ValueError, match=r"'4\.weight' is now float32\[7, 64\], but was float32\[4, 64\]"):
+        step(model, batch(rank, 0))
+
+
+@on_ranks(2)
+def test_it_passes_for_torchs_class_but_has_no_hook_slot(rank: int) -> None:
+    model = DDP(make_model())
+    assert isinstance(model, TorchDDP)
+    assert issubclass(DDP, TorchDDP)
+    with pytest.raises(TypeError, match=r"fnddp.*DistributedDataParallel.*sync"):
+        fnddp.register(model, fp16(allreduce))
+    with pytest.raises(TypeError, match="register: expected a torch"):
+        fnddp.register(make_model(), allreduce)
+    step(model, batch(rank, 0))
+    assert_equal_on_ranks(grads_of(model))

@@ -1,0 +1,175 @@
+"""`fnddp.laws.check` names the law that a transform breaks, where, and by how much; and lets sound ones pass."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+import fnddp
+from fnddp import Sync, allreduce, fp16, laws, tree
+from fnddp.ranks import RankFailed, run_threads
+from fnddp.sync import registry
+
+
+@pytest.fixture(autouse=True)
+def _registered_here_only() -> Iterator[None]:
+    known = dict(registry)
+    yield
+    registry.clear()
+    registry.update(known)
+
+
+class Around(Sync):
+    """Passes everything on; the classes below break one law each."""
+
+    inner: Sync
+
+    def init(self, grads):
+        return self.inner.init(grads)
+
+    def exchange(self, grads, state):
+        return self.inner.exchange(grads, state)
+
+
+@fnddp.transform
+class widening(Around):
+    inner: Sync
+
+    def exchange(self, grads, state):
+        done = self.inner.exchange(grads, state)
+        return done._replace(mean=tree.map_leaves(torch.Tensor.double, done.mean))
+
+
+@fnddp.transform
+class disagreeing(Around):
+    inner: Sync
+
+    def exchange(self, grads, state):
+        done = self.inner.exchange(grads, state)
+        return done._replace(mean=tree.map_leaves(lambda leaf: leaf + dist.get_rank(), done.mean))
+
+
+@fnddp.transform
+class writing(Around):
+    inner: Sync
+
+    def exchange(self, grads, state):
+        return self.inner.exchange(tree.map_leaves(lambda leaf: leaf.mul_(2), grads), state)
+
+
+@fnddp.transform
+class lying(Around):
+    inner: Sync
+
+    def exchange(self, grads, state):
+        done = self.inner.exchange(tree.map_leaves(lambda leaf: leaf / 2, grads), state)
+        return done._replace(sent=grads)
+
+
+@fnddp.transform
+class other_when_lowered(Around):
+    inner: Sync
+
+    def exchange(self, grads, state):
+        lowered = any(isinstance(leaf, FakeTensor) for leaf in tree.flatten(grads)[0].values())
+        payload = tree.map_leaves(lambda leaf: leaf * (2 if lowered else 1), grads)
+        return self.inner.exchange(payload, state)
+
+
+@fnddp.transform
+class misprinted(Around):
+    inner: Sync
+
+    def __repr__(self):
+        return repr(self.inner)
+
+
+@pytest.mark.parametrize(
+    ("broken", "grads", "message"),
+    [
+        (widening, laws.model, r"law 1 \(outputs are like inputs\) .* step 0: leaf 'conv.weight' is float64"),
+        (
+            disagreeing,
+            laws.model,
+            r"law 2 \(.*\) .* step 0: leaf 'conv.weight', on rank 1 .* off by up to 1, in 288",
+        ),
+        (writing, laws.model, r"law 3 \(.*\) .* step 0: the given gradient 'conv.weight' is off by"),
+        (lying, laws.model, r"law 4 \(.*\) .* step 0: leaf 'conv.weight': .* apart, allowed"),
+        (other_when_lowered, laws.bare, r"law 6 \(.*\) .* step 0 with Donation.*mean of '' is off by"),
+        (misprinted, laws.model, r"law 9 \(.*\) .*: parse gives allreduce"),
+    ],
+)
+def test_a_broken_law_is_named(broken, grads, message):
+    with pytest.raises(laws.LawError, match=message) as caught:
+        laws.check(broken(allreduce), ranks=(2,), grads=grads)
+    assert f"broken by {broken(allreduce)!r} on rank" in str(caught.value)
+    assert "of 2: " in str(caught.value)
+
+
+def test_a_lossy_pipeline_is_not_exact():
+    with pytest.raises(laws.LawError, match=r"law 5 .*fp16\(allreduce\) on rank 0 of 1: .* apart"):
+        laws.law_5_lossless_is_exact(0, fp16(allreduce), laws.model)
+    assert not laws.loses_nothing(0, fp16(allreduce), laws.model)
+    assert laws.loses_nothing(0, allreduce, laws.model)
+
+
+def test_error_feedback_around_what_lies_about_its_contribution_loses_something():
+    with pytest.raises(laws.LawError, match=r"law 8 .*: leaf 'conv.weight': the sum of 4 mean gradients"):
+        laws.law_8_error_feedback_loses_nothing(0, lying(allreduce), laws.model)
+
+
+hidden = {"steps": 0}
+
+
+def test_a_state_outside_of_the_state_is_found():
+    @fnddp.transform
+    class counting(Around):
+        inner: Sync
+
+        def exchange(self, grads, state):
+            hidden["steps"] += 1
+            return self.inner.exchange(tree.map_leaves(lambda leaf: leaf * hidden["steps"], grads), state)
+
+    with pytest.raises(laws.LawError, match="law 7 .* step 2, resumed: the mean of 'conv.weight' is off by"):
+        laws.law_7_resuming_is_exact(0, counting(allreduce), laws.model)
+
+
+def test_an_error_of_the_transform_itself_says_which_law_was_checked():
+    @fnddp.transform
+    class failing(Around):
+        inner: Sync
+
+        def exchange(self, grads, state):
+            raise RuntimeError("no such thing")
+
+    with pytest.raises(RankFailed, match=r"no such thing\nwhile checking law 1 .* of failing\(allreduce\) on rank"):
+        laws.check(failing(allreduce), ranks=(2,), grads=laws.model)
+
+
+def test_what_cannot_be_lowered_is_checked_too():
+    laws.check(fp16(allreduce, check=True), ranks=(2,), grads=laws.model)
+
+
+def test_a_transform_that_is_not_registered_has_no_text_to_parse():
+    sync = misprinted(allreduce)
+    del registry["misprinted"]
+    assert not laws.applies(laws.law_9_text_parses_back, sync)
+    laws.check(sync, ranks=(1,), grads=laws.model)
+
+
+def test_without_a_process_group_this_process_is_the_only_rank():
+    laws.check(fp16(allreduce), on="gloo", grads=laws.model)
+
+
+def check_here(rank: int, text: str) -> None:
+    laws.check(fnddp.parse(text), on="gloo", grads=laws.model)
+    with pytest.raises(RuntimeError, match="has a default process group"):
+        run_threads(2, print)
+    assert not laws.loses_nothing(rank, fnddp.parse(text), laws.model)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_on_the_ranks_of_a_process_group(gloo, n):
+    gloo(n, check_here, "error_feedback(powersgd(fp16(allreduce), rank=2))")
