@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from fnddp import torch_private
 from fnddp.options import checked_float, checked_int
 from fnddp.tree import Tree
 
@@ -101,11 +102,7 @@ class Sync(abc.ABC):
             TypeError: A leaf is not a tensor.
             ValueError: The state belongs to another tree.
         """
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):  # it would compute factors in half precision
-                with torch.autocast(device, enabled=False):
-                    return self(grads, state)
-        with torch.no_grad():
+        with torch.no_grad(), torch_private.without_autocast():
             exchange = self.exchange(grads, state)
         return exchange.mean, exchange.state
 

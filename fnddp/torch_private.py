@@ -1,0 +1,367 @@
+"""Every private name of torch that the library uses, and why: what a new release of torch may break.
+
+`import torch` alone imports what is imported at the top. What pulls in torch._dynamo or sympy, which takes seconds, is
+imported by the function that needs it.
+"""
+
+# pyright: reportPrivateUsage=false
+import linecache
+import math
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch._utils import _get_device_index
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.fx import graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as ddp
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is sent
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    import sympy
+
+_C: Any = torch._C
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# Autograd's engine.
+
+
+def current_backward() -> int:
+    """The number of the backward that runs in this thread; -1 outside of one."""
+    return _C._current_graph_task_id()
+
+
+def is_within_backward() -> bool:
+    """Whether a backward runs in this thread."""
+    return current_backward() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Has the backward that runs call `callback` when it is over, unless it raises."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward that runs will run `node`.
+
+    Raises:
+        RuntimeError: `torch.autograd.grad` returns what would come there.
+    """
+    return _C._will_engine_execute_node(node)
+
+
+def is_compiled_autograd() -> bool:
+    """Whether a backward that began here would be compiled, or the one that runs is."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # nobody has turned it on without an import
+    return compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
+
+
+def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Within it writing to `tensors` goes unnoticed by a backward that has saved them."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode AD differentiates with respect to `tensor`; outside of it `unpack_dual` raises."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+# Memory.
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many tensors, views included, share the memory of `tensor`, as torch's CUDA graph trees ask it."""
+    storage = tensor.untyped_storage()  # which is one more
+    return _C._storage_Use_Count(storage._cdata) - 1
+
+
+# Modes.
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """Within it no operation is cast, on any device: autocast would compute factors in half precision."""
+    return _without_known_autocasts() if torch.compiler.is_compiling() else _C._DisableAutocast()
+
+
+@contextmanager
+def _without_known_autocasts() -> Generator[None]:
+    # Dynamo cannot trace the other one.
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Within it no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
+    return _disable_current_modes()
+
+
+# torch.func.
+
+
+def is_transforming() -> bool:
+    """Whether this runs inside a torch.func transform."""
+    return peek_interpreter_stack() is not None
+
+
+def is_differentiating() -> bool:
+    """Whether the innermost transform is one that differentiates."""
+    interpreter = peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
+
+
+def is_batching() -> bool:
+    """Whether one of the transforms is vmap."""
+    return any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ())
+
+
+def tracks_gradient(tensor: Tensor) -> bool:
+    """Whether a torch.func transform takes derivatives with respect to `tensor`."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_gradtrackingtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
+
+
+# Dynamo.
+
+
+def constant_for_dynamo(function: _F) -> _F:
+    """Dynamo calls `function` while it traces, and bakes in what it returns.
+
+    What torch.compiler.assume_constant_result does, without its import of all of torch._dynamo.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def untraced(function: _F) -> _F:
+    """Dynamo runs `function`, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
+    return _disable_dynamo(function)
+
+
+def untraced_itself(function: _F) -> _F:
+    """Dynamo runs `function` as it stands, and may trace what it calls."""
+    return _disable_dynamo(function, recursive=False)
+
+
+_disable_dynamo: Any = torch._disable_dynamo
+is_differentiating = constant_for_dynamo(is_differentiating)
+is_batching = constant_for_dynamo(is_batching)
+
+
+# Process groups.
+
+functional_collectives: Any = torch.ops._c10d_functional
+"""The collectives that make_fx and Dynamo trace."""
+
+
+def live_group(name: str | None) -> dist.ProcessGroup:
+    """The process group of that name; None for the default one. dist has no way from a name to a group."""
+    return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
+def group_size(name: str) -> int:
+    """By name, since Dynamo cannot trace the resolution of a named group."""
+    return c10d._get_group_size_by_name(name)  # pyright: ignore[reportArgumentType]
+
+
+def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], nbytes: int, source: int) -> None:
+    """Broadcasts many tensors in messages of `nbytes`."""
+    coalesced: Any = dist._broadcast_coalesced
+    coalesced(group, tensors, nbytes, source)
+
+
+# Tracing.
+
+ReadsValue = DataDependentOutputException, DynamicOutputShapeException
+"""What tracing on fake tensors raises where a program reads the values of tensors."""
+
+HasNoFake = UnsupportedOperatorException, UnsupportedFakeTensorException
+"""What it raises where an operation has no fake kernel."""
+
+UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}
+"""Operations without a view annotation in their schema that are views all the same."""
+
+
+class Fakes:
+    """Tensors without values, and ints whose comparisons are written down: the arguments of one trace.
+
+    Attributes:
+        mode: To be entered where fake tensors are made or used.
+    """
+
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        # Every number is as good as another, 0 and 1 too; a tensor's size is never a symbol.
+        self._shapes = ShapeEnv(
+            specialize_zero_one=False,
+            duck_shape=False,
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+        )
+        self.mode = FakeTensorMode(shape_env=self._shapes, static_shapes=True, allow_non_fake_inputs=True)
+        self._symbols: list[sympy.Symbol] = []
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """One like `tensor`."""
+        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    def number(self, value: int) -> Any:
+        """A symbol that is `value` where the trace needs to know."""
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(f"number_{len(self._symbols)}")
+        self._symbols.append(self._shapes.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC))  # pyright: ignore[reportArgumentType]
+        return self._shapes.create_symintnode(self._symbols[-1], hint=value, source=source)
+
+    def holds(self) -> Callable[[Sequence[int]], bool]:
+        """Whether all comparisons in the trace would come out as they did, for other numbers in the order made."""
+        import sympy
+        from torch.utils._sympy.printers import PythonPrinter
+
+        guards: Any = sympy.And(*(guard.expr for guard in self._shapes.guards))
+        if guards is sympy.true:
+            return lambda numbers: True
+        # As torch prints its own guards: sympy's printer does not know // and % of Python.
+        names = ", ".join(map(str, self._symbols))
+        test = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math})
+        return lambda numbers: bool(test(*numbers))
+
+
+def traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
+    """`function` as a graph of aten operations. Not thread-safe: it patches torch for the whole process."""
+    return make_fx(function)(*arguments)
+
+
+def forget_source(module: fx.GraphModule) -> None:
+    """Frees the source of a graph's code, which fx keeps for the life of the process. Call it before recompiling, too.
+
+    Tracebacks through the code then show no lines, and it cannot be pickled with its source.
+    """
+    key = type(module).forward.__code__.co_filename
+    graph_module._loader.eval_cache.pop(key, None)
+    linecache.cache.pop(key, None)
+
+
+def schema(operation: Any) -> Any:
+    """The schema of an aten operation; None for a Python function."""
+    return getattr(operation, "_schema", None)
+
+
+# Modules.
+
+
+def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict itself where `module` keeps its own parameters: to look at them at every step is too slow otherwise."""
+    return module._parameters
+
+
+def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict itself where `module` keeps its parts."""
+    return module._modules
+
+
+def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
+    """Those of `torch.distributed.optim._apply_optimizer_in_backward`, which leaves them there."""
+    return getattr(parameter, "_in_backward_optimizers", ())
+
+
+def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
+    """Stops such optimizers from running when a gradient is accumulated."""
+    # Whoever has such an optimizer has imported it; others would be warned of what it imports.
+    from torch.distributed.optim import apply_optimizer_in_backward
+
+    for parameter in parameters:
+        for handle in apply_optimizer_in_backward.param_to_optim_hook_handle_map.pop(parameter, []):
+            handle.remove()
+
+
+# torch's DistributedDataParallel, whose names tools call and whose marks they leave.
+
+BufferCommHookLocation = ddp._BufferCommHookLocation
+"""When a hook for buffers runs."""
+
+JoinConfig = _JoinConfig
+"""What a `Joinable` knows of the context it is in."""
+
+device_index: Callable[..., int] = _get_device_index
+"""The index of what stands for a device."""
+
+set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+"""Marks on a module what not to synchronize."""
+
+data_parallel_params: Any = DistributedDataParallel._get_data_parallel_params
+"""The parameters of a module that are synchronized."""
+
+
+def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
+    """What `set_params_and_buffers_to_ignore` has marked."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def comm_hooks_of(model: DistributedDataParallel) -> list[Any]:
+    """The hooks in the slot of `model`, with their states."""
+    return model._comm_hooks
+
+
+def cast_forward_inputs(dtype: torch.dtype | None, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Arguments of forward under mixed precision: `(inputs, kwargs)` whose floating-point tensors are of `dtype`."""
+    cast: Any = _cast_forward_inputs
+    return cast(dtype, *inputs, **kwargs)
+
+
+def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
+    """Arguments on `device`, by a stream of its own: `([inputs], [kwargs])`."""
+    move: Any = _to_kwargs
+    return move(inputs, kwargs, device, True)
+
+
+def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
+    """Casts buffers, and leaves the attributes on parameters that torch's class leaves there."""
+    private: Any = ddp
+    private._setup_mixed_precision_params(mixed_precision, module)
+    if mixed_precision.buffer_dtype is not None:
+        private._cast_buffers(mixed_precision, module)
+
+
+def is_root_mesh(mesh: DeviceMesh) -> bool:
+    """Whether `mesh` is not part of a larger one."""
+    return mesh._get_root_mesh() == mesh
+
+
+def make_local_tensors_of_shards(module: nn.Module) -> None:
+    """What torch's class does to the parameters that tensor parallelism shards."""
+    # Costs seconds to import, and only tensor parallelism needs it.
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    _pre_dp_module_transform(module)
