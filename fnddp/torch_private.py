@@ -291,6 +291,11 @@ def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype that the gradient of a leaf must have; it cannot be read off other tensors."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
     """Those of `torch.distributed.optim._apply_optimizer_in_backward`, which leaves them there."""
     return getattr(parameter, "_in_backward_optimizers", ())

@@ -1412,3 +1412,93 @@ def check_new_parameters(rank: int) -> None:
 
 def test_parameters_that_come_later_are_named(gloo):
     gloo(2, check_new_parameters)
+
+
+def make_convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3, bias=False))
+
+
+def images(rank: int) -> Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def mean_grads(module: nn.Module, rank: int, backwards: int = 1) -> list[Tensor]:
+    """What gradients must be: the mean over ranks of those of the bare module."""
+    loss = total(module(images(rank)))
+    for _ in range(backwards):
+        loss.backward(retain_graph=True)
+    return [torch.stack(gather(p.grad.contiguous())).mean(0) for p in module.parameters()]
+
+
+def assert_close_grads(model: DDP, expected: list[Tensor]) -> None:
+    for p, mean in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, mean, rtol=1e-5, atol=1e-7)  # convolutions round by memory format
+        assert p.grad.stride() == p.stride()
+
+
+def check_memory_formats(rank: int, on_ranks: list[int]) -> None:
+    model, expected = DDP(make_convolutions()), mean_grads(make_convolutions(), rank)
+    if rank in on_ranks:
+        model.to(memory_format=torch.channels_last)
+    for _ in range(3):
+        model.zero_grad()
+        total(model(images(rank))).backward()
+        assert_close_grads(model, expected)
+
+
+@pytest.mark.parametrize("on_ranks", [[0, 1], [1]])
+def test_another_memory_format_after_wrapping(gloo, on_ranks):
+    gloo(2, check_memory_formats, on_ranks)
+
+
+def check_same_graph_twice(rank: int) -> None:
+    model = DDP(make_convolutions())
+    loss = total(model(images(rank)))
+    loss.backward(retain_graph=True)
+    assert_close_grads(model, mean_grads(make_convolutions(), rank))
+    loss.backward(retain_graph=True)
+    assert_close_grads(model, mean_grads(make_convolutions(), rank, backwards=2))
+    model.zero_grad()
+    loss.backward()
+    assert_close_grads(model, mean_grads(make_convolutions(), rank))
+
+
+def test_the_same_graph_twice(gloo):
+    gloo(2, check_same_graph_twice)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def check_parametrizations(rank: int) -> None:
+    model, bare = DDP(make_convolutions()), make_convolutions()
+    total(model(images(rank))).backward()
+    for module in (model.module, bare):
+        nn.utils.parametrize.register_parametrization(module[0], "weight", Doubled())
+    expected = mean_grads(bare, rank)
+    for _ in range(2):
+        model.zero_grad()
+        total(model(images(rank))).backward()
+        assert_close_grads(model, expected)
+    nn.utils.parametrizations.weight_norm(model.module[2])
+    with pytest.raises(RuntimeError, match="2.parametrizations.weight.original0, .* came into the module"):
+        model(images(rank))
+
+
+def test_parametrizations_after_wrapping(gloo):
+    gloo(2, check_parametrizations)
+
+
+def check_delayed_reduction(rank: int) -> None:
+    model = DDP(make_model(), static_graph=True)
+    total(model(batch(rank, 0))).backward()
+    before = bits(grads_of(model))
+    model.reducer._delay_all_reduce()  # lightning: behind the first backward of manual optimization
+    assert bits(grads_of(model)) == before
+
+
+def test_static_graph_and_manual_optimization_as_in_lightning(gloo):
+    gloo(2, check_delayed_reduction)

@@ -6,31 +6,42 @@ hands its gradient over, in one of two ways: as `parameter.grad`, once it is acc
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fnddp.adapters.module.log import Log
+from fnddp import torch_private, tree
+from fnddp.adapters.module.promises import Promises
+from fnddp.adapters.module.slots import OWNER, Trained
+from fnddp.adapters.module.torch.log import Log
+from fnddp.adapters.module.world import World
+from fnddp.plan.ir import LeafSpec
+from fnddp.plan.passes.place import Donation
+from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Synchronized
-from fnddp.sync import State
+from fnddp.state import describe, require_like, shared
+from fnddp.sync import State, Sync
+from fnddp.tree import Leaves
 
 
 class Steps:
-    """Feeds the gradients of `parameters` to an engine.
+    """Feeds the gradients of a module to an engine of its own.
 
     Args:
-        parameters: By name.
-        engine: For leaves of these names.
-        state: The pipeline's state before the first step.
+        trained: The module's parameters.
+        pipeline: What runs.
+        initial: The pipeline's state before the first step.
+        bucket_caps: See `Engine`.
+        group: Name of the process group.
+        promises: What is checked in each step.
         log: What is measured goes there.
         sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
         at_end: Called when a step is over.
 
     Attributes:
-        state: The pipeline's state after the last step.
         is_armed: Whether the next backward is one that synchronizes.
         scale: What gradients are multiplied by on their way.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
@@ -38,19 +49,34 @@ class Steps:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
-        engine: Engine,
-        state: State,
+        trained: Trained,
+        pipeline: Sync,
+        initial: State,
+        *,
+        bucket_caps: Sequence[float],
+        group: str | None,
+        promises: Promises,
         log: Log,
         sparse: Collection[str],
         at_end: Callable[[], None],
     ) -> None:
-        self.parameters = dict(parameters)
-        self.engine = engine
-        self.state = state
+        self.parameters = trained.parameters
+        self.engine = Engine(
+            pipeline,
+            trained.leaves(),
+            donation=Donation(gradients="yes", state=True),
+            bucket_caps=bucket_caps,
+            learns_order=True,
+            skips_unused=True,
+            drops_unused=promises.skips_unused,
+            check_unused=promises.check,
+            groups=[group],
+        )
+        self._state = initial
         self.is_armed = False
         self.scale = 1.0
         self.unsynchronized: set[str] = set()
+        self._world = World(group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._log = log
         self._at_end = at_end
         self._always_sparse = dict.fromkeys(sparse, 1)
@@ -73,6 +99,46 @@ class Steps:
             )
         ]
 
+    @property
+    def sync(self) -> Sync:
+        """The pipeline."""
+        return self.engine.sync
+
+    @property
+    def state(self) -> State:
+        """The pipeline's state after the last step, which later steps do not write over."""
+        if self.engine.is_open:  # which has begun to write over what it was alone to hold
+            return tree.map_tensors(Tensor.clone, self._state)
+        return shared(self._state)
+
+    @state.setter
+    def state(self, saved: State) -> None:
+        self._state = require_like(repr(self.sync), saved, self._state)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last step ran."""
+        return self.engine.plan
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self.engine.is_open
+
+    def settle(self) -> None:
+        """Ends a step whose backward did not finish.
+
+        Raises:
+            RuntimeError: Since this one, or an earlier one, ranks may be out of step.
+        """
+        if self.engine.is_open:
+            self.fail(RuntimeError("its backward did not finish"))
+        self.engine.refuse_after_failure()
+
+    def refuse(self, error: BaseException) -> None:
+        """No step is taken any more because of `error`, which leaves this rank out of step with the others."""
+        self.engine.refuse_from_now_on(error)
+
     def arm(self) -> None:
         """The next backward synchronizes."""
         self.is_armed = True
@@ -85,17 +151,17 @@ class Steps:
         self._fail_if_stale()
         if self.engine.is_open:
             return
+        _refuse_compiled_autograd()
         # What is there already is added to, and is the user's: it is not written over.
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
         self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
         self._asked = self._asked_for()
-        self._task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        with self._log.errors():
-            self.engine.start(self.state)
+        self._task = torch_private.current_backward()
+        self._begin()
         self._log.backward_starts()
         ending = _Ending(self._finish)
         self._ending = weakref.ref(ending)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        torch_private.at_end_of_backward(ending)
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step because of `error`."""
@@ -104,16 +170,45 @@ class Steps:
 
     def shadow(self) -> None:
         """Takes part in a step in which this rank has no gradients, and keeps nothing of it but the state."""
-        with self._log.errors():
-            self.engine.start(self.state)
+        self._step({})
+        self._at_end()
+
+    def synchronize(self, grads: Mapping[str, Tensor]) -> Leaves:
+        """The means of gradients that are all there, of a step outside of backward's hooks."""
+        if self.engine.is_open:
+            raise RuntimeError(
+                f"{OWNER}: a backward through tensors that stand for parameters cannot be a part of one that "
+                "synchronizes the parameters themselves; call backward for each of the two losses"
+            )
+        _refuse_compiled_autograd()
+        return self._step(grads).mean
+
+    def _step(self, grads: Mapping[str, Tensor]) -> Synchronized:
+        self._begin()
         try:
+            for name in reversed(self.parameters):
+                if name in grads:
+                    self._feed(name, grads[name].detach(), keep=True)
             done = self._run()
         except BaseException as error:
             self.fail(error)
             raise
         if not self._is_none(done):
-            self.state = done.state
-        self._at_end()
+            self._state = done.state
+        return done
+
+    def require_same_world(self) -> None:
+        """Raises a RuntimeError, once and for all, if the process group is not the one that steps are for."""
+        try:
+            self._world.require_same()
+        except RuntimeError:
+            self.detach()  # for who wraps the module again
+            raise
+
+    def _begin(self) -> None:
+        self.require_same_world()
+        with self._log.errors():
+            self.engine.start(self._state)
 
     def detach(self, successor: "Steps | None" = None) -> None:
         """Lets go of the parameters: from now on their gradients are nobody's, or those of `successor`."""
@@ -127,13 +222,13 @@ class Steps:
             successor.is_armed, successor.scale = self.is_armed, self.scale
             successor.unsynchronized |= self.unsynchronized
 
-    def _arrives(self, name: str, grad: Tensor) -> Tensor | None:
+    def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Autograd has a gradient of a parameter, which it will accumulate or return."""
         if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
             return None
         if self.is_armed:  # or it began with what the module returned
             self.start()
-        if name not in self._asked or not self.engine.is_open:
+        if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
             return None
         return self._feed_with_placeholder(name, grad)
 
@@ -146,7 +241,7 @@ class Steps:
         if not self.engine.is_open:
             self.unsynchronized.add(name)
             return
-        if torch._C._current_graph_task_id() != self._task and not self._is_finishing:  # pyright: ignore[reportPrivateUsage]
+        if torch_private.current_backward() != self._task and not self._is_finishing:
             self._late.add(name)  # a backward within the backward, of reentrant checkpointing: more may be added
             return
         if grad.is_sparse:
@@ -157,18 +252,21 @@ class Steps:
             return
         if name not in self._kept:
             parameter.grad = None  # so that its memory is free once it is on its way
-        self._feed(name, grad)
+        self._feed(name, grad, keep=name in self._kept)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
         # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in its
         # turn, it is the one of the mean.
         self._placeholders[name] = placeholder = grad.to_dense() if grad.is_sparse else grad.clone()
-        self._feed(name, placeholder.detach().clone())
+        self._feed(name, placeholder.detach().clone(), keep=False)
         return placeholder
 
-    def _feed(self, name: str, grad: Tensor) -> None:
+    def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
+        expected = self.engine.leaves[name]
+        if (grad.dtype, grad.device, grad.shape) != (expected.dtype, expected.device, expected.shape):
+            raise _changed(name, grad, expected)
         scaled = grad if self.scale == 1 else grad * self.scale
-        self.engine.feed(name, scaled, keep=name in self._kept and scaled is grad)
+        self.engine.feed(name, scaled, keep=keep and scaled is grad)
         self._log.fed(self.engine)
 
     def _finish(self) -> None:
@@ -190,7 +288,7 @@ class Steps:
             return
         # With create_graph likewise: what follows is synchronized too.
         self.is_armed = was_armed and any(placeholder.requires_grad for placeholder in placeholders.values())
-        self.state = done.state
+        self._state = done.state
         for name, placeholder in placeholders.items():
             placeholder.data.copy_(done.mean[name])
         if self._asked:
@@ -217,12 +315,12 @@ class Steps:
         if name in self._sparse:
             mean = mean.to_sparse(self._sparse[name])
         elif mean.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
-            mean = torch.empty_like(parameter).copy_(mean)
+            mean = torch.empty_like(parameter, dtype=mean.dtype).copy_(mean)
         if name in self._kept and grad is not None and not grad.is_sparse and not mean.requires_grad:
             grad.copy_(mean)  # others may hold it, as a part of a flat buffer
         else:
             parameter.grad = mean
-        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        optimizers = torch_private.optimizers_in_backward(parameter)
         for optimizer in optimizers:
             optimizer.step()
         if optimizers:
@@ -261,7 +359,7 @@ class Steps:
             if not parameter.requires_grad:
                 continue
             try:
-                if torch._C._will_engine_execute_node(self._node(name, parameter)):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+                if torch_private.will_execute(self._node(name, parameter)):
                     return set()  # a gradient is accumulated: this is no torch.autograd.grad
             except RuntimeError:  # so torch says that it returns the gradient
                 asked.add(name)
@@ -302,11 +400,21 @@ def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 
     They are those of `torch.distributed.optim._apply_optimizer_in_backward`. As in torch, gradients are None then.
     """
-    theirs = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    theirs = [parameter for parameter in parameters if torch_private.optimizers_in_backward(parameter)]
     if theirs:
-        # Whoever has such an optimizer has imported it; others would be warned of what it imports.
-        from torch.distributed.optim import apply_optimizer_in_backward
+        torch_private.take_over_optimizers_in_backward(theirs)
 
-        for parameter in theirs:
-            for handle in apply_optimizer_in_backward.param_to_optim_hook_handle_map.pop(parameter, []):
-                handle.remove()
+
+def _refuse_compiled_autograd() -> None:
+    if torch_private.is_compiled_autograd():
+        raise RuntimeError(
+            f"{OWNER}: gradients are not synchronized in a backward that compiled autograd runs; turn "
+            "torch._dynamo.config.compiled_autograd off (torch.compile of the model works without it)"
+        )
+
+
+def _changed(name: str, grad: Tensor, expected: LeafSpec) -> ValueError:
+    return ValueError(
+        f"{OWNER}: parameter {name!r} was {expected} on {expected.device} when the module was wrapped, and its "
+        f"gradient is {describe(grad)} on {grad.device} now; wrap the module again"
+    )

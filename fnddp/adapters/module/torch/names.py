@@ -1,4 +1,4 @@
-"""What tools call on torch's class by private names."""
+"""What tools read and call on torch's class, by public and by private names."""
 
 import abc
 import inspect
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.utils import _to_kwargs  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from fnddp import collectives
+from fnddp import collectives, torch_private
 from fnddp.adapters.hook import from_hook
-from fnddp.adapters.module.buffers import BufferHook, Buffers, HookLocation
-from fnddp.adapters.module.log import Log
-from fnddp.adapters.module.reducer import Reducer
-from fnddp.adapters.module.steps import Steps
+from fnddp.adapters.module.promises import Promises
+from fnddp.adapters.module.slots import Trained
+from fnddp.adapters.module.torch.arguments import Arguments
+from fnddp.adapters.module.torch.buffers import BufferHook, Buffers, HookLocation
+from fnddp.adapters.module.torch.join import Shadow, UnevenInputs
+from fnddp.adapters.module.torch.log import Log, environment, parameter_facts
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.engine import Engine
 from fnddp.sync import Sync
 from fnddp.transforms.cast import fp16
 
@@ -30,26 +30,60 @@ _BUILTIN: dict[Any, Sync] = {
 }
 
 
-class TorchNames:
-    """Methods and attributes of torch's class that are not about synchronizing with a pipeline."""
+class TorchNames(nn.Module, Joinable):
+    """Attributes and methods of torch's class that are not about synchronizing with a pipeline.
 
-    module: nn.Module
-    dim: int
-    device_type: str
-    static_graph: bool
-    reducer: Reducer
-    _log: Log
-    _steps: Steps
-    _engine: Engine
-    _buffers_of_module: Buffers
-    _parameters_by_name: dict[str, nn.Parameter]
-    _group: str | None
+    Everything that they need is set here, but for what is abstract.
+
+    Args:
+        module: The wrapped module.
+        trained: Its parameters.
+        given: The constructor's arguments.
+        static_graph, skip_all_reduce_unused_params: Two of them that can be asked for, and are kept elsewhere.
+    """
 
     broadcast_bucket_size = collectives.BROADCAST_BYTES
 
     # Marks on the wrapped module and its tensors that torch's class reads as well.
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(TorchDDP._set_params_and_buffers_to_ignore_for_model)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    _get_data_parallel_params = staticmethod(TorchDDP._get_data_parallel_params)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_private.set_params_and_buffers_to_ignore)
+    _get_data_parallel_params = staticmethod(torch_private.data_parallel_params)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: Trained,
+        given: Arguments,
+        *,
+        static_graph: bool,
+        skip_all_reduce_unused_params: bool,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.module = module
+        self._trained = trained
+        self._group = given.group
+        if given.device_mesh is not None:
+            self.device_mesh = given.device_mesh
+        self.parameters_to_ignore = given.ignored
+        self.device, self.is_multi_device_module = given.device, given.is_multi_device
+        self.device_type = self.device.type
+        self.device_ids, self.output_device, self.dim = given.device_ids, given.output_device, given.dim
+        self._bucket_caps = given.sizes.caps
+        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(given.sizes.caps), list(given.sizes.listed)
+        self.find_unused_parameters = given.find_unused_parameters
+        self.gradient_as_bucket_view = given.gradient_as_bucket_view
+        self.batched_grad_copy = given.batched_grad_copy
+        self.mixed_precision = given.mixed_precision
+        self.require_backward_grad_sync = True
+        self._buffers_of_module = Buffers(module, given.ignored, given.group, given.forward_sync_buffers)
+        self._inputs = UnevenInputs(module, given.ignored, self._buffers_of_module, given.group)
+        self._promises = Promises(
+            list(trained.parameters),
+            given.group,
+            static_graph=static_graph,
+            skips_unused=skip_all_reduce_unused_params,
+        )
+        self._log = Log({})
 
     @property
     @abc.abstractmethod
@@ -59,6 +93,105 @@ class TorchNames:
     @sync.setter
     @abc.abstractmethod
     def sync(self, sync: Sync) -> None: ...
+
+    @abc.abstractmethod
+    def _take_part(self) -> None:
+        """Takes part in a step without gradients."""
+
+    @abc.abstractmethod
+    def _remove_autograd_hooks(self) -> None: ...
+
+    @abc.abstractmethod
+    def _check_reducer_finalized(self) -> None: ...
+
+    def _begin_records(self) -> None:
+        """Forgets all steps so far."""
+        self._promises.begin()
+        group = self.process_group
+        self._log = Log({**self._facts(), **environment(group), **parameter_facts(self._trained, self._bucket_caps)})
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
+        }
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group; None without torch.distributed."""
+        return collectives.live_group(self._group) if dist.is_initialized() else None
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step is promised to use the same parameters."""
+        return self._promises.static_graph
+
+    @property
+    def skip_all_reduce_unused_params(self) -> bool:
+        """Whether what the first step does not use is promised never to be used."""
+        return self._promises.skips_unused
+
+    # Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for uneven inputs: ranks that have run out of them take part in the others' steps with zeros.
+
+        At the end all ranks have the parameters of one that has seen the last input. Every forward within it must be
+        followed by one backward, in all of it or in none.
+
+        Args:
+            divide_by_initial_world_size: Take the mean over all ranks, so that every input has the same weight;
+                otherwise over the ranks that are left. Works with any pipeline (torch ignores it under a hook).
+            enable: If not, nothing is done, and inputs must be even.
+            throw_on_early_termination: Raise on all ranks when the first one runs out. Needed where forward has
+                collectives of its own.
+
+        Raises:
+            RuntimeError: With `throw_on_early_termination`.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See `torch.distributed.algorithms.Joinable`."""
+        self._inputs.divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return Shadow(self._inputs, self._take_part, self._leave_join, self.device)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return collectives.live_group(self._group)
+
+    @property
+    def _joins(self) -> bool:
+        return self._join_config.enable
+
+    def _leave_join(self) -> None:
+        self._join_config = torch_private.JoinConfig.construct_disabled_join_config()
+
+    # Hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """torch's way to a pipeline: sets `sync` to `fnddp.from_hook(hook, state)`, on all ranks.
@@ -77,7 +210,7 @@ class TorchNames:
         with self._log.errors():
             _check_hook(hook)
             self._require_plain("register_comm_hook")
-            self.sync = from_hook(hook, state, parameters=self._parameters_by_name)
+            self.sync = from_hook(hook, state, parameters=self._trained.parameters)
             self._log.set(comm_hook=getattr(hook, "__qualname__", repr(hook)))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -101,6 +234,8 @@ class TorchNames:
         if not callable(hook):
             raise TypeError(f"_register_buffer_comm_hook: expected hook(state, named_buffers), got {hook!r}")
         self._buffers_of_module.hook = BufferHook(hook, state, comm_hook_location)
+
+    # Buffers
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -148,6 +283,8 @@ class TorchNames:
     ) -> None:
         collectives.broadcast(list(tensors), self._group, source=authoritative_rank)
 
+    # The rest
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return self._log.data()
 
@@ -163,25 +300,18 @@ class TorchNames:
         with self._log.errors():
             if self._log.has_stepped:
                 raise RuntimeError("_set_static_graph() should be called before training loop starts")
-        self.static_graph = self.reducer.static_graph = True
-
-    def _remove_autograd_hooks(self) -> None:
-        self._steps.detach()
-
-    def _check_reducer_finalized(self) -> None:
-        if self._engine.is_open:
-            raise RuntimeError("a backward of this module has not finished")
+        self._promises.static_graph = True
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Needless: outputs are not copied."""
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         sparse = sparse_parameters(self.module)
-        parameters = list(self._parameters_by_name.values())
+        parameters = list(self._trained.parameters.values())
         return parameters, [parameter in sparse for parameter in parameters]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-        return debug_names(parameters, self._parameters_by_name)
+        return debug_names(parameters, self._trained.parameters)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """As torch's."""
@@ -189,7 +319,7 @@ class TorchNames:
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """As torch's."""
-        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), True)
+        return torch_private.to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """As torch's."""
