@@ -175,6 +175,7 @@ class Steps:
 
     def synchronize(self, grads: Mapping[str, Tensor]) -> Leaves:
         """The means of gradients that are all there, of a step outside of backward's hooks."""
+        self._fail_if_stale()
         if self.engine.is_open:
             raise RuntimeError(
                 f"{OWNER}: a backward through tensors that stand for parameters cannot be a part of one that "

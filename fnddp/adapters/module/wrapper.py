@@ -22,7 +22,8 @@ from fnddp.adapters.module.torch import arguments
 from fnddp.adapters.module.torch.arguments import Arguments, BucketSizes
 from fnddp.adapters.module.torch.buffers import HookLocation
 from fnddp.adapters.module.torch.join import on
-from fnddp.adapters.module.torch.names import TorchNames, sparse_parameters
+from fnddp.adapters.module.torch.names import TorchNames
+from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
 from fnddp.plan.passes.combine import MB
 from fnddp.plan.plan import Plan
@@ -142,16 +143,12 @@ class DistributedDataParallel(TorchNames):
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             batched_grad_copy=batched_grad_copy,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             mixed_precision=mixed_precision,
             forward_sync_buffers=sync_in_forward,
         )
-        super().__init__(
-            module,
-            trained,
-            given,
-            static_graph=static_graph,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
+        super().__init__(module, trained, given)
         self._install(*self._agreed(sync, verify=init_sync))
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()

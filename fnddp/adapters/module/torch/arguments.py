@@ -178,5 +178,7 @@ class Arguments:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     batched_grad_copy: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
     mixed_precision: Any
     forward_sync_buffers: bool

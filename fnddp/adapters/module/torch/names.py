@@ -1,9 +1,8 @@
 """What tools read and call on torch's class, by public and by private names."""
 
 import abc
-import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +17,12 @@ from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import Trained
 from fnddp.adapters.module.torch.arguments import Arguments
 from fnddp.adapters.module.torch.buffers import BufferHook, Buffers, HookLocation
+from fnddp.adapters.module.torch.hooks import BUILTIN, check_hook
 from fnddp.adapters.module.torch.join import Shadow, UnevenInputs
 from fnddp.adapters.module.torch.log import Log, environment, parameter_facts
+from fnddp.adapters.module.torch.parameters import debug_names, sparse_parameters
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Sync
-from fnddp.transforms.cast import fp16
-
-_BUILTIN: dict[Any, Sync] = {
-    dist.BuiltinCommHookType.ALLREDUCE: allreduce,
-    dist.BuiltinCommHookType.FP16_COMPRESS: fp16(allreduce),
-}
 
 
 class TorchNames(nn.Module, Joinable):
@@ -39,7 +34,6 @@ class TorchNames(nn.Module, Joinable):
         module: The wrapped module.
         trained: Its parameters.
         given: The constructor's arguments.
-        static_graph, skip_all_reduce_unused_params: Two of them that can be asked for, and are kept elsewhere.
     """
 
     broadcast_bucket_size = collectives.BROADCAST_BYTES
@@ -48,15 +42,7 @@ class TorchNames(nn.Module, Joinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_private.set_params_and_buffers_to_ignore)
     _get_data_parallel_params = staticmethod(torch_private.data_parallel_params)
 
-    def __init__(
-        self,
-        module: nn.Module,
-        trained: Trained,
-        given: Arguments,
-        *,
-        static_graph: bool,
-        skip_all_reduce_unused_params: bool,
-    ) -> None:
+    def __init__(self, module: nn.Module, trained: Trained, given: Arguments) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module = module
@@ -80,8 +66,8 @@ class TorchNames(nn.Module, Joinable):
         self._promises = Promises(
             list(trained.parameters),
             given.group,
-            static_graph=static_graph,
-            skips_unused=skip_all_reduce_unused_params,
+            static_graph=given.static_graph,
+            skips_unused=given.skip_all_reduce_unused_params,
         )
         self._log = Log({})
 
@@ -208,14 +194,14 @@ class TorchNames(nn.Module, Joinable):
             ValueError: It is annotated to take or return something else.
         """
         with self._log.errors():
-            _check_hook(hook)
+            check_hook(hook)
             self._require_plain("register_comm_hook")
             self.sync = from_hook(hook, state, parameters=self._trained.parameters)
             self._log.set(comm_hook=getattr(hook, "__qualname__", repr(hook)))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._require_plain("_register_builtin_comm_hook")
-        self.sync = _BUILTIN[comm_hook_type]
+        self.sync = BUILTIN[comm_hook_type]
         self._log.set(comm_hook=str(comm_hook_type))
 
     def _require_plain(self, method: str) -> None:
@@ -324,39 +310,3 @@ class TorchNames(nn.Module, Joinable):
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """As torch's."""
         return gather(outputs, output_device, dim=self.dim)  # pyright: ignore[reportUnknownVariableType]
-
-
-def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters whose gradients are sparse."""
-    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
-    return {parameter for part in embeddings for parameter in part.parameters(recurse=False)}
-
-
-def debug_names(parameters: Sequence[nn.Parameter], managed: Mapping[str, nn.Parameter]) -> dict[int, str]:
-    """The name of each of `parameters` by its index.
-
-    Raises:
-        ValueError: They are not the managed ones.
-    """
-    indices: dict[Any, int] = {parameter: i for i, parameter in enumerate(parameters)}
-    for name, parameter in managed.items():
-        if parameter not in indices:
-            raise ValueError(f"Param with name {name} found in module parameters, but not DDP parameters.")
-    if len(indices) != len(managed):
-        raise ValueError(
-            "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
-            f"{len(indices)} vs {len(managed)}."
-        )
-    return {indices[parameter]: name for name, parameter in managed.items()}
-
-
-def _check_hook(hook: Any) -> None:
-    if not callable(hook):
-        raise TypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
-        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    returns = signature.return_annotation
-    if returns not in (inspect.Signature.empty, torch.futures.Future[Tensor]) and not isinstance(returns, str):
-        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
