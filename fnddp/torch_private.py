@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is sent
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
 
 if TYPE_CHECKING:
     import sympy

@@ -7,13 +7,12 @@ hands its gradient over, in one of two ways: as `parameter.grad`, once it is acc
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private, tree
+from fnddp.adapters.module.autograd import Ending, Requests, WeakHook
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
 from fnddp.adapters.module.torch.log import Log
@@ -83,9 +82,9 @@ class Steps:
         self._kept: set[str] = set()  # with a gradient that the step adds to
         self._late: set[str] = set()  # whose gradient waits for the end of the step
         self._sparse: dict[str, int] = {}
+        self._requests = Requests(self.parameters)
         self._asked: set[str] = set()  # whose gradients torch.autograd.grad will return
         self._placeholders: dict[str, Tensor] = {}  # what means are written to, where autograd goes on with it
-        self._nodes: dict[str, Any] = {}
         self._task = -1  # autograd's number for the backward of the step
         self._ending: Callable[[], object] | None = None
         self._is_finishing = False
@@ -94,8 +93,8 @@ class Steps:
             hook
             for name, parameter in self.parameters.items()
             for hook in (
-                parameter.register_hook(_Hook(self, Steps._arrives, name)),
-                parameter.register_post_accumulate_grad_hook(_Hook(self, Steps._accumulated, name)),
+                parameter.register_hook(WeakHook(self, Steps._arrives, name)),
+                parameter.register_post_accumulate_grad_hook(WeakHook(self, Steps._accumulated, name)),
             )
         ]
 
@@ -155,11 +154,11 @@ class Steps:
         # What is there already is added to, and is the user's: it is not written over.
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
         self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
-        self._asked = self._asked_for()
+        self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
         self._begin()
         self._log.backward_starts()
-        ending = _Ending(self._finish)
+        ending = Ending(self._finish)
         self._ending = weakref.ref(ending)
         torch_private.at_end_of_backward(ending)
 
@@ -352,48 +351,6 @@ class Steps:
     def _close(self) -> None:
         self.is_armed = self._is_finishing = False
         self._placeholders, self._ending = {}, None
-
-    def _asked_for(self) -> set[str]:
-        """The parameters whose gradients torch.autograd.grad will return, if this is a backward of that kind."""
-        asked: set[str] = set()
-        for name, parameter in self.parameters.items():
-            if not parameter.requires_grad:
-                continue
-            try:
-                if torch_private.will_execute(self._node(name, parameter)):
-                    return set()  # a gradient is accumulated: this is no torch.autograd.grad
-            except RuntimeError:  # so torch says that it returns the gradient
-                asked.add(name)
-        return asked
-
-    def _node(self, name: str, parameter: nn.Parameter) -> Any:
-        """Where autograd accumulates the gradient: another place once the parameter was moved or cast."""
-        kind = parameter.dtype, parameter.device
-        if name not in self._nodes or self._nodes[name][0] != kind:
-            self._nodes[name] = kind, get_gradient_edge(parameter).node
-        return self._nodes[name][1]
-
-
-class _Hook:
-    """A hook of one parameter."""
-
-    def __init__(self, owner: Steps, method: Callable[[Steps, str, Tensor], Any], name: str) -> None:
-        self._owner = weakref.ref(owner)  # the garbage collector does not see hooks of tensors
-        self._method, self._name = method, name
-
-    def __call__(self, tensor: Tensor) -> Any:
-        owner = self._owner()
-        return None if owner is None else self._method(owner, self._name, tensor)
-
-
-class _Ending:
-    """The callback at the end of a backward. It lives as long as that is going on."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def __call__(self) -> None:
-        self._run()
 
 
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
