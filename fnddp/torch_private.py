@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is sent
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
 
 if TYPE_CHECKING:
     import sympy
@@ -301,6 +302,11 @@ def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
     """The dict itself where `module` keeps its parts."""
     return module._modules
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype that the gradient of a leaf must have; it cannot be read off other tensors."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:

@@ -205,7 +205,7 @@ def test_a_module_that_is_cast_later_is_an_error(rank: int) -> None:
     model = DDP(Weight())
     torch.autograd.grad(model(x_of(rank)), model.module.w)
     model.double()
-    with pytest.raises(ValueError, match=r"gradient 'w' is float64\[\] on cpu, but the plan was made for float32"):
+    with pytest.raises(ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap"):
         torch.autograd.grad(model(x_of(rank)), model.module.w)
 
 
@@ -282,3 +282,153 @@ def test_ranks_with_other_wire_dtypes(rank: int) -> None:
     config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
     with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
         DDP(Weight(), mixed_precision=config)
+
+
+class Undefined(torch.autograd.Function):
+    """The identity, whose backward gives nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG004
+        return None
+
+
+@on_ranks(2)
+def test_autograd_grad_where_a_function_gives_no_gradient(rank: int) -> None:
+    model = DDP(Weight())
+    own = model.module
+    loss = own.w * x_of(rank) + Undefined.apply(own.unused)
+    for _ in range(2):
+        model(x_of(rank))
+        grads = torch.autograd.grad(loss, [own.w, own.unused], allow_unused=True, retain_graph=True)
+        assert grads == (MEAN, None)
+
+
+@pytest.mark.parametrize("when_wrapped", [True, False])
+@on_ranks(2)
+def test_gradients_of_another_dtype_than_their_parameters(rank: int, when_wrapped: bool) -> None:
+    module = Weight()
+    if when_wrapped:
+        module.w.grad_dtype = torch.float64
+    model = DDP(module, sync=error_feedback(fp16(allreduce)))
+    if when_wrapped:
+        model(x_of(rank)).backward()
+        assert module.w.grad.dtype == model.sync_state.residual["w"].dtype == torch.float64
+        assert module.w.grad == MEAN
+    else:
+        module.w.grad_dtype = torch.float64
+        with pytest.raises(
+            ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap the module"
+        ):
+            model(x_of(rank)).backward()
+
+
+@on_ranks(2)
+def test_compiled_autograd_is_refused(rank: int) -> None:
+    def run_as_it_is(graph: Any) -> Any:
+        return graph
+
+    model = DDP(Weight())
+    stand_ins = {"module.w": torch.ones((), requires_grad=True)}
+    losses = [model(x_of(rank)), torch.func.functional_call(model, stand_ins, x_of(rank))]
+    for loss in losses:
+        with (
+            torch._dynamo.compiled_autograd._enable(run_as_it_is),
+            pytest.raises(RuntimeError, match="not synchronized in a backward that compiled autograd runs"),
+        ):
+            loss.backward()
+    model(x_of(rank)).backward()
+    assert model.module.w.grad == MEAN
+
+
+@on_ranks(2)
+def test_torch_func_runs_on_the_modules_own_engine(rank: int) -> None:
+    # Large enough for two buckets: what the module is told of buckets holds for torch.func too.
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = DDP(module, bucket_cap_mb=0.01, static_graph=True)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)).sum()
+
+    torch.func.grad(loss)(params, torch.ones(2, 64))
+    assert len({collective.bucket for collective in model.plan.collectives}) == 2
+    partial = {"module.1.weight": params["module.1.weight"]}
+    for p in module.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="not compatible with static_graph"):
+        torch.func.grad(loss)(partial, torch.ones(2, 64))
+
+
+@on_ranks(2)
+def test_parameters_and_what_stands_for_them_in_one_backward(rank: int) -> None:
+    model = DDP(Weight())
+    stand_in = torch.ones((), requires_grad=True)
+
+    def stood_in() -> Tensor:
+        return torch.func.functional_call(model, {"module.w": stand_in}, x_of(rank))
+
+    (model(x_of(rank)) + stood_in()).backward()  # the later one comes first
+    assert model.module.w.grad == stand_in.grad == MEAN
+    with pytest.raises(RuntimeError, match="call backward for each of the two losses"):
+        (stood_in() + model(x_of(rank))).backward()
+
+
+@on_ranks(2)
+def test_a_second_backward_through_an_activation_is_each_ranks_own(rank: int) -> None:
+    model = DDP(Weight(lambda y: 1 * y))
+    model(x_of(rank)).backward(retain_graph=True)
+    model.zero_grad()
+    model.module.last.backward()
+    assert model.module.w.grad == x_of(rank)
+
+
+# The world changes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks(2)
+def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
+    model = DDP(Weight())
+    model(x_of(rank)).backward()
+    late = model(x_of(rank))
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store()) if size == 2 else dist.HashStore()
+    dist.destroy_process_group()
+    was = r"the module was wrapped in the process group '.*' of 2 ranks, and now it runs "
+    with pytest.raises(RuntimeError, match=was + "without a process group: .*; wrap the module again"):
+        model(x_of(rank))
+    with torch.no_grad():  # an evaluation when training is over
+        model(x_of(rank))
+    dist.init_process_group("gloo", rank=rank if size == 2 else 0, world_size=size, store=store)
+    for run in (lambda: model(x_of(rank)), late.backward):
+        with pytest.raises(RuntimeError, match=was + f"in the process group '.*' of {size} ranks"):
+            run()
+    again = DDP(model.module)
+    again.zero_grad()
+    again(x_of(rank)).backward()
+    assert model.module.w.grad == (MEAN if size == 2 else x_of(rank))
+
+
+@on_ranks(2)
+def test_a_module_that_was_wrapped_before_there_was_a_process_group(rank: int) -> None:
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    model = DDP(Weight())
+    model(x_of(rank)).backward()
+    assert model.module.w.grad == x_of(rank)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    with pytest.raises(RuntimeError, match=r"wrapped without a process group, and now it runs in .* of 2 ranks"):
+        model(x_of(rank))
+
+
+@on_ranks(2)
+def test_a_named_process_group_that_was_destroyed(rank: int) -> None:
+    group = dist.new_group()
+    model = DDP(Weight(), process_group=group)
+    model(x_of(rank)).backward()
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError, match="and now it runs without a process group"):
+        model(x_of(rank))

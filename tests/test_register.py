@@ -511,3 +511,20 @@ def test_errors_of_ranks_are_reported(gloo):
 
 def register_a_plain_module(rank: int) -> None:
     fnddp.register(nn.Linear(2, 2), allreduce)
+
+
+def check_new_world(rank: int) -> None:
+    model = DistributedDataParallel(make_model())
+    fnddp.register(model, fp16(allreduce))
+    loss_of(model(batch(rank, 0))).backward()
+    late = loss_of(model(batch(rank, 0)))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    error = r"registered in the process group '.*' of 2 ranks, and now it runs in .* of 1 ranks.*register the pipeline"
+    for run in (lambda: model(batch(rank, 1)), late.backward):
+        with pytest.raises(RuntimeError, match=error):
+            run()
+
+
+def test_another_process_group_than_when_registered(gloo):
+    gloo(2, check_new_world)

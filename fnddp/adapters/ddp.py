@@ -1,13 +1,15 @@
 """A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its one hook slot."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fnddp import torch_private
+from fnddp.adapters.module.world import World
 from fnddp.group import group_name
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
@@ -40,6 +42,8 @@ class Handle:
             learns_order=False,
             groups=[group_name(model.process_group)],
         )
+        fix = "wrap the module and register the pipeline again"
+        self._world = World(group_name(model.process_group), "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
 
@@ -59,6 +63,7 @@ class Handle:
         self._pending.append(arrived)
         try:
             if bucket.index() == 0:
+                self._world.require_same()
                 self._engine.start()
             if self._failure is None:
                 for parameter, grad in arrived.gradients():
@@ -80,7 +85,8 @@ class Handle:
     def _before_forward(self, *_: object) -> None:
         # Within backward, or without gradients between two backwards that share a step, a forward ends none. Any other
         # DDP itself refuses while a step is open.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+        if torch.is_grad_enabled() and not torch_private.is_within_backward():
+            self._world.require_same()
             self._break_off()
         self._engine.refuse_after_failure()  # DDP has collectives in forward too
 
@@ -214,7 +220,7 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     handles: list[Handle] = []
 
     def set_up() -> dict[str, str]:
-        hooks = model._comm_hooks  # pyright: ignore[reportPrivateUsage]
+        hooks = torch_private.comm_hooks_of(model)
         if hooks:
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
@@ -242,9 +248,7 @@ def _raise_after_backward(error: Exception) -> None:
     def raise_error() -> None:
         raise error
 
-    # -1 outside of backward: DDP's join runs hooks by itself.
-    if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+    if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
         raise_error()
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportPrivateUsage]
     # DDP queues its own final callback after this hook returns, so ours is queued by a callback: it comes last.
-    queue(lambda: queue(raise_error))
+    torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(raise_error))

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import RankMismatchError, StepFailedError, allreduce, bf16, fp16
-from fnddp.laws import bits
+from fnddp.laws import bits, gather
 from tests.drop_in.models import (
     SMALL,
     WITH_RESIDUAL,
@@ -154,3 +154,81 @@ def test_it_passes_for_torchs_class_but_has_no_hook_slot(rank: int) -> None:
         fnddp.register(make_model(), allreduce)
     step(model, batch(rank, 0))
     assert_equal_on_ranks(grads_of(model))
+
+
+def make_convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3, bias=False))
+
+
+def images(rank: int) -> Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def mean_grads(module: nn.Module, rank: int, backwards: int = 1) -> list[Tensor]:
+    """What gradients must be: the mean over ranks of those of the bare module."""
+    loss = total(module(images(rank)))
+    for _ in range(backwards):
+        loss.backward(retain_graph=True)
+    return [torch.stack(gather(p.grad.contiguous())).mean(0) for p in module.parameters()]
+
+
+def assert_close_grads(model: DDP, expected: list[Tensor]) -> None:
+    for p, mean in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, mean, rtol=1e-5, atol=1e-7)  # convolutions round by memory format
+        assert p.grad.stride() == p.stride()
+
+
+@pytest.mark.parametrize("where", [[0, 1], [1]])
+@on_ranks(2)
+def test_another_memory_format_after_wrapping(rank: int, where: list[int]) -> None:
+    model, expected = DDP(make_convolutions()), mean_grads(make_convolutions(), rank)
+    if rank in where:
+        model.to(memory_format=torch.channels_last)
+    for _ in range(3):
+        model.zero_grad()
+        total(model(images(rank))).backward()
+        assert_close_grads(model, expected)
+
+
+@on_ranks(2)
+def test_the_same_graph_twice(rank: int) -> None:
+    model = DDP(make_convolutions())
+    loss = total(model(images(rank)))
+    loss.backward(retain_graph=True)
+    assert_close_grads(model, mean_grads(make_convolutions(), rank))
+    loss.backward(retain_graph=True)
+    assert_close_grads(model, mean_grads(make_convolutions(), rank, backwards=2))
+    model.zero_grad()
+    loss.backward()
+    assert_close_grads(model, mean_grads(make_convolutions(), rank))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@on_ranks(2)
+def test_parametrizations_after_wrapping(rank: int) -> None:
+    model, bare = DDP(make_convolutions()), make_convolutions()
+    total(model(images(rank))).backward()
+    for module in (model.module, bare):
+        nn.utils.parametrize.register_parametrization(module[0], "weight", Doubled())
+    expected = mean_grads(bare, rank)
+    for _ in range(2):
+        model.zero_grad()
+        total(model(images(rank))).backward()
+        assert_close_grads(model, expected)
+    nn.utils.parametrizations.weight_norm(model.module[2])
+    with pytest.raises(RuntimeError, match="2.parametrizations.weight.original0, .* came into the module"):
+        model(images(rank))
+
+
+@on_ranks(2)
+def test_static_graph_and_manual_optimization_as_in_lightning(rank: int) -> None:
+    model = DDP(make_model(), static_graph=True)
+    total(model(batch(rank, 0))).backward()
+    before = bits(grads_of(model))
+    model.reducer._delay_all_reduce()  # lightning: behind the first backward of manual optimization
+    assert bits(grads_of(model)) == before

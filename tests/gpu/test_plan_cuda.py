@@ -174,7 +174,7 @@ SYNCHRONIZATIONS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEvent
 def check_overlap(rank: int, text: str, folder: str) -> None:
     model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)]).cuda()
     ddp = fnddp.DistributedDataParallel(model, sync=fnddp.parse(text))
-    engine: Any = ddp._engine
+    engine: Any = ddp._steps.engine
     for method in ("start", "feed", "finish"):
         setattr(engine, method, named(f"engine.{method}", getattr(engine, method)))
     x = torch.randn(512, 4096, device="cuda")

@@ -10,21 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
-from torch.autograd import forward_ad
+
+from fnddp import torch_private
 
 Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 def is_differentiated(tensor: Tensor) -> bool:
     """Whether a torch.func transform or forward-mode AD takes derivatives with respect to `tensor`."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # pyright: ignore[reportPrivateUsage]
-        return True
-    while is_functorch_wrapped_tensor(tensor):
-        if is_gradtrackingtensor(tensor):
-            return True
-        tensor = get_unwrapped(tensor)
-    return False
+    return torch_private.has_tangent(tensor) or torch_private.tracks_gradient(tensor)
 
 
 def gated(tensors: Mapping[str, Tensor], run: Run) -> dict[str, Tensor]:

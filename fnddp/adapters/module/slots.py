@@ -1,12 +1,55 @@
 """Where a module keeps its parameters, and what lies there now."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from fnddp.adapters.module.arguments import OWNER
+from fnddp import torch_private
+from fnddp.plan.ir import LeafSpec
 from fnddp.state import describe
+
+OWNER = "DistributedDataParallel"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The parameters of a module when it was wrapped.
+
+    Attributes:
+        parameters: Those that are synchronized, by name.
+        frozen: Those that did not require a gradient.
+        others: Names of those that are not synchronized here.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    others: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module, ignored: Collection[str], theirs: Collection[nn.Parameter]) -> "Trained":
+        """Of `module`, without the names `ignored` and the parameters that its parts synchronize themselves.
+
+        Raises:
+            RuntimeError: None requires a gradient.
+        """
+        named = {name: p for name, p in module.named_parameters() if name not in ignored}
+        if not any(p.requires_grad for p in named.values()):
+            raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use it unwrapped")
+        return cls(
+            parameters={name: p for name, p in named.items() if p.requires_grad and p not in theirs},
+            frozen={name: p for name, p in named.items() if not p.requires_grad},
+            others=frozenset([*ignored, *(name for name, p in named.items() if p in theirs)]),
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What is like the gradients: the parameters, but where their `grad_dtype` says otherwise."""
+        return {name: _like_gradient(parameter) for name, parameter in self.parameters.items()}
+
+    def leaves(self) -> dict[str, LeafSpec]:
+        """What plans know of the gradients."""
+        return {name: LeafSpec.of(grad) for name, grad in self.gradients().items()}
 
 
 class Slots:
@@ -16,20 +59,11 @@ class Slots:
 
     Args:
         module: The wrapped module.
-        parameters: Those that are synchronized, by name.
-        frozen: Those that did not require a gradient.
-        ignored: Names of others that are not synchronized here.
+        trained: What it was wrapped with.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        frozen: Mapping[str, nn.Parameter],
-        ignored: Collection[str],
-    ) -> None:
-        self._parameters, self._frozen = dict(parameters), dict(frozen)
-        self._ignored = ignored
+    def __init__(self, module: nn.Module, trained: Trained) -> None:
+        self._parameters, self._frozen, self._ignored = trained.parameters, trained.frozen, trained.others
         self._look_up(module)
 
     def swapped(self) -> dict[str, Tensor]:
@@ -75,14 +109,14 @@ class Slots:
         self._module = module
         parts = dict(module.named_modules(remove_duplicate=False))
         self._parts = [
-            (parts[name.rpartition(".")[0]]._modules, name.rpartition(".")[2], part)  # pyright: ignore[reportPrivateUsage]
+            (torch_private.modules_in(parts[name.rpartition(".")[0]]), name.rpartition(".")[2], part)
             for name, part in parts.items()
             if name
         ]
         self._sizes: list[tuple[dict[str, Any], int]] = [
             (held, len(held))
             for part in parts.values()
-            for held in (part._modules, part._parameters)  # pyright: ignore[reportPrivateUsage]
+            for held in (torch_private.modules_in(part), torch_private.parameters_in(part))
         ]
         self._owners, self._frozen_owners = _owners(parts, self._parameters), _owners(parts, self._frozen)
 
@@ -100,4 +134,9 @@ class Slots:
 def _owners(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
     """For each parameter its name, the dict that holds it, and its key there."""
     split = [(name, *name.rpartition(".")[::2]) for name in names]
-    return [(name, parts[path]._parameters, key) for name, path, key in split if path in parts]  # pyright: ignore[reportPrivateUsage]
+    return [(name, torch_private.parameters_in(parts[path]), key) for name, path, key in split if path in parts]
+
+
+def _like_gradient(parameter: nn.Parameter) -> Tensor:
+    dtype = torch_private.grad_dtype(parameter)
+    return parameter if dtype == parameter.dtype else parameter.detach().to(dtype)

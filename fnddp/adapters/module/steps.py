@@ -6,23 +6,36 @@ hands its gradient over, in one of two ways: as `parameter.grad`, once it is acc
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
-from fnddp.adapters.module.log import Log
+from fnddp import torch_private
+from fnddp.adapters.module.autograd import Ending, Requests, WeakHook
+from fnddp.adapters.module.promises import Promises
+from fnddp.adapters.module.slots import OWNER, Trained
+from fnddp.adapters.module.torch.log import Log
+from fnddp.adapters.module.world import World
+from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec
+from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Synchronized
+from fnddp.state import describe
+from fnddp.sync import State, Sync
+from fnddp.tree import Leaves
 
 
 class Steps:
-    """Feeds the gradients of `parameters` to an engine.
+    """Feeds the gradients of a module to an engine of its own.
 
     Args:
-        parameters: By name.
-        engine: For leaves of these names.
+        trained: The module's parameters.
+        pipeline: What runs.
+        initial: The pipeline's state before the first step.
+        bucket_caps: See `Engine`.
+        group: Name of the process group.
+        promises: What is checked in each step.
         log: What is measured goes there.
         sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
         at_end: Called when a step is over.
@@ -35,26 +48,43 @@ class Steps:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
-        engine: Engine,
+        trained: Trained,
+        pipeline: Sync,
+        initial: State,
+        *,
+        bucket_caps: Sequence[float],
+        group: str | None,
+        promises: Promises,
         log: Log,
         sparse: Collection[str],
         at_end: Callable[[], None],
     ) -> None:
-        self.parameters = dict(parameters)
-        self.engine = engine
+        self.parameters = trained.parameters
+        self.engine = Engine(
+            pipeline,
+            trained.leaves(),
+            state=initial,
+            donation=Donation(gradients="yes", state=True),
+            bucket_caps=bucket_caps,
+            learns_order=True,
+            skips_unused=True,
+            drops_unused=promises.skips_unused,
+            check_unused=promises.check,
+            groups=[group],
+        )
         self.is_armed = False
         self.scale = 1.0
         self.unsynchronized: set[str] = set()
+        self._world = World(group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._log = log
         self._at_end = at_end
         self._always_sparse = dict.fromkeys(sparse, 1)
         self._kept: set[str] = set()  # with a gradient that the step adds to
         self._late: set[str] = set()  # whose gradient waits for the end of the step
         self._sparse: dict[str, int] = {}
+        self._requests = Requests(self.parameters)
         self._asked: set[str] = set()  # whose gradients torch.autograd.grad will return
         self._placeholders: dict[str, Tensor] = {}  # what means are written to, where autograd goes on with it
-        self._nodes: dict[str, Any] = {}
         self._task = -1  # autograd's number for the backward of the step
         self._ending: Callable[[], object] | None = None
         self._is_finishing = False
@@ -63,10 +93,48 @@ class Steps:
             hook
             for name, parameter in self.parameters.items()
             for hook in (
-                parameter.register_hook(_Hook(self, Steps._arrives, name)),
-                parameter.register_post_accumulate_grad_hook(_Hook(self, Steps._accumulated, name)),
+                parameter.register_hook(WeakHook(self, Steps._arrives, name)),
+                parameter.register_post_accumulate_grad_hook(WeakHook(self, Steps._accumulated, name)),
             )
         ]
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline."""
+        return self.engine.sync
+
+    @property
+    def state(self) -> State:
+        """The pipeline's state after the last step, which later steps do not write over."""
+        return self.engine.state
+
+    @state.setter
+    def state(self, saved: State) -> None:
+        self.engine.state = saved
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last step ran."""
+        return self.engine.plan
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self.engine.is_open
+
+    def settle(self) -> None:
+        """Ends a step whose backward did not finish.
+
+        Raises:
+            RuntimeError: Since this one, or an earlier one, ranks may be out of step.
+        """
+        if self.engine.is_open:
+            self.fail(RuntimeError("its backward did not finish"))
+        self.engine.refuse_after_failure()
+
+    def refuse(self, error: BaseException) -> None:
+        """No step is taken any more because of `error`, which leaves this rank out of step with the others."""
+        self.engine.refuse_from_now_on(error)
 
     def arm(self) -> None:
         """The next backward synchronizes."""
@@ -80,17 +148,17 @@ class Steps:
         self._fail_if_stale()
         if self.engine.is_open:
             return
+        _refuse_compiled_autograd()
         # What is there already is added to, and is the user's: it is not written over.
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
         self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
-        self._asked = self._asked_for()
-        self._task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        with self._log.errors():
-            self.engine.start(scale=self.scale)
+        self._asked = self._requests.asked_for()
+        self._task = torch_private.current_backward()
+        self._begin()
         self._log.backward_starts()
-        ending = _Ending(self._finish)
+        ending = Ending(self._finish)
         self._ending = weakref.ref(ending)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        torch_private.at_end_of_backward(ending)
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step because of `error`."""
@@ -99,14 +167,43 @@ class Steps:
 
     def shadow(self) -> None:
         """Takes part in a step in which this rank has no gradients, and keeps nothing of it but the state."""
-        with self._log.errors():
-            self.engine.start(scale=self.scale)
+        self._step({})
+        self._at_end()
+
+    def synchronize(self, grads: Mapping[str, Tensor]) -> Leaves:
+        """The means of gradients that are all there, of a step outside of backward's hooks."""
+        self._fail_if_stale()
+        if self.engine.is_open:
+            raise RuntimeError(
+                f"{OWNER}: a backward through tensors that stand for parameters cannot be a part of one that "
+                "synchronizes the parameters themselves; call backward for each of the two losses"
+            )
+        _refuse_compiled_autograd()
+        return self._step(grads).mean
+
+    def _step(self, grads: Mapping[str, Tensor]) -> Synchronized:
+        self._begin()
         try:
-            self._run()
+            for name in reversed(self.parameters):
+                if name in grads:
+                    self._feed(name, grads[name].detach(), keep=True)
+            return self._run()
         except BaseException as error:
             self.fail(error)
             raise
-        self._at_end()
+
+    def require_same_world(self) -> None:
+        """Raises a RuntimeError, once and for all, if the process group is not the one that steps are for."""
+        try:
+            self._world.require_same()
+        except RuntimeError:
+            self.detach()  # for who wraps the module again
+            raise
+
+    def _begin(self) -> None:
+        self.require_same_world()
+        with self._log.errors():
+            self.engine.start(scale=self.scale)
 
     def detach(self, successor: "Steps | None" = None) -> None:
         """Lets go of the parameters: from now on their gradients are nobody's, or those of `successor`."""
@@ -120,13 +217,13 @@ class Steps:
             successor.is_armed, successor.scale = self.is_armed, self.scale
             successor.unsynchronized |= self.unsynchronized
 
-    def _arrives(self, name: str, grad: Tensor) -> Tensor | None:
+    def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Autograd has a gradient of a parameter, which it will accumulate or return."""
         if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
             return None
         if self.is_armed:  # or it began with what the module returned
             self.start()
-        if name not in self._asked or not self.engine.is_open:
+        if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
             return None
         return self._feed_with_placeholder(name, grad)
 
@@ -139,7 +236,7 @@ class Steps:
         if not self.engine.is_open:
             self.unsynchronized.add(name)
             return
-        if torch._C._current_graph_task_id() != self._task and not self._is_finishing:  # pyright: ignore[reportPrivateUsage]
+        if torch_private.current_backward() != self._task and not self._is_finishing:
             self._late.add(name)  # a backward within the backward, of reentrant checkpointing: more may be added
             return
         if grad.is_sparse:
@@ -150,17 +247,20 @@ class Steps:
             return
         if name not in self._kept:
             parameter.grad = None  # so that its memory is free once it is on its way
-        self._feed(name, grad)
+        self._feed(name, grad, keep=name in self._kept)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
         # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in its
         # turn, it is the one of the mean.
         self._placeholders[name] = placeholder = grad.to_dense() if grad.is_sparse else grad.clone()
-        self._feed(name, placeholder.detach().clone())
+        self._feed(name, placeholder.detach().clone(), keep=False)
         return placeholder
 
-    def _feed(self, name: str, grad: Tensor) -> None:
-        self.engine.feed(name, grad, keep=name in self._kept)
+    def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
+        expected = self.engine.leaves[name]
+        if (grad.dtype, grad.device, grad.shape) != (expected.dtype, expected.device, expected.shape):
+            raise _changed(name, grad, expected)
+        self.engine.feed(name, grad, keep=keep)
         self._log.fed(self.engine)
 
     def _finish(self) -> None:
@@ -208,12 +308,12 @@ class Steps:
         if name in self._sparse:
             mean = mean.to_sparse(self._sparse[name])
         elif mean.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
-            mean = torch.empty_like(parameter).copy_(mean)
+            mean = torch.empty_like(parameter, dtype=mean.dtype).copy_(mean)
         if name in self._kept and grad is not None and not grad.is_sparse and not mean.requires_grad:
             grad.copy_(mean)  # others may hold it, as a part of a flat buffer
         else:
             parameter.grad = mean
-        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        optimizers = torch_private.optimizers_in_backward(parameter)
         for optimizer in optimizers:
             optimizer.step()
         if optimizers:
@@ -245,59 +345,27 @@ class Steps:
         self.is_armed = self._is_finishing = False
         self._placeholders, self._ending = {}, None
 
-    def _asked_for(self) -> set[str]:
-        """The parameters whose gradients torch.autograd.grad will return, if this is a backward of that kind."""
-        asked: set[str] = set()
-        for name, parameter in self.parameters.items():
-            if not parameter.requires_grad:
-                continue
-            try:
-                if torch._C._will_engine_execute_node(self._node(name, parameter)):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-                    return set()  # a gradient is accumulated: this is no torch.autograd.grad
-            except RuntimeError:  # so torch says that it returns the gradient
-                asked.add(name)
-        return asked
-
-    def _node(self, name: str, parameter: nn.Parameter) -> Any:
-        """Where autograd accumulates the gradient: another place once the parameter was moved or cast."""
-        kind = parameter.dtype, parameter.device
-        if name not in self._nodes or self._nodes[name][0] != kind:
-            self._nodes[name] = kind, get_gradient_edge(parameter).node
-        return self._nodes[name][1]
-
-
-class _Hook:
-    """A hook of one parameter."""
-
-    def __init__(self, owner: Steps, method: Callable[[Steps, str, Tensor], Any], name: str) -> None:
-        self._owner = weakref.ref(owner)  # the garbage collector does not see hooks of tensors
-        self._method, self._name = method, name
-
-    def __call__(self, tensor: Tensor) -> Any:
-        owner = self._owner()
-        return None if owner is None else self._method(owner, self._name, tensor)
-
-
-class _Ending:
-    """The callback at the end of a backward. It lives as long as that is going on."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def __call__(self) -> None:
-        self._run()
-
 
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
     """Optimizers that run within backward run when gradients are synchronized, not when they are accumulated.
 
     They are those of `torch.distributed.optim._apply_optimizer_in_backward`. As in torch, gradients are None then.
     """
-    theirs = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    theirs = [parameter for parameter in parameters if torch_private.optimizers_in_backward(parameter)]
     if theirs:
-        # Whoever has such an optimizer has imported it; others would be warned of what it imports.
-        from torch.distributed.optim import apply_optimizer_in_backward
+        torch_private.take_over_optimizers_in_backward(theirs)
 
-        for parameter in theirs:
-            for handle in apply_optimizer_in_backward.param_to_optim_hook_handle_map.pop(parameter, []):
-                handle.remove()
+
+def _refuse_compiled_autograd() -> None:
+    if torch_private.is_compiled_autograd():
+        raise RuntimeError(
+            f"{OWNER}: gradients are not synchronized in a backward that compiled autograd runs; turn "
+            "torch._dynamo.config.compiled_autograd off (torch.compile of the model works without it)"
+        )
+
+
+def _changed(name: str, grad: Tensor, expected: LeafSpec) -> ValueError:
+    return ValueError(
+        f"{OWNER}: parameter {name!r} was {expected} on {expected.device} when the module was wrapped, and its "
+        f"gradient is {describe(grad)} on {grad.device} now; wrap the module again"
+    )

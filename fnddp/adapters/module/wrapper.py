@@ -1,47 +1,44 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
-import functools
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.utils import _cast_forward_inputs, _to_kwargs  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fnddp import state
+from fnddp import state, torch_private
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.adapters.module import arguments
-from fnddp.adapters.module.arguments import OWNER, BucketSizes
-from fnddp.adapters.module.buffers import Buffers, HookLocation
 from fnddp.adapters.module.gate import gated, is_differentiated
-from fnddp.adapters.module.join import UnevenInputs
-from fnddp.adapters.module.log import Log, environment, parameter_facts
-from fnddp.adapters.module.reducer import Reducer
-from fnddp.adapters.module.slots import Slots
+from fnddp.adapters.module.slots import OWNER, Slots, Trained
 from fnddp.adapters.module.steps import Steps, take_over_optimizers
-from fnddp.adapters.module.torch_names import TorchNames, sparse_parameters
+from fnddp.adapters.module.torch import arguments
+from fnddp.adapters.module.torch.arguments import Arguments, BucketSizes
+from fnddp.adapters.module.torch.buffers import HookLocation
+from fnddp.adapters.module.torch.join import on
+from fnddp.adapters.module.torch.names import TorchNames
+from fnddp.adapters.module.torch.parameters import sparse_parameters
+from fnddp.adapters.module.torch.reducer import Reducer
 from fnddp.group import group_name
-from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
-from fnddp.plan.passes.combine import MB, assign_buckets
+from fnddp.plan.passes.combine import MB
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.engine import Engine
 from fnddp.sync import State, Sync
 from fnddp.torch_private import is_transforming
-from fnddp.wire import control, groups
+from fnddp.wire import control
 from fnddp.wire.agreement import agree, description, fails_alike
 from fnddp.wire.protocol import CollectiveError
 
 _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 
 
-class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
+class DistributedDataParallel(TorchNames):
     """Wraps a module so that gradients are synchronized, with any pipeline: torch's class, and what it cannot do.
 
     Gradients are handed over as backward makes them, and the pipeline's collectives run behind the rest of it.
@@ -124,43 +121,43 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         *,
         sync: Sync = allreduce,
     ) -> None:
-        super().__init__()
-        UnevenInputs.__init__(self)
         arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
             arguments.warn_of_check_reduction()
-        self.module = module
-        self._group = group_name(arguments.checked_group(process_group, device_mesh, module))
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        with fails_alike(self._group, enabled=init_sync):
-            self._parameters_by_name = self._trained_parameters()
-            parameters = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
-            self.device_ids, self.output_device = arguments.checked_devices(parameters, device_ids, output_device)
+        sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
+        group = group_name(arguments.checked_group(process_group, device_mesh, module))
+        ignored = torch_private.params_and_buffers_to_ignore(module)
+        with fails_alike(group, enabled=init_sync):
+            trained = _trained(module, ignored)
+            parameters = [p for name, p in module.named_parameters() if name not in ignored]
+            indices, output_index = arguments.checked_devices(parameters, device_ids, output_device)
             arguments.require_no_sync_batch_norm_on_cpu(module, parameters[0].device.type)
             sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
-        self.device = parameters[0].device
-        self.device_type = self.device.type
-        self.is_multi_device_module = len({p.device for p in parameters}) > 1
-        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(sizes.caps), list(sizes.listed)
-        self._bucket_caps = sizes.caps
-        self.dim = dim
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
-        self.static_graph = static_graph
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.mixed_precision = mixed_precision
-        self.require_backward_grad_sync = True
-        sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
-        self._buffers_of_module = Buffers(module, self.parameters_to_ignore, self._group, sync_in_forward)
+        given = Arguments(
+            group=group,
+            device_mesh=device_mesh,
+            ignored=ignored,
+            device=parameters[0].device,
+            is_multi_device=len({p.device for p in parameters}) > 1,
+            device_ids=indices,
+            output_device=output_index,
+            dim=dim,
+            sizes=sizes,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            batched_grad_copy=batched_grad_copy,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            mixed_precision=mixed_precision,
+            forward_sync_buffers=sync_in_forward,
+        )
+        super().__init__(module, trained, given)
         self._install(*self._agreed(sync, verify=init_sync))
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()
             control.broadcast([t.detach() for t in [*parameters, *buffers]], self._group)
         if mixed_precision is not None:
-            arguments.set_up_mixed_precision(mixed_precision, module)
+            torch_private.set_up_mixed_precision(mixed_precision, module)
 
     # What users call
 
@@ -174,16 +171,14 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
             RankMismatchError: On all ranks, if they disagree about the new pipeline.
             RuntimeError: A step is under way.
         """
-        return self._engine.sync
+        return self._steps.sync
 
     @sync.setter
     def sync(self, sync: Sync) -> None:
-        if self._engine.is_open and _is_within_backward():
+        if self._steps.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
-        if self._engine.is_open:
-            self._steps.fail(RuntimeError("its backward did not finish"))
-        self._engine.refuse_after_failure()
-        self._exchange(*self._agreed(sync, verify=True))
+        self._steps.settle()
+        self._go_on(*self._agreed(sync, verify=True))
 
     @property
     def sync_state(self) -> State:
@@ -191,11 +186,11 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
 
         It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks.
         """
-        return self._engine.state
+        return self._steps.state
 
     @sync_state.setter
     def sync_state(self, saved: State) -> None:
-        self._engine.state = saved
+        self._steps.state = saved
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
         """The pipeline's state for torch.distributed.checkpoint.
@@ -208,29 +203,23 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
     @property
     def plan(self) -> Plan | None:
         """What the last backward ran; None before the first, and for a pipeline that cannot be lowered."""
-        return self._engine.plan
+        return self._steps.plan
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The process group; None without torch.distributed."""
-        return groups.live_group(self._group) if dist.is_initialized() else None
-
-    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
+    @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; the backward of what it returns synchronizes."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            if self._engine.is_open and _is_within_backward():  # activation checkpointing computes it again
-                return self.module(*inputs, **kwargs)
-            if self._engine.is_open:
-                self._steps.fail(RuntimeError("its backward did not finish"))
-            self._engine.refuse_after_failure()
+            if self._steps.is_open and torch_private.is_within_backward():
+                return self.module(*inputs, **kwargs)  # activation checkpointing computes it again
+            self._steps.settle()
             inputs, kwargs = self._before_forward(inputs, kwargs)
-            tensors = self._tensors_to_run_with()
+            stand_ins = self._stand_ins()
+            tensors = self._cast_parameters(stand_ins)
             if tensors:
                 output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
             else:
                 output = self.module(*inputs, **kwargs)
-            self._after_forward(output)
+            self._after_forward(output, has_stand_ins=bool(stand_ins))
             return output
 
     @contextmanager
@@ -269,38 +258,39 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
             rest = {_PREFIX + key: value for key, value in rest.items()}
         loaded = super().load_state_dict(rest, strict, assign)
         if assign:  # the parameters are others now
-            self._parameters_by_name = self._trained_parameters()
-            self._exchange(self.sync, self.sync_state)
+            self._trained = _trained(self.module, self.parameters_to_ignore)
+            self._go_on(self.sync, self.sync_state)
         if synced:
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
 
     # Forward
 
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
+    @torch_private.untraced
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not self._log.has_stepped:
-            take_over_optimizers(self._parameters_by_name.values())
+            take_over_optimizers(self._trained.parameters.values())
         if self._synchronizes:
+            self._steps.require_same_world()
             self._log.forward_starts()
-        with self._on_device():
-            self._tell_joined_ranks()
+        with on(self.device):
+            Join.notify_join_context(self)
             self._sync_buffers(HookLocation.PRE_FORWARD)
-            self._steps.scale = self._scale_of_joins(self._synchronizes)
+            self._steps.scale = self._inputs.scale(self._synchronizes) if self._joins else 1.0
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, True)  # pyright: ignore[reportUnknownVariableType, reportAssignmentType]
+            (inputs,), (kwargs,) = torch_private.to_kwargs(inputs, kwargs, device)
         if self.mixed_precision is not None:
-            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)  # pyright: ignore[reportUnknownVariableType, reportAssignmentType]
+            inputs, kwargs = torch_private.cast_forward_inputs(self.mixed_precision.param_dtype, inputs, kwargs)
         return inputs, kwargs
 
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
-    def _after_forward(self, output: Any) -> None:
-        with self._on_device():
+    @torch_private.untraced
+    def _after_forward(self, output: Any, *, has_stand_ins: bool) -> None:
+        with on(self.device):
             self._sync_buffers(HookLocation.POST_FORWARD)
         self._buffers_of_module.is_due = self._synchronizes
         if torch.is_grad_enabled():
-            self._steps.is_armed = self._synchronizes and not self._is_gated
+            self._steps.is_armed = self._synchronizes and not has_stand_ins
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
             for tensor in _tensors_in(output):
@@ -310,10 +300,12 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
     def _sync_buffers(self, location: HookLocation) -> None:
         if not self._buffers_of_module.runs_at(location):
             return
+        if dist.is_initialized():
+            self._steps.require_same_world()
         try:
-            self._buffers_of_module.sync(self._source_of_buffers())
+            self._buffers_of_module.sync(self._inputs.source_of_buffers() if self._joins else 0)
         except RuntimeError as error:
-            self._engine.refuse_from_now_on(error)
+            self._steps.refuse(error)
             raise CollectiveError(
                 f"buffers could not be made equal in forward: {error}. Another rank has failed or left, or is in "
                 "another step; see its own error"
@@ -323,30 +315,37 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
     def _synchronizes(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUntypedFunctionDecorator]
-    def _tensors_to_run_with(self) -> dict[str, Tensor]:
-        """What to run the module with instead of what it has."""
+    @torch_private.untraced
+    def _stand_ins(self) -> dict[str, Tensor]:
+        """What runs in the place of parameters that are not those that were wrapped: its gradients are synchronized.
+
+        They are put there by torch.func.functional_call, or for good.
+        """
         self._slots.require_known(self.module)
         swapped = self._slots.swapped()
-        self._is_gated = self._synchronizes and any(t.requires_grad or is_differentiated(t) for t in swapped.values())
-        tensors: dict[str, Tensor] = {}
-        if not self._is_gated and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return {}
+        if not self._synchronizes or not any(t.requires_grad or is_differentiated(t) for t in swapped.values()):
             self._require_no_replaced(swapped)
-        if self._is_gated and self._joins:
+            return {}
+        if self._joins:
             raise RuntimeError(
                 f"{OWNER}: within join, ranks that have run out of inputs cannot follow torch.func or parameters that "
                 f"are not those it was wrapped with: {', '.join(swapped)}"
             )
-        if self._is_gated:  # by torch.func.functional_call, or for good
-            self._slots.require_alike(swapped)
-            now = self._slots.tensors().items()
-            tensors = {name: t for name, t in now if t.requires_grad or is_differentiated(t)}
-            tensors = gated(tensors, functools.partial(self._synchronize, tuple(tensors)))
-        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-            all_now = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
-            dtype = self.mixed_precision.param_dtype
-            tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in (all_now | tensors).items()}
-        return tensors
+        self._slots.require_alike(swapped)
+        now = self._slots.tensors().items()
+        tensors = {name: t for name, t in now if t.requires_grad or is_differentiated(t)}
+        return gated(tensors, partial(self._synchronize, tuple(tensors)))
+
+    @torch_private.untraced
+    def _cast_parameters(self, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the module runs with, where that is not what it holds: under mixed precision all parameters."""
+        if self.mixed_precision is None or self.mixed_precision.param_dtype is None:
+            return stand_ins
+        held = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
+        dtype = self.mixed_precision.param_dtype
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in (held | stand_ins).items()}
 
     def _require_no_replaced(self, swapped: Mapping[str, Tensor]) -> None:
         """What accumulates in a replaced parameter within no_sync would stay there unsynchronized."""
@@ -358,27 +357,10 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
             )
 
     def _synchronize(self, names: tuple[str, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The means of gradients that are all there."""
-        given = dict(zip(names, grads, strict=True))
-        leaves = {n: given[n] if n in given else torch.zeros_like(p) for n, p in self._parameters_by_name.items()}
-        if self._steps.scale != 1:
-            leaves = {name: leaf * self._steps.scale for name, leaf in leaves.items()}
-        self._engine.start()
-        mean = self._engine.run(leaves, keep=True).mean
+        mean = self._steps.synchronize(dict(zip(names, grads, strict=True)))
         return tuple(mean[name] for name in names)
 
     # Set-up
-
-    def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        """What to synchronize. Parameters of a wrapped part of the module are synchronized by that part."""
-        parts = [part for part in self.module.modules() if isinstance(part, DistributedDataParallel)]
-        theirs = {parameter for part in parts for parameter in part._parameters_by_name.values()}
-        named = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
-        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
-        if not any(p.requires_grad for p in named.values()):
-            raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use it unwrapped")
-        self._not_ours = {*self.parameters_to_ignore, *(name for name, p in named.items() if p in theirs)}
-        return {name: p for name, p in named.items() if p.requires_grad and p not in theirs}
 
     def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
         """The pipeline as it will run, and its first state."""
@@ -386,11 +368,12 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
 
         def begin() -> dict[str, str]:
             pipeline = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
-            made.append((pipeline, pipeline.init(self._parameters_by_name)))
-            return {"options": self._options(), **description(pipeline, self._parameters_by_name, made[-1][1])}
+            grads = self._trained.gradients()
+            made.append((pipeline, pipeline.init(grads)))
+            return {"options": self._options(), **description(pipeline, grads, made[-1][1])}
 
         if verify:
-            with self._on_device():
+            with on(self.device):
                 agree(begin, self._group)
         else:
             begin()
@@ -405,60 +388,42 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
         )
 
     def _install(self, pipeline: Sync, initial: State) -> None:
-        """Makes the engine for `pipeline`, which begins with the state `initial`."""
-        parameters = self._parameters_by_name
-        self._slots = Slots(self.module, parameters, self._frozen, self._not_ours)
-        self._is_gated = False
-        self.reducer = Reducer(
-            list(parameters),
-            self._group,
-            static_graph=self.static_graph,
-            skips_unused=self.skip_all_reduce_unused_params,
-        )
-        leaves = {name: LeafSpec.of(parameter) for name, parameter in parameters.items()}
-        self._engine = Engine(
-            pipeline,
-            leaves,
-            state=initial,
-            donation=Donation(gradients="yes", state=True),
-            bucket_caps=self._bucket_caps,
-            learns_order=True,
-            skips_unused=True,
-            drops_unused=self.skip_all_reduce_unused_params,
-            check_unused=self.reducer.check,
-            groups=[self._group],
-        )
-        buckets = assign_buckets({name: leaves[name].nbytes for name in reversed(leaves)}, self._bucket_caps)
-        self._log = Log({**self._facts(), **environment(self.process_group), **parameter_facts(leaves, buckets)})
+        """Begins with `pipeline` in the state `initial`."""
+        self._begin_records()
+        self._slots = Slots(self.module, self._trained)
         have_sparse = sparse_parameters(self.module)
-        sparse = [name for name, parameter in parameters.items() if parameter in have_sparse]
-        futures = self._buffers_of_module.futures
-        self._steps = Steps(parameters, self._engine, self._log, sparse, futures.wait)
-        self.reducer.arm = self._steps.arm
+        self._steps = Steps(
+            self._trained,
+            pipeline,
+            initial,
+            bucket_caps=self._bucket_caps,
+            group=self._group,
+            promises=self._promises,
+            log=self._log,
+            sparse=[name for name, parameter in self._trained.parameters.items() if parameter in have_sparse],
+            at_end=self._buffers_of_module.futures.wait,
+        )
+        self.reducer = Reducer(self._promises, self._steps.arm)
 
-    def _exchange(self, pipeline: Sync, initial: State) -> None:
+    def _go_on(self, pipeline: Sync, initial: State) -> None:
         """Goes on with `pipeline` instead of the one that is there."""
         before = self._steps
         self._install(pipeline, initial)
         before.detach(self._steps)
 
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "module_name": type(self.module).__name__,
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "is_multi_device_module": int(self.is_multi_device_module),
-            "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
-        }
+    def _take_part(self) -> None:
+        self._steps.shadow()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._steps.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        if self._steps.is_open:
+            raise RuntimeError("a backward of this module has not finished")
 
     def __getstate__(self) -> dict[str, Any]:
         # With the pipeline and its state, which torch's class loses with its hook. Hooks and plans are made again.
-        made_again = ("_engine", "_steps", "_jit", "_log", "reducer", "_slots")
+        made_again = ("_steps", "_log", "_slots", "reducer")
         attributes = {key: value for key, value in self.__dict__.items() if key not in made_again}
         return {**attributes, "_saved": (self.sync, self.sync_state)}
 
@@ -473,8 +438,11 @@ class DistributedDataParallel(TorchNames, UnevenInputs, nn.Module):
 TorchDDP.register(DistributedDataParallel)
 
 
-def _is_within_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+def _trained(module: nn.Module, ignored: set[str]) -> Trained:
+    """What to synchronize. Parameters of a wrapped part of the module are synchronized by that part."""
+    parts = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    theirs = {parameter for part in parts for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
+    return Trained.of(module, ignored, theirs)
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

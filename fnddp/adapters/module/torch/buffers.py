@@ -1,16 +1,16 @@
 """Buffers, such as those of BatchNorm: which, from whom, and when they are made equal."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import distributed as torch_ddp
 
+from fnddp import torch_private
 from fnddp.wire import control
 
-HookLocation = torch_ddp._BufferCommHookLocation  # pyright: ignore[reportPrivateUsage]
+HookLocation = torch_private.BufferCommHookLocation
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Buffers:
         futures: Of the hook. An object without the module: who waits for it must not keep the module alive.
     """
 
-    def __init__(self, module: nn.Module, ignored: set[str], group: str | None, is_synced: bool) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str], group: str | None, is_synced: bool) -> None:
         self._module, self._ignored, self._group = module, ignored, group
         self.is_synced = is_synced
         self.is_due = True
@@ -74,7 +74,7 @@ class Buffers:
         """Makes them equal to those of the rank `source`, or runs the hook."""
         named = self.named()
         # What backward needs of them was saved: it must not find that they have changed.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(named.values())):  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        with torch.no_grad(), torch_private.keeping_versions(list(named.values())):
             if self.hook is None:
                 control.broadcast(list(named.values()), self._group, source=source)
             else:

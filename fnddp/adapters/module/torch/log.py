@@ -2,14 +2,16 @@
 
 import os
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fnddp.adapters.module.slots import Trained
 from fnddp.plan.ir import LeafSpec
+from fnddp.plan.passes.combine import assign_buckets
 from fnddp.run.engine import Engine
 
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
@@ -137,8 +139,10 @@ def environment(group: dist.ProcessGroup | None) -> dict[str, Any]:
     return {**facts, "world_size": group.size(), "rank": group.rank(), "backend_name": backend}
 
 
-def parameter_facts(leaves: Mapping[str, LeafSpec], buckets: Mapping[str, int]) -> dict[str, Any]:
+def parameter_facts(trained: Trained, caps: Sequence[float]) -> dict[str, Any]:
     """What is known of the parameters and of how they will be bucketed."""
+    leaves = trained.leaves()
+    buckets = assign_buckets({name: leaves[name].nbytes for name in reversed(leaves)}, caps)
     return {
         "dtypes": ", ".join(sorted({_NAMES.get(leaf.dtype, str(leaf.dtype)) for leaf in leaves.values()})),
         "total_parameter_size_bytes": sum(leaf.nbytes for leaf in leaves.values()),

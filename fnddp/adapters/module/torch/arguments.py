@@ -5,19 +5,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _get_device_index  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import distributed as torch_ddp
 from torch.nn.parameter import UninitializedParameter
 
+from fnddp import torch_private
+from fnddp.adapters.module.slots import OWNER
 from fnddp.plan.passes.combine import MB
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Sync
 from fnddp.transforms.cast import cast
-
-OWNER = "DistributedDataParallel"
 
 
 def checked_group(
@@ -36,11 +35,8 @@ def checked_group(
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-    if mesh._get_root_mesh() != mesh:  # pyright: ignore[reportPrivateUsage]
-        # Costs seconds to import, and only tensor parallelism needs it.
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # pyright: ignore[reportPrivateUsage]
-
-        _pre_dp_module_transform(module)
+    if not torch_private.is_root_mesh(mesh):
+        torch_private.make_local_tensors_of_shards(module)
     return mesh.get_group(mesh_dim=0)
 
 
@@ -71,8 +67,8 @@ def checked_devices(
             f"{OWNER}: device_ids {device_ids} and output_device {output_device} are for modules on one GPU, got "
             f"parameters on {sorted(map(str, devices))}; leave both out, and move inputs yourself"
         )
-    indices = [_get_device_index(device, True) for device in device_ids]
-    return indices, indices[0] if output_device is None else _get_device_index(output_device, True)
+    indices = [torch_private.device_index(device, True) for device in device_ids]
+    return indices, indices[0] if output_device is None else torch_private.device_index(output_device, True)
 
 
 def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
@@ -151,14 +147,38 @@ def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
     return sync
 
 
-def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
-    """Casts buffers, and leaves the attributes on parameters that torch's class leaves there."""
-    torch_ddp._setup_mixed_precision_params(mixed_precision, module)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    if mixed_precision.buffer_dtype is not None:
-        torch_ddp._cast_buffers(mixed_precision, module)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-
-
 def require_no_sync_batch_norm_on_cpu(module: nn.Module, device_type: str) -> None:
     """Raises a ValueError where SyncBatchNorm would fail in the middle of forward."""
     if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments that torch's class keeps as attributes, checked.
+
+    Attributes:
+        group: Name of the process group.
+        device_mesh: What it was taken from.
+        ignored: Names of parameters and buffers that are not synchronized.
+        device: The first parameter's.
+        is_multi_device: Whether others are elsewhere.
+        sizes: Of buckets.
+    """
+
+    group: str | None
+    device_mesh: DeviceMesh | None
+    ignored: set[str]
+    device: torch.device
+    is_multi_device: bool
+    device_ids: list[int] | None
+    output_device: int | None
+    dim: int
+    sizes: BucketSizes
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    batched_grad_copy: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
+    mixed_precision: Any
+    forward_sync_buffers: bool

@@ -1,14 +1,11 @@
-"""What a wrapped module knows of the graphs it has seen, by the names of torch's reducer."""
+"""What a user has promised about the graphs to come, and whether it is so."""
 
-from collections.abc import Callable, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from fnddp.wire import groups
 
 
-class Reducer:
+class Promises:
     """Which parameters the steps so far have used, and whether that is what was promised.
 
     Args:
@@ -16,19 +13,22 @@ class Reducer:
         group: Name of the process group.
 
     Attributes:
-        arm: Called where torch's reducer is told that a backward comes that synchronizes.
         static_graph: Promised: the same parameters are used in every step.
         skips_unused: Promised, too: what the first step has not used is not sent in later ones.
+        is_static: Whether all steps so far have used the same parameters, promised or not.
     """
 
     def __init__(self, names: Sequence[str], group: str | None, *, static_graph: bool, skips_unused: bool) -> None:
-        self.arm: Callable[[], None] | None = None
         self.static_graph = static_graph
         self.skips_unused = skips_unused
         self._names, self._group = list(names), group
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step counts as the first one."""
+        self.is_static = True
         self._first: frozenset[str] | None = None
         self._last: frozenset[str] = frozenset()
-        self._is_static = True
 
     def check(self, unused: frozenset[str]) -> None:
         """Takes note of what no rank has used in a step. Called on all ranks alike, before the step has any effect.
@@ -40,7 +40,7 @@ class Reducer:
         if self._first is None:
             self._first = unused
         first = self._first
-        self._is_static = self._is_static and unused == first
+        self.is_static = self.is_static and unused == first
         if unused == first or not (self.static_graph or self.skips_unused):
             return
         promise = "static_graph" if self.static_graph else "skip_all_reduce_unused_params"
@@ -63,19 +63,6 @@ class Reducer:
     def _show(self, names: frozenset[str]) -> str:
         return ", ".join(f"{i} ({name})" for i, name in enumerate(self._names) if name in names)
 
-    def prepare_for_backward(self, _: Sequence[Tensor]) -> None:
-        """The next backward synchronizes, though the last forward did not say so: what lightning calls."""
-        if self.arm is not None:
-            self.arm()
-
-    def _rebuild_buckets(self) -> bool:
-        """Plans are made anew by themselves."""
-        return False
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether all steps so far have used the same parameters."""
-        return self._is_static
-
-    def _get_local_used_map(self) -> Tensor:
+    def used(self) -> list[bool]:
         """For each parameter whether some rank has used it in the last step."""
-        return torch.tensor([int(name not in self._last) for name in self._names], dtype=torch.int32)
+        return [name not in self._last for name in self._names]

@@ -1,0 +1,1 @@
+"""`DistributedDataParallel`: a wrapped module whose backward passes are steps of a pipeline."""
