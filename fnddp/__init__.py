@@ -5,6 +5,7 @@ from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
 from fnddp.adapters.module.wrapper import DistributedDataParallel
+from fnddp.agreement import RankMismatchError, verify
 from fnddp.compositions import batched_powersgd
 from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
@@ -23,7 +24,6 @@ from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import bf16, cast, fp16
 from fnddp.transforms.powersgd import powersgd
 from fnddp.transforms.squared import squared
-from fnddp.wire.agreement import RankMismatchError, verify
 from fnddp.wire.counter import WireCounter
 from fnddp.wire.protocol import CollectiveError
 

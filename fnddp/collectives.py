@@ -19,6 +19,7 @@ from fnddp.wire.counter import count_payload
 from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name, rank, ranks, world_size
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
 from fnddp.wire.protocol import Wire, waited
+from fnddp.wire.weights import scale_of
 
 __all__ = [
     "OPS",
@@ -83,6 +84,23 @@ def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
     _require_rows("reduce_scatter", tensor, group)
     (part,) = _exchanged(REDUCE_SCATTER, [layout.to_wire(tensor)], "sum", group)
     return layout.from_wire(part[0], tensor[0])
+
+
+def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.device) -> float | Tensor:
+    """By what this rank scales its gradients, so that their mean over `group` is one weighted by `weight`.
+
+    Under torch.compile it is a tensor, and that all weights are zero is an error of its backend's.
+
+    Raises:
+        ValueError: On all ranks: all weights are zero, or one is negative or not finite.
+    """
+    mine = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(())
+    everyone = all_gather(mine, group)
+    if not torch.compiler.is_compiling():
+        return scale_of(float(mine), everyone.tolist())
+    total = everyone.sum()
+    torch.ops.aten._assert_async.msg(total > 0, "weight: all ranks gave 0, so there is no mean")
+    return everyone.shape[0] * mine / total
 
 
 def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:

@@ -5,18 +5,21 @@ so an expression compares, hashes, prints as the call that built it, and parses 
 """
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from types import FunctionType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 import torch
+from torch import Tensor
 
 from fnddp import tree
+from fnddp.collectives import scale_of_weight
 from fnddp.group import Group
 from fnddp.options import checked_float, checked_int
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves, Tree
+from fnddp.wire.weights import scaled
 
 T = TypeVar("T")
 
@@ -95,7 +98,7 @@ class Sync(abc.ABC):
             state: From `init` or the previous exchange.
         """
 
-    def __call__(self, grads: Tree, state: State) -> tuple[Tree, State]:
+    def __call__(self, grads: Tree, state: State, *, weight: float | Tensor | None = None) -> tuple[Tree, State]:
         """Synchronizes `grads`.
 
         The wrong call inside `torch.func.grad`: synchronize its result instead (this raises there).
@@ -103,22 +106,36 @@ class Sync(abc.ABC):
         Args:
             grads: This rank's gradients, any pytree of dense tensors.
             state: From `init` or the previous call.
+            weight: How much this rank's gradients count: its samples or tokens. The mean is then that of the pooled
+                samples. 0 is allowed, not on all ranks; all ranks give one, or none does. It costs a message.
 
         Returns:
             The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state.
 
         Raises:
             TypeError: A leaf is not a tensor.
-            ValueError: The state belongs to another tree, or `exchange` of a transform has lost a leaf.
+            ValueError: The state belongs to another tree; on all ranks, the weights are none; or
+                `exchange` of a transform has lost a leaf.
         """
         leaves, spec = tree.flatten(grads)
         with torch.no_grad(), without_autocast():
+            if weight is not None:
+                leaves = self._weighted(leaves, weight)
             mean, _, state = self.exchange(leaves, state)
         if mean.keys() != leaves.keys():
             raise ValueError(
                 f"{self!r}: exchange got the leaves {list(leaves)} and gave {list(mean)}; give all of them"
             )
         return tree.unflatten(spec, {path: mean[path] for path in leaves}), state
+
+    def _weighted(self, leaves: Leaves, weight: float | Tensor) -> Leaves:
+        require_weighable(self, {path: leaf.dtype for path, leaf in leaves.items()})
+        (group,) = self.groups or {None}
+        device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
+        scale = scale_of_weight(weight, group, device)
+        if isinstance(scale, Tensor):
+            return {path: leaf * scale.to(leaf.real.dtype) for path, leaf in leaves.items()}
+        return {path: scaled(leaf, scale) for path, leaf in leaves.items()}
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
         """The same pipeline on another process group.
@@ -172,6 +189,19 @@ class Sync(abc.ABC):
             elif field.init and value != field.default:
                 arguments.append(f"{field.name}={_show(value)}")
         return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raises a ValueError unless `sync` takes means of fractions over one group."""
+    if sync.ops != {"mean"}:
+        raise ValueError(f"weight: {sync!r} takes a {', '.join(sorted(sync.ops))}, which knows no weights")
+    if sync.groups is not None and len(sync.groups) > 1:
+        raise ValueError(f"weight: {sync!r} reduces over several process groups, {sorted(sync.groups, key=str)}")
+    for path, dtype in dtypes.items():
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(
+                f"weight: leaf {path!r} is {dtype}, which cannot be scaled; make it float, or leave weight out"
+            )
 
 
 def groups_of(sync: Sync) -> frozenset[str | None]:

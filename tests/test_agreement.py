@@ -114,5 +114,5 @@ class Marked(NamedTuple):
 
 def test_several_ranks_may_differ():
     lines = [{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float16[2]"}, {}]
-    text = fnddp.wire.agreement.first_difference(lines)
+    text = fnddp.agreement.first_difference(lines)
     assert text == "ranks disagree about leaf 'w': rank 0: float32[2]; rank 1: float16[2]; rank 2: nothing"

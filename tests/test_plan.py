@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -25,14 +26,17 @@ from fnddp import (
     warmup,
 )
 from fnddp.laws import DONATIONS, bits, make_engine
-from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec, launch, tensor_nodes
+from fnddp.plan.draft import Donation, Draft, Request
+from fnddp.plan.graph import launch, tensor_nodes
+from fnddp.plan.ir import LeafSpec
 from fnddp.plan.passes import fuse as fuse_pass
 from fnddp.plan.passes.combine import MB, assign_buckets, combine
+from fnddp.plan.passes.drop import drop
 from fnddp.plan.passes.fuse import fuse
 from fnddp.plan.passes.simplify import simplify
 from fnddp.plan.passes.trace import trace
 from fnddp.ranks import run_threads
+from fnddp.wire.groups import World
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
 
@@ -55,6 +59,12 @@ def run_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> list[Any]:
     return list(torch.fx.Interpreter(module).run(*inputs, enable_io_processing=False))
 
 
+def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
+    nbytes = {path: leaves[path].nbytes for path in reversed(leaves)}
+    buckets = assign_buckets(nbytes, caps=(200, 500))
+    return trace(Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World()))
+
+
 # Every pass gives a graph that still runs.
 
 
@@ -68,22 +78,19 @@ def check_every_pass(rank: int, text: str, name: str) -> None:
         parts, _ = tree.flatten_any(state)
         want = bits([*mean.values(), *tree.flatten_any(new_state)[0]])
 
-        def run(module: torch.fx.GraphModule, leaves=leaves, parts=parts) -> Any:
-            return bits(run_graph(module, [*leaves.values(), *parts]))
+        draft = trace_of(sync, leaves, state)
+        ranks = [dist.get_world_size()] * len(draft.phase.groups)
 
-        traced = trace(sync, specs_of(leaves), state)
-        assert traced.leaves == tuple(leaves)
-        assert run(traced.module) == want
-        before = len(list(traced.module.graph.nodes))
-        simplify(traced.module.graph)
-        assert len(list(traced.module.graph.nodes)) <= before
-        assert run(traced.module) == want
-        fuse(traced.module.graph)
-        assert run(traced.module) == want
-        nbytes = {path: leaves[path].nbytes for path in reversed(leaves)}
-        combined = combine(traced.module, traced.leaves, assign_buckets(nbytes, caps=(200, 500)))
-        assert not any("c10d" in str(node.target) for node in tensor_nodes(combined.graph))
-        assert run(combined) == want
+        def run(module: torch.fx.GraphModule, inputs=(*leaves.values(), *parts, *ranks)) -> Any:
+            return bits(run_graph(module, list(inputs)))
+
+        assert run(draft.module) == want
+        before = len(list(draft.graph.nodes))
+        for changed in (drop, simplify, fuse, combine):
+            draft = changed(draft)
+            assert run(draft.module) == want
+        assert len(list(simplify(trace_of(sync, leaves, state)).graph.nodes)) <= before
+        assert not any("c10d" in str(node.target) for node in tensor_nodes(draft.graph))
         state = new_state
 
 
@@ -102,9 +109,9 @@ def test_a_trace_has_no_step_numbers():
     sync = powersgd(allreduce, warm_start=False)
     leaves = {"w": torch.ones(12, 20)}
     state = sync.init(leaves)
-    traced = trace(sync, specs_of(leaves), state)
-    (counter,) = traced.counters
-    assert [traced.holds([step]) for step in (0, 1, 2, 1000)] == [True] * 4
+    traced = trace_of(sync, leaves, state)
+    (counter,) = traced.phase.counters
+    assert [traced.phase.holds([step]) for step in (0, 1, 2, 1000)] == [True] * 4
     parts, _ = tree.flatten_any(state)
     for step in (0, 1, 7):
         parts[counter] = step
@@ -117,16 +124,16 @@ def test_a_trace_has_no_step_numbers():
 def test_a_phase_ends_where_the_comparison_does():
     sync = warmup(fp16(allreduce), steps=3)
     leaves = {"w": torch.ones(4)}
-    first, later = (trace(sync, specs_of(leaves), sync.init(leaves)._replace(step=step)) for step in (0, 3))
-    assert [first.holds([step]) for step in range(5)] == [True, True, True, False, False]
-    assert [later.holds([step]) for step in range(5)] == [False, False, False, True, True]
+    first, later = (trace_of(sync, leaves, sync.init(leaves)._replace(step=step)) for step in (0, 3))
+    assert [first.phase.holds([step]) for step in range(5)] == [True, True, True, False, False]
+    assert [later.phase.holds([step]) for step in range(5)] == [False, False, False, True, True]
 
 
 def test_what_only_sent_needs_is_not_computed():
     leaves = {"w": torch.ones(64, 32), "b": torch.ones(64)}
 
     def traced(sync: fnddp.Sync) -> torch.fx.GraphModule:
-        return trace(sync, specs_of(leaves), sync.init(leaves)).module
+        return trace_of(sync, leaves, sync.init(leaves)).module
 
     # With error feedback the factors that this rank sent are multiplied too, with q as the other ranks saw it.
     without, with_memory = (operations(traced(s)) for s in (powersgd(allreduce), error_feedback(powersgd(allreduce))))
@@ -156,11 +163,9 @@ LARGE = {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(0))}
 def test_residuals_of_large_matrices_are_one_product(leaves, fused, monkeypatch):
     monkeypatch.setattr(fuse_pass, "_keeps_bits", lambda *_: True)  # BLAS libraries differ in that
     sync = error_feedback(powersgd(allreduce, rank=2))
-    module = trace(sync, specs_of(leaves), sync.init(leaves)).module
-    before = operations(module)
-    simplify(module.graph)
-    fuse(module.graph)
-    after = operations(module)
+    draft = trace_of(sync, leaves, sync.init(leaves))
+    before = operations(draft.module)
+    after = operations(fuse(simplify(draft)).module)
     assert after[aten.addmm.default] - before[aten.addmm.default] == fused
     assert before[aten.mm.default] - after[aten.mm.default] == fused
 

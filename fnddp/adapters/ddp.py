@@ -10,12 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fnddp import torch_private
 from fnddp.adapters.module.world import World
+from fnddp.agreement import agree, description
 from fnddp.group import group_name
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
 from fnddp.sync import State, Sync
-from fnddp.wire.agreement import agree, description
+from fnddp.wire.c10d import C10D
+from fnddp.wire.protocol import Wire
 
 
 class Handle:
@@ -26,7 +28,7 @@ class Handle:
             default group.
     """
 
-    def __init__(self, model: DistributedDataParallel, sync: Sync) -> None:
+    def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire) -> None:
         self.sync = sync
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
@@ -41,6 +43,7 @@ class Handle:
             donation=Donation(gradients="at_end", state=True),
             learns_order=False,
             groups=[group_name(model.process_group)],
+            wire=wire,
         )
         fix = "wrap the module and register the pipeline again"
         self._world = World(group_name(model.process_group), "register: the pipeline was registered", fix)
@@ -173,7 +176,7 @@ class _Bucket:
         self.future.set_result(result)
 
 
-def register(model: DistributedDataParallel, sync: Sync) -> Handle:
+def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D) -> Handle:
     """Makes an existing DDP model synchronize its gradients with `sync`.
 
     Gradients are handed over as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
@@ -192,6 +195,7 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
     Args:
         model: The wrapped module.
         sync: The pipeline. Reducers that name no group use the model's.
+        wire: Who moves gradients between ranks; torch.distributed by default.
 
     Returns:
         A handle whose `state` can be saved (`fnddp.state_dict(handle.state)`) and set.
@@ -225,7 +229,7 @@ def register(model: DistributedDataParallel, sync: Sync) -> Handle:
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
-        handle = Handle(model, sync.over(group, unnamed_only=True))
+        handle = Handle(model, sync.over(group, unnamed_only=True), wire)
         handles.append(handle)
         return description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]
 

@@ -13,10 +13,13 @@ from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync
 from fnddp.torch_private import is_transforming
 from fnddp.tree import Leaves, Tree
+from fnddp.wire.c10d import C10D
+from fnddp.wire.eager import over
+from fnddp.wire.protocol import Wire
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], sync: Sync, has_aux: bool = False
+    loss_fn: Callable[..., Any], sync: Sync, has_aux: bool = False, *, wire: Wire = C10D
 ) -> Callable[..., tuple[Any, Tree, State]]:
     """Differentiates `loss_fn` and synchronizes the result, while the backward pass runs.
 
@@ -34,6 +37,7 @@ def value_and_grad(
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
         sync: The pipeline.
         has_aux: Whether `loss_fn` returns auxiliary data beside the loss.
+        wire: Who moves bytes; torch.distributed by default.
 
     Returns:
         `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params` is any pytree of floating-point tensors;
@@ -51,7 +55,7 @@ def value_and_grad(
     >>> step(params, allreduce.init(params), torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])}, ())
     """
-    engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True)
+    engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire)
 
     def run(params: Tree, state: State, *batch: Any, **kwargs: Any) -> tuple[Any, Tree, State]:
         leaves, spec = tree.flatten(params)
@@ -65,7 +69,7 @@ def value_and_grad(
         if torch.compiler.is_compiling() or is_transforming() or torch.is_inference_mode_enabled():
             # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
             grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)
-            grads, state = sync(tree.unflatten(spec, grads), state)
+            grads, state = over(wire, sync)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
         engine = engines.of(leaves, state)

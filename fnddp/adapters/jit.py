@@ -9,6 +9,9 @@ from fnddp.run.engine import Engines
 from fnddp.sync import State, Sync
 from fnddp.torch_private import is_transforming
 from fnddp.tree import Tree
+from fnddp.wire.c10d import C10D
+from fnddp.wire.eager import over
+from fnddp.wire.protocol import Wire
 
 
 class jit:
@@ -20,6 +23,7 @@ class jit:
 
     Args:
         sync: The pipeline. One that cannot be lowered runs as it is.
+        wire: Who moves bytes; torch.distributed by default.
 
     Attributes:
         sync: The pipeline.
@@ -31,9 +35,10 @@ class jit:
     ({'w': tensor([1.0000, 0.3333])}, ())
     """
 
-    def __init__(self, sync: Sync) -> None:
+    def __init__(self, sync: Sync, *, wire: Wire = C10D) -> None:
         self.sync = sync
-        self._engines = Engines(sync, donation=Donation(), learns_order=False)
+        self._eager = over(wire, sync)
+        self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire)
 
     def init(self, grads: Tree) -> State:
         """See `Sync.init`."""
@@ -44,17 +49,17 @@ class jit:
         """The plan of the last call; None before the first, and for a pipeline that cannot be lowered."""
         return None if self._engines.last is None else self._engines.last.plan
 
-    def __call__(self, grads: Tree, state: State) -> tuple[Tree, State]:
+    def __call__(self, grads: Tree, state: State, *, weight: float | None = None) -> tuple[Tree, State]:
         """See `Sync.__call__`.
 
         Raises:
             StepFailedError: Another rank has failed in this step.
         """
         if torch.compiler.is_compiling() or is_transforming():
-            return self.sync(grads, state)
+            return self._eager(grads, state, weight=weight)
         leaves, spec = tree.flatten(grads)
         engine = self._engines.of(leaves, state)
-        engine.start(state)
+        engine.start(state, weight=None if weight is None else float(weight))
         done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
         return tree.unflatten(spec, done.mean), engine.state
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.adapters.functional import value_and_grad
+from fnddp.agreement import agree, verify
 from fnddp.cli import digits
 from fnddp.sync import Sync
-from fnddp.wire.agreement import agree, verify
 from fnddp.wire.counter import WireCounter
 
 BATCH_SIZE = 32  # per rank

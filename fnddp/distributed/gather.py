@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives
+from fnddp.agreement import agree
 from fnddp.group import Group, group_name
 from fnddp.state import describe
 from fnddp.wire import control, groups
-from fnddp.wire.agreement import agree
 
 
 def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:

@@ -4,10 +4,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import collectives, layout
+from fnddp.agreement import agree
 from fnddp.distributed.gather import dense
 from fnddp.group import Group, group_name
 from fnddp.state import describe
-from fnddp.wire.agreement import agree
 
 _OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "max": "max", "min": "min", "product": "product"}
 

@@ -1,4 +1,7 @@
-"""Graphs of fx, and what lowering adds to aten: combined collectives, as two functions of a graph."""
+"""Graphs of fx, and what lowering adds to aten: combined collectives, as two functions of a graph.
+
+A graph with them still runs as it stands (blocking, and without buffers), so that every pass can be tested.
+"""
 
 import operator
 from collections.abc import Iterator
@@ -7,17 +10,21 @@ from typing import Any
 from torch import Tensor, fx
 
 from fnddp.plan.ir import Collective
-from fnddp.torch_private import UNSAFE_VIEWS, schema
+from fnddp.torch_private import UNSAFE_VIEWS, functional_collectives, schema
+from fnddp.wire.groups import live_name
 
 
 def launch(payloads: list[Tensor], collective: Collective) -> list[Tensor]:
-    """Stands for a combined collective: its results are taken from it."""
-    raise AssertionError("it is the runner that launches")
+    """Stands for a combined collective. So that a graph runs as it stands: the collective of each payload."""
+    kind, group = collective.kind, live_name(collective.group)
+    started = [kind.trace(payload.contiguous(), collective.op, collective.world_size, group) for payload in payloads]
+    results = [functional_collectives.wait_tensor(result) for result in started]
+    return [result.reshape(collective.received_shape(i)) for i, result in enumerate(results)]
 
 
 def take(launched: list[Tensor], position: int) -> Tensor:
-    """Stands for the result at `position`, as it lies in the buffer."""
-    raise AssertionError("it is the runner that takes")
+    """The result at `position`, as it lies in the buffer."""
+    return launched[position]
 
 
 def launch_of(node: fx.Node) -> tuple[list[fx.Node], Collective]:

@@ -24,15 +24,16 @@ from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
 from fnddp.run.runner import Runner
 from fnddp.run.vote import Vote
-from fnddp.run.weighing import Weighing, require_weighable
+from fnddp.run.weighing import Weighing
 from fnddp.show.trace import debug_level, observer
 from fnddp.state import require_like, shared
-from fnddp.sync import State, Sync, groups_of
+from fnddp.sync import State, Sync, groups_of, require_weighable
 from fnddp.torch_private import storage_use_count
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D, apart
 from fnddp.wire.groups import World, identity
 from fnddp.wire.protocol import CollectiveError, Wire
+from fnddp.wire.weights import scaled
 
 MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
 
@@ -163,7 +164,7 @@ class Engine:
         Raises:
             ValueError: The pipeline takes no mean, or a leaf holds no fractions.
         """
-        require_weighable(self.sync, self.leaves)
+        require_weighable(self.sync, {path: leaf.dtype for path, leaf in self.leaves.items()})
         self._next_weighing = Weighing(weight, self._wire, self._groups, self._device)
 
     def forget_weight(self) -> None:
@@ -220,7 +221,7 @@ class Engine:
         runner, _, plan = self._current
         scale = self._scaled_by()
         if scale != 1:
-            grad = grad * scale if scale else torch.zeros_like(grad)  # what counts nothing may be no number
+            grad = scaled(grad, scale)
         elif plan is not None and path in plan.overwrites:
             # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
             is_shared = self._overwrites_early and storage_use_count(grad) > 1

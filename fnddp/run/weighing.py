@@ -1,11 +1,7 @@
 """The weight of a step: told to the other ranks while forward, or the start of backward, runs."""
 
-from collections.abc import Mapping
-
 import torch
 
-from fnddp.plan.ir import LeafSpec
-from fnddp.sync import Sync
 from fnddp.wire.protocol import CollectiveError, Wire, waited
 from fnddp.wire.weights import scale_of
 
@@ -51,16 +47,3 @@ class Weighing:
                 "does; or another rank has failed, see its own error"
             ) from error
         return self._everyone.flatten().tolist()
-
-
-def require_weighable(sync: Sync, leaves: Mapping[str, LeafSpec]) -> None:
-    """Raises a ValueError unless `sync` takes means of fractions over one group."""
-    if sync.ops != {"mean"}:
-        raise ValueError(f"weight: {sync!r} takes a {', '.join(sorted(sync.ops))}, which knows no weights")
-    if sync.groups is not None and len(sync.groups) > 1:
-        raise ValueError(f"weight: {sync!r} reduces over several process groups, {sorted(sync.groups, key=str)}")
-    for path, leaf in leaves.items():
-        if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-            raise ValueError(
-                f"weight: leaf {path!r} is {leaf.dtype}, which cannot be scaled; make it float, or leave weight out"
-            )

@@ -46,6 +46,10 @@ class C10d:
             work: Any = dist.all_gather(list(gathered), flags, group=live, async_op=True)
         return gathered, work
 
+    def __reduce__(self) -> Any:
+        # A copy of the default wire is the default wire.
+        return "C10D" if self is C10D else (C10d, (dict(self._own),))
+
     def _live(self, group: str | None) -> dist.ProcessGroup:
         return live_group(self._own.get(group, group))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import live_group, world_size
-from fnddp.wire.kinds import ALL_REDUCE
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE
 from fnddp.wire.protocol import Wire, waited
 
 BROADCAST_BYTES = 250 * 2**20
@@ -40,10 +40,21 @@ def wire_device(group: str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-def broadcast(tensors: list[Tensor], group: str | None, *, source: int = 0) -> None:
-    """Makes `tensors` equal to those of the group's rank `source`, in place, in few large messages."""
-    if dist.is_initialized() and tensors:
+def broadcast(tensors: list[Tensor], group: str | None, *, source: int = 0, wire: Wire = C10D) -> None:
+    """Makes `tensors` equal to those of the group's rank `source`, in place; by torch.distributed in few messages."""
+    if wire is not C10D:
+        for tensor in tensors:
+            _broadcast_over(wire, tensor, group, source)
+    elif dist.is_initialized() and tensors:
         broadcast_coalesced(live_group(group), tensors, BROADCAST_BYTES, source)
+
+
+def _broadcast_over(wire: Wire, tensor: Tensor, group: str | None, source: int) -> None:
+    if tensor.numel() and wire.size(group) > 1:
+        mine = tensor.detach().contiguous().reshape(-1).unsqueeze(-1).view(torch.uint8).reshape(-1)
+        everyone = mine.new_empty((wire.size(group), mine.numel()))
+        waited(wire.start(ALL_GATHER, mine, everyone, None, group))
+        tensor.copy_(everyone[source].view(tensor.dtype).reshape(tensor.shape))
 
 
 def all_gather_object(value: Any, group: str | None) -> list[Any]:

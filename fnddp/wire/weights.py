@@ -8,6 +8,9 @@ weighted, and is sent whatever the weight of the next step.
 import math
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 
 def scale_of(weight: float, everyone: Sequence[float]) -> float:
     """By what a rank of `weight` scales its gradients.
@@ -32,3 +35,10 @@ def scale_of(weight: float, everyone: Sequence[float]) -> float:
             f"weight: all of {len(everyone)} ranks gave 0, so there is no mean; skip the step on all ranks"
         )
     return len(everyone) * weight / total
+
+
+def scaled(grad: Tensor, scale: float) -> Tensor:
+    """`grad` times `scale`. What counts nothing may be no number: a mean over no tokens is 0 / 0."""
+    if scale == 1:
+        return grad
+    return grad * scale if scale else torch.zeros_like(grad)

@@ -24,6 +24,7 @@ from fnddp.run.engine import Engine, Synchronized
 from fnddp.state import describe
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves
+from fnddp.wire.protocol import Wire
 
 
 class Steps:
@@ -35,6 +36,7 @@ class Steps:
         initial: The pipeline's state before the first step.
         bucket_caps: See `Engine`.
         group: Name of the process group.
+        wire: Who moves bytes.
         promises: What is checked in each step.
         log: What is measured goes there.
         sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
@@ -54,6 +56,7 @@ class Steps:
         *,
         bucket_caps: Sequence[float],
         group: str | None,
+        wire: Wire,
         promises: Promises,
         log: Log,
         sparse: Collection[str],
@@ -71,6 +74,7 @@ class Steps:
             drops_unused=promises.skips_unused,
             check_unused=promises.check,
             groups=[group],
+            wire=wire,
         )
         self.is_armed = False
         self.scale = 1.0
@@ -135,6 +139,15 @@ class Steps:
     def refuse(self, error: BaseException) -> None:
         """No step is taken any more because of `error`, which leaves this rank out of step with the others."""
         self.engine.refuse_from_now_on(error)
+
+    def weigh(self, weight: float) -> None:
+        """See `Engine.weigh`."""
+        with self._log.errors():
+            self.engine.weigh(weight)
+
+    def forget_weight(self) -> None:
+        """See `Engine.forget_weight`."""
+        self.engine.forget_weight()
 
     def arm(self) -> None:
         """The next backward synchronizes."""

@@ -25,6 +25,7 @@ from fnddp.adapters.module.torch.join import on
 from fnddp.adapters.module.torch.names import TorchNames
 from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
+from fnddp.agreement import agree, description, fails_alike
 from fnddp.group import group_name
 from fnddp.plan.passes.combine import MB
 from fnddp.plan.plan import Plan
@@ -32,8 +33,8 @@ from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import State, Sync
 from fnddp.torch_private import is_transforming
 from fnddp.wire import control
-from fnddp.wire.agreement import agree, description, fails_alike
-from fnddp.wire.protocol import CollectiveError
+from fnddp.wire.c10d import C10D
+from fnddp.wire.protocol import CollectiveError, Wire
 
 _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 
@@ -76,6 +77,8 @@ class DistributedDataParallel(TorchNames):
         batched_grad_copy: Needless: copies are part of the plan.
         forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
         sync: The pipeline.
+        wire: Who moves gradients between ranks; torch.distributed by default. Another one must know the group of the
+            pipeline. Buffers are made equal, and ranks join, by torch.distributed alone.
 
     Attributes:
         module: The wrapped module.
@@ -120,6 +123,7 @@ class DistributedDataParallel(TorchNames):
         forward_sync_buffers: bool | None = None,
         *,
         sync: Sync = allreduce,
+        wire: Wire = C10D,
     ) -> None:
         arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
@@ -152,10 +156,11 @@ class DistributedDataParallel(TorchNames):
             forward_sync_buffers=sync_in_forward,
         )
         super().__init__(module, trained, given)
+        self._wire = wire
         self._install(*self._agreed(sync, verify=init_sync))
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()
-            control.broadcast([t.detach() for t in [*parameters, *buffers]], self._group)
+            control.broadcast([t.detach() for t in [*parameters, *buffers]], self._group, wire=wire)
         if mixed_precision is not None:
             torch_private.set_up_mixed_precision(mixed_precision, module)
 
@@ -230,6 +235,30 @@ class DistributedDataParallel(TorchNames):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @contextmanager
+    def weight(self, count: float) -> Generator[None]:
+        """Within it, this rank's gradients count `count` times in the mean that a backward synchronizes.
+
+        `with model.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
+        of the mean over the tokens of all ranks. The ranks tell each other while forward, if that is in the block, or
+        the start of backward runs. All ranks of a step give a weight, or none does. It is for one step: after
+        `no_sync`, for all that was accumulated.
+
+        Args:
+            count: Of samples or tokens; 0 is allowed (such a gradient may even be no number), not on all ranks.
+
+        Raises:
+            ValueError: The pipeline takes no mean; in backward, on all ranks: all weights are 0, or one is no weight.
+            RuntimeError: Within `join`, where ranks without inputs give none.
+        """
+        if self._joins:
+            raise RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
+        self._steps.weigh(float(count))
+        try:
+            yield
+        finally:
+            self._steps.forget_weight()
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The module's state under `module.`, as torch's class gives it.
@@ -374,7 +403,7 @@ class DistributedDataParallel(TorchNames):
 
         if verify:
             with on(self.device):
-                agree(begin, self._group)
+                agree(begin, self._group, self._wire)
         else:
             begin()
         return made[-1]
@@ -398,6 +427,7 @@ class DistributedDataParallel(TorchNames):
             initial,
             bucket_caps=self._bucket_caps,
             group=self._group,
+            wire=self._wire,
             promises=self._promises,
             log=self._log,
             sparse=[name for name, parameter in self._trained.parameters.items() if parameter in have_sparse],

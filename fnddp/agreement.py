@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from fnddp.state import describe, parts
 from fnddp.sync import REPLICATED, State, Sync
 from fnddp.tree import Tree
 from fnddp.wire import control
+from fnddp.wire.c10d import C10D
+from fnddp.wire.protocol import Wire
 
 
 class RankMismatchError(ValueError):
@@ -43,12 +46,13 @@ def verify(sync: Sync, grads: Tree, state: State | None = None, *, group: Group 
     agree(lambda: description(sync, grads, state), group)
 
 
-def agree(describe_rank: Callable[[], dict[str, str]], group: Group) -> None:
+def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire = C10D) -> None:
     """Calls `describe_rank` and raises on all ranks unless it gives the same on all; if it raises, all ranks raise.
 
     Args:
         describe_rank: What must be equal, by what it is about, in the order in which differences are to be found.
         group: The ranks that must agree.
+        wire: Who carries what they say.
 
     Raises:
         RankMismatchError: On all ranks (a rank whose `describe_rank` failed raises that error).
@@ -61,13 +65,18 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group) -> None:
         failure = error
         mine = {"set-up": f"failed with {type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-    agreed = len(set(control.all_gather_bytes(digest, name))) == 1
+    digests = control.all_gather_bytes(digest, name) if wire is C10D else _told(wire, digest, name)
+    agreed = len(set(digests)) == 1
     if agreed and failure is None:
         return
-    everyone: list[dict[str, str]] = control.all_gather_object(mine, name)
+    everyone: list[dict[str, str]] = control.all_gather_object(mine, name) if wire is C10D else _told(wire, mine, name)
     if failure is not None:
         raise failure
     raise RankMismatchError(first_difference(everyone))
+
+
+def _told(wire: Wire, value: Any, group: str | None) -> list[Any]:
+    return control.gather_over(wire, value, group, torch.device("cpu"))
 
 
 @contextmanager

@@ -1,0 +1,20 @@
+"""A pipeline as it stands, over any wire."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import World, within
+from fnddp.wire.protocol import Wire
+
+
+def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
+    """`sync`, whose collectives go over `wire`. Over torch.distributed, which torch.compile traces, it is `sync`."""
+    if wire is C10D:
+        return sync
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with within(World(wire)):
+            return sync(*args, **kwargs)
+
+    return run
