@@ -28,7 +28,7 @@ from fnddp import (
 from fnddp.laws import DONATIONS, bits, make_engine
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import launch, tensor_nodes
-from fnddp.plan.ir import LeafSpec
+from fnddp.plan.ir import Grad, LeafSpec, Mean, Part, Ranks, Received, Sent
 from fnddp.plan.passes import fuse as fuse_pass
 from fnddp.plan.passes.combine import MB, assign_buckets, combine
 from fnddp.plan.passes.drop import drop
@@ -36,7 +36,7 @@ from fnddp.plan.passes.fuse import fuse
 from fnddp.plan.passes.simplify import simplify
 from fnddp.plan.passes.trace import trace
 from fnddp.ranks import run_threads
-from fnddp.wire.groups import World
+from fnddp.wire.groups import DEFAULT_GROUP, World, live_name
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
 
@@ -55,8 +55,16 @@ def operations(module: torch.fx.GraphModule) -> Counter:
     return Counter(node.target for node in tensor_nodes(module.graph))
 
 
+class OnLiveGroups(torch.fx.Interpreter):
+    """Traced graphs call the default group by a name of their own."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        live = [live_name(None) if isinstance(a, str) and a == DEFAULT_GROUP else a for a in args]
+        return super().call_function(target, tuple(live), kwargs)
+
+
 def run_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> list[Any]:
-    return list(torch.fx.Interpreter(module).run(*inputs, enable_io_processing=False))
+    return list(OnLiveGroups(module).run(*inputs, enable_io_processing=False))
 
 
 def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
@@ -81,8 +89,10 @@ def check_every_pass(rank: int, text: str, name: str) -> None:
         draft = trace_of(sync, leaves, state)
         ranks = [dist.get_world_size()] * len(draft.phase.groups)
 
-        def run(module: torch.fx.GraphModule, inputs=(*leaves.values(), *parts, *ranks)) -> Any:
-            return bits(run_graph(module, list(inputs)))
+        inputs = [*leaves.values(), *parts, *ranks]
+
+        def run(module: torch.fx.GraphModule, inputs: list[Any] = inputs) -> Any:
+            return bits(run_graph(module, inputs))
 
         assert run(draft.module) == want
         before = len(list(draft.graph.nodes))
@@ -281,37 +291,41 @@ def test_second_rounds_go_behind_the_next_buckets_first_one():
     order = [(c.bucket, c.depth) for c in plan.collectives]
     assert order == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
     assert [c.slot for c in plan.collectives] == [0, 1, 1, 2, 2, 3]
-    assert [step.launches.index for step in plan.steps if step.launches is not None] == list(range(6))
-    assert [step.slot for step in plan.steps] == sorted(step.slot for step in plan.steps)
+    assert [segment.launches.index for segment in plan.segments if segment.launches is not None] == list(range(6))
+    slots = [segment.slot for segment in plan.segments]
+    assert slots == sorted(slots)
 
 
 @pytest.mark.parametrize("donation", DONATIONS, ids=str)
 def test_what_is_needed_is_there(donation):
-    """Every step reads only what steps before it, or gradients and collectives it waits for, have made."""
+    """Every segment reads only what segments before it, or gradients and collectives it waits for, have made."""
     for text in EXAMPLES.values():
         leaves, _ = tree.flatten(grads("model", 0))
         plan = lower(
             fnddp.parse(text), leaves, world_size=2, bucket_cap_mb=5e-4, first_bucket_mb=2e-4, donation=donation
         )
-        there = {*plan.state_names, *plan.constants, *plan.results}
-        placed = {f"{c.name}[{i}]" for c in plan.collectives for i in range(len(c.payloads))}
-        arrived: set[str] = set()
+        parts, _ = tree.flatten_any(fnddp.parse(text).init(leaves))
+        there = {*map(Part, range(len(parts))), *plan.constants, *map(Mean, plan.results), Ranks(None)}
+        placed = {
+            kind(c.index, i) for c in plan.collectives for i in range(len(c.payloads)) for kind in (Sent, Received)
+        }
+        arrived: set[Grad] = set()
         launched: set[int] = set()
         waited: set[int] = set()
-        for step in plan.steps:
-            arrived |= set(step.needs)
-            assert set(step.waits) <= launched
-            waited |= set(step.waits)
-            assert set(step.inputs) <= there | placed | arrived
-            there |= set(step.outputs)
-            there -= set(step.frees)
-            arrived -= set(step.frees)
-            if step.launches is not None:
-                launched.add(step.launches.index)
-            if step.commits:
+        for segment in plan.segments:
+            arrived |= set(map(Grad, segment.needs))
+            assert set(segment.waits) <= launched
+            waited |= set(segment.waits)
+            assert set(segment.inputs) <= there | placed | arrived
+            there |= set(segment.outputs)
+            there -= set(segment.frees)
+            arrived -= set(segment.frees)
+            if segment.launches is not None:
+                launched.add(segment.launches.index)
+            if segment.commits:
                 assert waited == set(range(len(plan.collectives)))
-        wanted = {*plan.means.values(), *(part for part in plan.state if isinstance(part, str))}
-        assert wanted <= there | placed | arrived | set(plan.leaf_names.values())
+        wanted = {*plan.means.values(), *(part for part in plan.state if not isinstance(part, int))}
+        assert wanted <= there | placed | arrived | set(map(Grad, leaves))
         assert launched == set(range(len(plan.collectives)))
 
 
@@ -323,12 +337,10 @@ def test_nothing_is_written_over_before_the_step_is_agreed_on(donation):
         plan = lower(fnddp.parse(text), leaves, world_size=2, donation=donation)
         assert not plan.overwrites_state or donation.state
         assert not plan.overwrites or donation.gradients != "no"
-        kept = set(plan.state_names) | (set(plan.leaf_names.values()) if donation.gradients == "at_end" else set())
-        for step in plan.steps:
-            if not step.commits:
-                for node in step.run.__self__.graph.nodes:
-                    written = node.kwargs.get("out") or (node.args[0] if node.target is aten.copy_.default else None)
-                    assert written is None or written.name not in kept
+        kept = (Part, Grad) if donation.gradients == "at_end" else (Part,)
+        for segment in plan.segments:
+            for operation in () if segment.commits else segment.operations:
+                assert not isinstance(operation.written, kept)
 
 
 # One plan for each phase
@@ -361,7 +373,7 @@ def test_a_plan_for_each_phase(text, plans):
             state = engine.state
             assert bits(done.mean) == bits(mean), f"step {step}"
             assert bits(state) == bits(expected), f"step {step}"
-        assert len(engine._runs) == plans
+        assert len(engine._prepared) == plans
 
     run_threads(2, body)
 
