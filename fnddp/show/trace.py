@@ -149,7 +149,7 @@ class Timer:
             rows.append((c.name, str(c.slot), size(c.wire_bytes), *(f"{t:.3f} ms" for t in times)))
         total = (
             f"encode {sum(computed[:-1]):.3f} ms, decode {computed[-1]:.3f} ms, wire {sum(wire.values()):.3f} ms, "
-            f"exposed {sum(exposed.values()):.3f} ms"
+            f"exposed tail {sum(exposed.values()):.3f} ms"
         )
         return rows, total
 

@@ -92,9 +92,9 @@ def require_alone() -> None:
         launched = os.environ.get(variable, "1")
         if launched not in ("1", "") and not (variable == "SLURM_NTASKS" and _is_slurm_shell()):
             raise RuntimeError(
-                f"the launcher started {launched} ranks ({variable}={launched}), but torch.distributed is not "
-                "initialized, so nothing would be synchronized; call torch.distributed.init_process_group() first, or "
-                f"unset {variable} to train alone"
+                f"the launcher started {launched} ranks, but torch.distributed is not initialized "
+                f"({variable}={launched}), so nothing would be synchronized; call "
+                f"torch.distributed.init_process_group() first, or unset {variable} to train alone"
             )
 
 
