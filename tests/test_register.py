@@ -235,7 +235,7 @@ def test_an_error_on_one_rank_never_mixes_steps(rank: int) -> None:
     ddp = DistributedDataParallel(make_model(), process_group=group)
     handle = fnddp.register(ddp, error_feedback(allreduce))
     if rank == 0:
-        handle._state = handle.state._replace(residual={})  # an error on this rank alone
+        handle._engine._state = handle.state._replace(residual={})  # an error on this rank alone
     before = bits(handle.state)
     if rank == 0:
         with pytest.raises(ValueError, match=r"error_feedback: the state has no entry for leaf '0.weight'"):
