@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 MB = 2**20
+BUCKET_CAPS = (1 * MB, 25 * MB)  # those of torch's DDP
 
 
 def assign_buckets(nbytes: Mapping[str, int], caps: Sequence[float]) -> dict[str, int]:

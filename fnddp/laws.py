@@ -14,8 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fnddp import tree
 from fnddp.memory.error_feedback import error_feedback
@@ -26,6 +24,7 @@ from fnddp.ranks import RankFailed, run_threads
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.state import describe, load_state_dict, parts, state_dict
 from fnddp.sync import REPLICATED, State, Sync, registry
+from fnddp.torch_private import TorchDispatchMode, tree_leaves
 from fnddp.tree import Leaves, Tree
 
 Grads: TypeAlias = Callable[[int, int], Tree]

@@ -25,11 +25,12 @@ from fnddp import (
     tree,
     warmup,
 )
+from fnddp.buckets import MB, assign_buckets
 from fnddp.laws import DONATIONS, bits, make_engine
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import launch, tensor_nodes
 from fnddp.plan.ir import Grad, LeafSpec, Mean, Part, Ranks, Received, Sent
-from fnddp.plan.passes.combine import MB, assign_buckets, combine
+from fnddp.plan.passes.combine import combine
 from fnddp.plan.passes.drop import drop
 from fnddp.plan.passes.fuse import fuse
 from fnddp.plan.passes.simplify import simplify

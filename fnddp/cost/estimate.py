@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from fnddp.columns import columns
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.wire.kinds import Kind, named
 
@@ -95,11 +96,7 @@ class Estimate:
             rows.append((cost.kind, str(cost.slot), *sizes, duration(cost.seconds), duration(cost.end_seconds)))
         sizes = scaled(self.wire_bytes, "B"), scaled(self.link_bytes, "B")
         rows.append(("total", "", *sizes, duration(self.communication_seconds), ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()  # numbers to the right
-            for row in rows
-        ]
+        lines = [columns(rows)]
         if self.backward_seconds is not None:
             parts = f"backward {duration(self.backward_seconds)} + exposed {duration(self.exposed_seconds)}"
             overhead = f" + encode and decode {duration(self.overhead_seconds)}" if self.overhead_seconds else ""

@@ -6,11 +6,11 @@ from typing import Any
 from torch import fx
 
 from fnddp import tree
+from fnddp.buckets import MB, assign_buckets
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import output_nodes
 from fnddp.plan.ir import Grad, Held, LeafSpec, Part
 from fnddp.plan.passes import PASSES
-from fnddp.plan.passes.combine import MB, assign_buckets
 from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import trace
 from fnddp.plan.plan import Plan

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fnddp import tree
+from fnddp.buckets import BUCKET_CAPS
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import lower_leaves
-from fnddp.plan.passes.combine import BUCKET_CAPS
 from fnddp.plan.plan import Plan
 from fnddp.run import turns
 from fnddp.run.eager import Eager
@@ -53,7 +53,10 @@ class _Prepared(NamedTuple):
 
     runner: Runner
     vote: Vote | None
-    plan: Plan | None
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.runner.plan
 
 
 class Engine:
@@ -194,12 +197,12 @@ class Engine:
             self._broken = error if self._has_others() else None  # they may have begun
             raise
         assert self._current is not None
-        runner, vote, plan = self._current
+        runner, vote = self._current
         self._ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
         self._behind = []
         for engine in self._ahead:
             engine.is_followed_by(self)
-        groups = self._groups if plan is None else plan.phase.groups
+        groups = self._groups if runner.plan is None else runner.plan.phase.groups
         runner.start(parts, {group: self._wire.size(group) for group in groups})
         self._weighing, self._next_weighing = self._next_weighing, None
         self._scale = None if self._weighing is not None else scale
@@ -218,7 +221,7 @@ class Engine:
                 weights are none.
         """
         assert self._current is not None
-        runner, _, plan = self._current
+        runner, plan = self._current.runner, self._current.plan
         scale = self._scaled_by()
         if scale != 1:
             grad = scaled(grad, scale)
@@ -253,7 +256,7 @@ class Engine:
             StepFailedError: Another rank has failed in this step.
         """
         assert self._current is not None
-        runner, vote, _ = self._current
+        runner, vote = self._current
         for engine in self._ahead:  # to where all ranks are with the same gradients
             engine.catch_up()
         self._scaled_by()
@@ -311,8 +314,8 @@ class Engine:
         self._drop_behind()
         self.is_open = False
         assert self._current is not None
-        runner, vote, plan = self._current
-        if self._has_voted and plan is None and isinstance(error, FloatingPointError):
+        runner, vote = self._current
+        if self._has_voted and runner.plan is None and isinstance(error, FloatingPointError):
             self._broken = None  # of fp16(..., check=True), which raises on all ranks
         elif vote is None or isinstance(error, CollectiveError) or self._has_voted:
             self._broken = error
@@ -389,7 +392,7 @@ class Engine:
             except LoweringError:
                 self._has_plans = False  # in no later phase either: a trace takes longer than a step
         vote = Vote(self.leaves, self._wire, self._groups, self._device) if self._knows_groups else None
-        self._current = _Prepared(Eager(self.sync, self.leaves, self._structure, self._world), vote, None)
+        self._current = _Prepared(Eager(self.sync, self.leaves, self._structure, self._world), vote)
         self._prepared = [self._current]
 
     def _is_for(self, plan: Plan, parts: list[Any]) -> bool:
@@ -405,7 +408,7 @@ class Engine:
         # With a second round, the moment of a launch is a matter of polling. (CUDA is not polled.)
         wire = apart(self._wire, sorted(groups, key=str)) if plan.rounds > 1 and not on_cuda else self._wire
         vote = Vote(plan.leaves, wire, groups, self._device)
-        return _Prepared(Planned(plan, wire, self._memory, observer(self._debug, plan)), vote, plan)
+        return _Prepared(Planned(plan, wire, self._memory, observer(self._debug, plan)), vote)
 
     def _learn_order(self, unused: frozenset[str]) -> None:
         if self._arriving is None:

@@ -17,9 +17,13 @@ class Runner(Protocol):
     written over that a step which fails must leave alone.
     """
 
-    plan: Plan | None
     missing: dict[str, None]
     """The leaves that have not arrived in this step."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """What it runs; None for a pipeline as it stands."""
+        ...
 
     @property
     def has_sent(self) -> bool:

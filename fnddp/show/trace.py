@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.profiler import record_function
 
+from fnddp.columns import columns
 from fnddp.plan.ir import Collective, Segment
 from fnddp.plan.schedule import Schedule
 from fnddp.show.text import show, size
@@ -183,9 +184,7 @@ def print_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> None
 
 def plain_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:
     """Columns side by side, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join([title, *lines, total])
+    return "\n".join([title, columns(rows), total])
 
 
 def _ms(span: Span) -> float:

@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from fnddp.torch_private import TorchDispatchMode, has_modes
+from fnddp.torch_private import TorchDispatchMode, has_modes, tree_leaves
 
 # Collectives by operator name. Functional ones take the payload first; c10d's take outputs before it, if they differ.
 _PAYLOAD_ARGUMENT = {

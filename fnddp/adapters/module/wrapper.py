@@ -26,8 +26,8 @@ from fnddp.adapters.module.torch.names import TorchNames
 from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
 from fnddp.agreement import agree, description, fails_alike
+from fnddp.buckets import MB
 from fnddp.group import group_name
-from fnddp.plan.passes.combine import MB
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import State, Sync

@@ -5,7 +5,7 @@ compute something also need the same dtype, the others are bytes. They are indep
 depend on each other, one is deeper. XLA's all-reduce combiner does the same; the buckets are those of torch's DDP.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,32 +19,8 @@ from fnddp.torch_private import functional_collectives
 from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
 from fnddp.wire.kinds import Kind, of_operator
 
-MB = 2**20
-BUCKET_CAPS = (1 * MB, 25 * MB)  # those of torch's DDP
-
 aten: Any = torch.ops.aten
 _wait: Any = functional_collectives.wait_tensor.default
-
-
-def assign_buckets(nbytes: Mapping[str, int], caps: Sequence[float]) -> dict[str, int]:
-    """The bucket of every leaf: filled in the order of `nbytes`, closed once it holds its cap.
-
-    Args:
-        nbytes: Size of each leaf, in the order in which gradients are expected.
-        caps: Bytes at which a bucket is closed: the first ones, and the last for all others. A small first one has
-            communication start early.
-
-    >>> assign_buckets({"c": 10, "b": 10, "a": 10}, caps=[1, 20])
-    {'c': 0, 'b': 1, 'a': 1}
-    """
-    buckets: dict[str, int] = {}
-    bucket, filled = 0, 0
-    for path, size in nbytes.items():
-        buckets[path] = bucket
-        filled += size
-        if filled >= caps[min(bucket, len(caps) - 1)]:
-            bucket, filled = bucket + 1, 0
-    return buckets
 
 
 @dataclass(frozen=True)

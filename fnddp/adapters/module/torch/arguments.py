@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fnddp import torch_private
 from fnddp.adapters.module.slots import OWNER
-from fnddp.plan.passes.combine import MB
+from fnddp.buckets import MB
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Sync
 from fnddp.transforms.cast import cast

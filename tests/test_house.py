@@ -1,0 +1,118 @@
+"""The order of the house: a file imports only what comes before it, typing included."""
+
+import ast
+from pathlib import Path
+
+import fnddp
+
+ROOT = Path(fnddp.__file__).parent
+
+# Reading order is data-flow order. A folder or a file without its suffix.
+ORDER = [
+    "torch_private",
+    "tree",
+    "options",
+    "layout",
+    "random",
+    "group",
+    "buckets",
+    "columns",
+    "wire/kinds",
+    "wire/protocol",
+    "wire/gloo_ring",
+    "wire/guards",
+    "wire/groups",
+    "wire/c10d",
+    "wire/counter",
+    "wire/weights",
+    "wire/control",
+    "wire/eager",
+    "collectives",
+    "sync",
+    "state",
+    "parse",
+    "agreement",
+    "reducers",
+    "transforms",
+    "memory",
+    "schedules",
+    "compositions",
+    "cost",
+    "plan/ir",
+    "plan/draft",
+    "plan/graph",
+    "plan/schedule",
+    "show",
+    "plan/plan",
+    "plan/passes",
+    "plan/lower",
+    "run",
+    "adapters",
+    "distributed",
+    "ranks",
+    "laws",
+    "__init__",
+    "cli",
+    "__main__",
+]
+
+
+def files() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py"))
+
+
+def place(file: Path) -> int:
+    name = file.relative_to(ROOT).with_suffix("").as_posix()
+    matches = [i for i, entry in enumerate(ORDER) if name == entry or name.startswith(f"{entry}/")]
+    assert matches, f"{name} has no place in the house: add it to ORDER"
+    return max(matches, key=lambda i: len(ORDER[i]))
+
+
+def imported(file: Path) -> set[Path]:
+    """The files that `file` imports, wherever in it that stands: under TYPE_CHECKING and in functions too."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fnddp":
+            assert node.level == 0, f"{file}: imports are absolute"
+            base = ROOT.joinpath(*node.module.split(".")[1:])
+            for name in node.names:
+                candidates = [base / f"{name.name}.py", base / name.name / "__init__.py", base.with_suffix(".py")]
+                candidates.append(base / "__init__.py")
+                found.add(next(path for path in candidates if path.exists()))
+    return found
+
+
+def test_imports_point_upwards():
+    for file in files():
+        for other in imported(file):
+            if other.name != "__init__.py" or other.parent.name == "passes":
+                assert place(other) <= place(file), f"{file} imports {other}, which comes later"
+
+
+def test_there_is_no_circle():
+    graph = {file: imported(file) for file in files()}
+    done: set[Path] = set()
+
+    def visit(file: Path, above: tuple[Path, ...]) -> None:
+        assert file not in above, f"a circle: {[str(path.relative_to(ROOT)) for path in (*above, file)]}"
+        if file not in done:
+            for other in graph[file]:
+                visit(other, (*above, file))
+            done.add(file)
+
+    for file in graph:
+        visit(file, ())
+
+
+def test_private_names_of_torch_are_in_one_file():
+    """torch_private.py is what a new release of torch may break; torch's own class and tests are dressed elsewhere."""
+    allowed = {"torch_private.py", "ranks.py"}
+    for file in files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").startswith("torch")
+                and file.name not in allowed
+            ):
+                parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
+                assert not [part for part in parts if part.startswith("_") and part != "__future__"], f"{file}: {parts}"
