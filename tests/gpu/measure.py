@@ -24,8 +24,11 @@ import fnddp
 from fnddp import Sync, tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import lower
-from fnddp.run.memory import Buffers
-from fnddp.show.trace import TimedExecutor, plain_table
+from fnddp.run.memory import Memory
+from fnddp.run.planned import Planned
+from fnddp.show.trace import Timer, plain_table
+from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import world_size
 from tests.gpu.nccl import run_ranks
 
 WARM_UP = 6  # the hook of torch compresses from its third step on; plans learn the order in the first
@@ -106,7 +109,8 @@ def parts(sizes: Sizes) -> list[Row]:
     sync = compressed()
     state = sync.init(grads)
     plan = lower(sync, grads, state=state, donation=Donation("yes", True))
-    executor = TimedExecutor(plan, Buffers(), lambda: None, lambda: None)
+    timer = Timer()
+    runner = Planned(plan, C10D, Memory(), timer)
     other = {path: torch.empty_like(grad) for path, grad in grads.items()}
     encode: list[float] = []
     decode: list[float] = []
@@ -114,13 +118,15 @@ def parts(sizes: Sizes) -> list[Row]:
     with quiet():
         for _ in range(WARM_UP + sizes.pairs):
             leaves, structure = tree.flatten_any(state)
-            executor.start(leaves)
+            runner.start(leaves, {group: world_size(group) for group in plan.phase.groups})
             for path in plan.buckets:
-                executor.feed(path, grads[path].clone() if path in plan.overwrites else grads[path])
-            _, leaves = executor.finish()
+                runner.feed(path, grads[path].clone() if path in plan.overwrites else grads[path])
+                runner.advance()
+            runner.wait()
+            _, leaves = runner.commit()
             state = tree.unflatten_any(structure, leaves)
             wait(sizes)
-            *before, last = [sum(map(milliseconds, spans)) for spans in executor._computed]
+            *before, last = [sum(map(milliseconds, spans)) for spans in timer._computed]
             encode.append(sum(before))
             decode.append(last)
             copies.append(timed(sizes, lambda: [other[path].copy_(grad) for path, grad in grads.items()]))
