@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.fx import graph_module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
@@ -593,3 +594,13 @@ def test_a_launch_runs_as_it_stands():
 
     a, b = run_threads(2, body)[0]
     assert (a.tolist(), b.shape, b[0].tolist()) == ([3.0, 3.0], (3, 2), [2.0, 2.0])
+
+
+def test_lowering_leaves_no_source_behind():
+    """fx keeps the source of every graph it compiles for the life of the process."""
+    cached = graph_module._loader.eval_cache
+    lower(powersgd(allreduce), params(w=(32, 32)), world_size=2)
+    before = len(cached)
+    for _ in range(3):
+        lower(powersgd(allreduce), params(w=(32, 32)), world_size=2)
+    assert len(cached) == before

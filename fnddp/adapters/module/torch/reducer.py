@@ -36,4 +36,4 @@ class Reducer:
 
     def _get_local_used_map(self) -> Tensor:
         """For each parameter whether some rank has used it in the last step."""
-        return torch.tensor(self._promises.used(), dtype=torch.int32)
+        return torch.tensor(self._promises.used(), dtype=torch.int32, device="cpu")
