@@ -1,4 +1,4 @@
-"""The executor and the engine on gloo processes: late, missing and wrong gradients, ranks that fail, hang or die."""
+"""Runners and the engine on gloo processes: late, missing and wrong gradients, ranks that fail, hang or die."""
 
 import multiprocessing
 import os

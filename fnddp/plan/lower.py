@@ -47,7 +47,7 @@ def lower(
         bucket_cap_mb: Gradients are bucketed, in the order of arrival, and a bucket is closed once it holds this
             many MiB. A bucket's payloads travel together.
         first_bucket_mb: The same for the first bucket.
-        donation: What the executor may write over; nothing, unless an adapter owns gradients or state.
+        donation: What a step may write over; nothing, unless an adapter owns gradients or state.
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
