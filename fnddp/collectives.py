@@ -130,25 +130,25 @@ def _from_wire(wire: Tensor, like: Tensor) -> Tensor:
 def _exchanged(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
     """The results of `kind`, one for each payload: all are issued, then all are awaited.
 
-    A functional all_gather joins what comes from the ranks along the first dimension, and a reduce_scatter keeps it.
+    Rows that come from the ranks, or stay here, are joined along the first dimension of the payload.
     """
     guards.refuse_batching()
     n = world_size(group)
-    travelling = [i for i, payload in enumerate(payloads) if payload.numel()]
-    results = [payload.new_empty(_joined_shape(kind, payload, n)) for payload in payloads if not payload.numel()]
+    results = {i: p.new_empty(_joined_shape(kind, p, n)) for i, p in enumerate(payloads) if not p.numel()}
+    travelling = {i: payload for i, payload in enumerate(payloads) if payload.numel()}
+    results |= zip(travelling, _moved(kind, list(travelling.values()), op, group, n), strict=True)
+    return [results[i] for i in range(len(payloads))]
+
+
+def _moved(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
     if is_alone():
-        issued = [payloads[i].clone() for i in travelling]  # a result never shares memory with an input
-        done = issued
-    else:
-        world = current()
-        if world is not None and world.wire is not None and not world.traced:
-            done = _over(world.wire, kind, [payloads[i] for i in travelling], op, group, n)
-        else:
-            name = group or DEFAULT_GROUP if world is not None and world.traced else live_name(group)
-            issued = [kind.trace(payloads[i], op, n, name) for i in travelling]
-            done = [_wait(each) for each in issued]
-    empty, full = iter(results), iter(done)
-    return [next(full) if payload.numel() else next(empty) for payload in payloads]
+        return [payload.clone() for payload in payloads]  # a result never shares memory with an input
+    world = current()
+    if world is not None and world.wire is not None and not world.traced:
+        return _over(world.wire, kind, payloads, op, group, n)
+    name = group or DEFAULT_GROUP if world is not None and world.traced else live_name(group)
+    issued = [kind.trace(payload, op, n, name) for payload in payloads]
+    return [_wait(each) for each in issued]
 
 
 def _joined_shape(kind: Kind, payload: Tensor, n: int) -> tuple[int, ...]:
