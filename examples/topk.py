@@ -37,10 +37,9 @@ class topk(fnddp.Sync):
             x = layout.to_wire(leaf).reshape(-1).float()
             indices = x.abs().topk(max(1, round(self.ratio * x.numel()))).indices
             mine = x.new_zeros(x.numel()).scatter(0, indices, x[indices])
-            everyone = [collectives.all_gather(part, group) for part in (indices.int(), x[indices])]
+            at, values = [collectives.all_gather(part, group) for part in (indices.int(), x[indices])]
             # Indices of one rank are unique, and ranks add in their order, so all of them get the same bits.
-            parts = zip(*everyone, strict=True)
-            total = sum(x.new_zeros(x.numel()).scatter(0, at.long(), values) for at, values in parts)
+            total = sum(x.new_zeros(at.shape[0], x.numel()).scatter(1, at.long(), values).unbind())
             for into, value in ((mean, total / collectives.ranks(group)), (sent, mine)):
                 into[path] = layout.from_wire(value.to(leaf.dtype.to_real()).view(layout.to_wire(leaf).shape), leaf)
         return Exchange(mean, sent, state)
