@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import Exchange, collectives, tree
+from fnddp import Exchange, collectives
 from fnddp.laws import DONATIONS, bits, engine_step, make_engine
 from fnddp.ranks import run_threads
 from fnddp.torch_private import functional_collectives
@@ -153,7 +153,7 @@ def test_bytes(kind, wire_bytes, link_bytes):
 def test_dtypes_of_a_bucket_share_one_message(kind):
     (collective,) = planned(kind).collectives
     assert collective.dtype == torch.uint8
-    assert len({payload.dtype for payload in collective.payloads}) == 8
+    assert len({payload.dtype for payload in collective.payloads}) == 6  # complex leaves travel as floats
     assert all(payload.offset % payload.dtype.itemsize == 0 for payload in collective.payloads)
 
 
@@ -221,7 +221,8 @@ class outlandish(fnddp.Sync):
         return ()
 
     def exchange(self, leaves, state):
-        return Exchange({path: foreign(leaves[path], self.how) for path in sorted(leaves)}, leaves, state)
+        made = {path: foreign(leaves[path], self.how) for path in sorted(leaves)}
+        return Exchange({path: made[path] for path in leaves}, leaves, state)
 
 
 @pytest.mark.parametrize("how", ["uneven", "broadcast"])

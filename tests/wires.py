@@ -62,7 +62,7 @@ class ThreadWork:
 
 
 class ThreadWire:
-    """The wire of one rank, of one group. The i-th collective of n ranks meets the i-th of the others, which are alike."""
+    """The wire of one rank, of one group. The i-th collective of n ranks meets the i-th of the others."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub, self.me = hub, rank
