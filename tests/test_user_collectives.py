@@ -23,16 +23,20 @@ LAYERS, STEPS, SLOWER = 6, 10, 0.003
 
 
 class Averaged(nn.Module):
-    """A layer that averages its outputs over ranks, as a SyncBatchNorm made by hand: in backward too."""
+    """Averages its outputs over ranks, as a SyncBatchNorm made by hand: in backward too.
+
+    Of its two buckets the first waits for the slower rank, so whether its second round leaves before or behind the
+    user's next collective would differ between ranks.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(32, 32)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
         self.random = random.Random(rank)
         self.is_slow = rank == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return dist_nn.all_reduce(Slow.apply(self.linear(x), self)) / dist.get_world_size()
+        return dist_nn.all_reduce(Slow.apply(self.second(self.first(x)), self)) / dist.get_world_size()
 
 
 class Slow(torch.autograd.Function):
