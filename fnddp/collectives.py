@@ -120,7 +120,8 @@ def _carried(kind: Kind, tensor: Tensor, group: str | None) -> list[Tensor]:
     flat = wire.reshape(wire.shape[0], -1).contiguous()
     as_bytes = flat.unsqueeze(-1).view(torch.uint8).reshape(wire.shape[0], -1)
     results = _exchanged(kind, [as_bytes], None, group)
-    return [_from_wire(result.reshape(-1).view(wire.dtype).reshape(-1, *wire.shape[1:]), tensor) for result in results]
+    shape = _joined_shape(kind, wire, world_size(group))
+    return [_from_wire(result.reshape(-1).view(wire.dtype).reshape(shape), tensor) for result in results]
 
 
 def _from_wire(wire: Tensor, like: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from fnddp.state import describe, load_state_dict, parts, state_dict
 from fnddp.sync import REPLICATED, State, Sync, registry
 from fnddp.torch_private import TorchDispatchMode, tree_leaves
 from fnddp.tree import Leaves, Tree
+from fnddp.wire.weights import scale_of, scaled
 
 Grads: TypeAlias = Callable[[int, int], Tree]
 """`grads(rank, step)`: a rank's gradients in a step. All ranks have the same tree, shapes and dtypes, in all steps."""
@@ -52,8 +53,9 @@ def check(
 ) -> None:
     """Checks that `sync` keeps every law that applies to it.
 
-    Law 5 (the exact mean) applies where `sent` is what came in, law 8 (error feedback) to means, and law 9 (text) to
-    what is made of registered transforms. A pipeline that cannot be lowered is run as engines run it, as a whole.
+    Law 5 (the exact mean) applies where `sent` is what came in, law 8 (error feedback) to means, law 9 (text) to what
+    is made of registered transforms, and law 11 (weights) to means over one group. A pipeline that cannot be lowered is
+    run as engines run it, as a whole.
 
     Args:
         sync: A pipeline over the default group, such as `my_transform(allreduce)`. Try several nestings.
@@ -99,6 +101,8 @@ def applies(law: Law, sync: Sync) -> bool:
         return len(sync.ops) <= 1
     if law is law_8_error_feedback_loses_nothing:
         return sync.ops <= {"mean"}
+    if law is law_11_weighted_is_pooled:
+        return sync.ops == {"mean"} and (sync.groups is None or len(sync.groups) == 1)
     return law is not law_9_text_parses_back or _is_registered(sync)
 
 
@@ -317,6 +321,22 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
     _require(repr(again) == repr(sync), f"parse gives {again!r}")
 
 
+@_stated
+def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
+    """Weighted means are those of gradients scaled by n w / W: for what loses nothing, means of the pooled samples."""
+    n = _world_size()
+    plain = weighted = sync.init(_scalable(grads, rank, 0))
+    for step in range(STEPS):
+        weights = [float((3 * other + step) % 4) for other in range(n)]  # other ones in each step, zeros among them
+        weights[step % n] += 1.0
+        mine = _scalable(grads, rank, step)
+        scale = scale_of(weights[rank], weights)
+        want, plain = sync({path: scaled(leaf, scale) for path, leaf in mine.items()}, plain)
+        got, weighted = sync(mine, weighted, weight=weights[rank])
+        _require_same_bits(got, want, f"step {step}: with the weights {weights} the mean of")
+        _require_same_bits(weighted, plain, f"step {step}: with the weights {weights} the state")
+
+
 LAWS: tuple[Law, ...] = (
     law_1_outputs_are_like_inputs,
     law_2_all_ranks_get_the_same_bits,
@@ -328,6 +348,7 @@ LAWS: tuple[Law, ...] = (
     law_7_resuming_an_engine_is_exact,
     law_8_error_feedback_loses_nothing,
     law_9_text_parses_back,
+    law_11_weighted_is_pooled,
 )
 
 
@@ -432,6 +453,10 @@ def _op(sync: Sync) -> str:
 
 def _leaves(grads: Grads, rank: int, step: int) -> Leaves:
     return tree.flatten(grads(rank, step))[0]
+
+
+def _scalable(grads: Grads, rank: int, step: int) -> Leaves:
+    return {path: leaf for path, leaf in _leaves(grads, rank, step).items() if tree.is_inexact(leaf)}
 
 
 def _wide(leaf: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnddp.torch_private import backend_timeout, without_modes
 from fnddp.wire.gloo_ring import RingAllReduce, is_faster
-from fnddp.wire.groups import live_group, live_size
+from fnddp.wire.groups import live_group, live_rank, live_size
 from fnddp.wire.kinds import ALL_REDUCE, Kind
 from fnddp.wire.protocol import Wire, Work
 
@@ -30,6 +30,10 @@ class C10d:
     def size(self, group: str | None) -> int:
         """See `Wire.size`."""
         return live_size(group)
+
+    def rank(self, group: str | None) -> int:
+        """See `Wire.rank`."""
+        return live_rank(group)
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`."""

@@ -111,6 +111,12 @@ def ranks(group: str | None) -> int:
 
 def rank(group: str | None) -> int:
     """This process's rank in `group`; 0 without torch.distributed."""
+    world = current()
+    return live_rank(group) if world is None or world.wire is None else world.wire.rank(group)
+
+
+def live_rank(group: str | None) -> int:
+    """The same, of torch.distributed."""
     return dist.get_rank(live_group(group)) if dist.is_initialized() else 0
 
 

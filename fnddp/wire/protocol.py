@@ -34,6 +34,10 @@ class Wire(Protocol):
         """The number of ranks of `group` that take part in the next step: what a mean divides by."""
         ...
 
+    def rank(self, group: str | None) -> int:
+        """This rank's place among them: its row where a kind has one for each."""
+        ...
+
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """Starts a collective and returns at once; `send` and `receive` are its own until it is waited for.
 

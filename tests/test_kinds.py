@@ -1,0 +1,283 @@
+"""Every kind of collective: the same bits eager and lowered, exact bytes, and one message for what can share one."""
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fnddp
+from fnddp import Exchange, collectives
+from fnddp.laws import DONATIONS, bits, engine_step, make_engine
+from fnddp.ranks import run_threads
+from fnddp.torch_private import functional_collectives
+from tests.ranks import on_ranks
+
+MOVING = ("all_gather", "all_to_all")  # which compute nothing
+KINDS = ("all_reduce", *MOVING, "reduce_scatter")
+FLOAT8 = torch.float8_e4m3fn
+
+
+def rotated(leaf: torch.Tensor, n: int) -> torch.Tensor:
+    """A row for each rank, all of them different."""
+    return torch.stack([leaf.roll(r) if leaf.dtype != FLOAT8 else leaf for r in range(n)])
+
+
+@fnddp.transform
+class carried(fnddp.Sync):
+    """Gives what one kind of collective makes of the leaves, as numbers of their own dtypes."""
+
+    kind: str
+
+    ops = frozenset({"mean"})
+    groups = frozenset({None})
+
+    def over(self, group, *, unnamed_only=False):
+        return self
+
+    def init(self, grads):
+        return ()
+
+    def exchange(self, leaves, state):
+        if self.kind == "all_reduce":
+            reduced = collectives.all_reduce(leaves, "sum", None)
+        else:
+            reduced = {path: self.of(leaves[path]) for path in sorted(leaves)}
+        return Exchange({path: reduced[path] for path in leaves}, leaves, state)
+
+    def of(self, leaf):
+        n = collectives.world_size(None)
+        if self.kind == "all_gather":
+            return last(collectives.all_gather(leaf), leaf)
+        if self.kind == "all_to_all":
+            return last(collectives.all_to_all(rotated(leaf, n)), leaf)
+        return collectives.reduce_scatter(rotated(leaf, n))
+
+
+def last(rows, like):
+    """Of the last rank, plus one, so that something is computed of it."""
+    made = rows[-1]
+    return made.clone() if like.dtype in (torch.bool, FLOAT8) else made + 1
+
+
+def mixed(rank: int, step: int = 0, *, moving: bool = True) -> dict[str, torch.Tensor]:
+    """Leaves of many dtypes, of odd sizes."""
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(10 * step + rank))
+    leaves = {
+        "float": normal(7, 3),
+        "half": normal(5).half(),
+        "complex": normal(3, dtype=torch.complex64),
+        "other": normal(40),
+        "scalar": normal(()),
+        "empty": normal(0, 2),
+        "long": torch.tensor([rank, -3, 1 << 40]),
+    }
+    if moving:
+        leaves |= {
+            "bool": torch.tensor([rank == 0, True, False]),
+            "byte": torch.tensor([rank, 255, 7, 0, 1], dtype=torch.uint8),
+            "eighth": normal(9).to(FLOAT8),
+        }
+    return leaves
+
+
+def check_same_bits(rank: int, kind: str) -> None:
+    sync = carried(kind)
+    exact = dist.get_world_size() == 2 or kind in MOVING or dist.get_backend() == "threaded"
+    of = partial(mixed, moving=kind in MOVING)
+    for donation in DONATIONS:
+        engine = make_engine(sync, of(rank), donation)
+        for step in range(3):
+            expected, _ = sync(of(rank, step), ())
+            done = engine_step(engine, (), of(rank, step), random.Random(rank + step))
+            if exact:
+                assert bits(done.mean) == bits(expected), (donation, step)
+            else:  # a ring adds in another order elsewhere in a buffer
+                for path, leaf in expected.items():
+                    torch.testing.assert_close(done.mean[path], leaf)
+        assert engine.plan is not None
+        assert {c.kind.name for c in engine.plan.collectives} == {kind}
+        count_in_a_step(engine, sync, of(rank))
+
+
+def count_in_a_step(engine: Any, sync: fnddp.Sync, grads: Any) -> None:
+    with fnddp.WireCounter() as lowered:
+        engine_step(engine, (), grads, random.Random(0))
+    with fnddp.WireCounter() as eager:
+        sync(grads, ())
+    plan = engine.plan
+    assert (lowered.wire_bytes, lowered.collectives) == (plan.wire_bytes, len(plan.collectives))
+    assert eager.wire_bytes == plan.wire_bytes
+    assert eager.collectives == sum(len(c.payloads) for c in plan.collectives)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowered_is_eager_on_threads(kind, n):
+    run_threads(n, check_same_bits, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, 3)
+def test_lowered_is_eager_on_gloo(rank, kind):
+    check_same_bits(rank, kind)
+
+
+def planned(kind: str, **options: Any) -> fnddp.Plan:
+    return fnddp.lower(carried(kind), mixed(0, moving=kind in MOVING), world_size=8, **options)
+
+
+# Bytes of one rank's leaves: 21 floats, 5 halves, 3 complex, 40 and 1 floats, 3 longs; 3 bools, 5 bytes, 9 eighths.
+REAL = 4 * (21 + 40 + 1) + 8 * 3 + 2 * 5 + 8 * 3
+ALL = REAL + 3 + 5 + 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire_bytes", "link_bytes"),
+    [
+        ("all_reduce", REAL, REAL * 2 * 7 / 8),
+        ("all_gather", ALL, ALL * 7),
+        ("reduce_scatter", 8 * REAL, 8 * REAL * 7 / 8),
+        ("all_to_all", 8 * ALL, 8 * ALL * 7 / 8),
+    ],
+)
+def test_bytes(kind, wire_bytes, link_bytes):
+    plan = planned(kind)
+    assert plan.wire_bytes == wire_bytes
+    assert sum(c.link_bytes for c in plan.collectives) == pytest.approx(link_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_dtypes_of_a_bucket_share_one_message(kind):
+    (collective,) = planned(kind).collectives
+    assert collective.dtype == torch.uint8
+    assert len({payload.dtype for payload in collective.payloads}) == 6  # complex leaves travel as floats
+    assert all(payload.offset % payload.dtype.itemsize == 0 for payload in collective.payloads)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+def test_what_adds_stays_apart_by_dtype(kind):
+    dtypes = [c.dtype for c in planned(kind).collectives]
+    assert sorted(map(str, dtypes)) == ["torch.float16", "torch.float32", "torch.int64"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launched_before_the_last_gradient_and_before_the_commit(kind):
+    plan = planned(kind, first_bucket_mb=0.00001, bucket_cap_mb=0.0001)
+    launching = [segment for segment in plan.segments if segment.launches is not None]
+    assert len({segment.slot for segment in launching}) > 1  # as buckets arrive
+    committing = [i for i, segment in enumerate(plan.segments) if segment.commits]
+    assert all(plan.segments.index(segment) < committing[0] for segment in launching)
+    assert not any(plan.segments[i].launches for i in committing)
+
+
+@fnddp.transform
+class counted(fnddp.Sync):
+    """Also gathers how many elements are positive, which no all_reduce needs."""
+
+    inner: fnddp.Sync
+
+    def init(self, grads):
+        return torch.zeros((), dtype=torch.int64), self.inner.init(grads)
+
+    def exchange(self, leaves, state):
+        inner = self.inner.exchange(leaves, state[1])
+        mine = torch.stack([(leaf > 0).sum() for leaf in leaves.values()]).sum()
+        return inner._replace(state=(collectives.all_gather(mine).sum(), inner.state))
+
+
+def test_a_gather_for_the_state_alone_is_issued_before_the_commit():
+    plan = fnddp.lower(counted(fnddp.allreduce), {"w": torch.empty(9)}, world_size=8)
+    assert sorted(c.kind.name for c in plan.collectives) == ["all_gather", "all_reduce"]
+    assert not any(segment.launches for segment in plan.segments if segment.commits)
+    assert plan.wire_bytes == 9 * 4 + 8
+
+
+def foreign(leaf: torch.Tensor, how: str) -> torch.Tensor:
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name if dist.is_initialized() else "default"
+    flat = leaf.reshape(-1)
+    if how == "uneven":
+        # Rank 0 gets all but one element of everybody, the others what is left.
+        n, first = collectives.world_size(None), flat.numel() - collectives.world_size(None) + 1
+        sent = [first] + [1] * (n - 1)
+        received = [sent[collectives.rank(None)]] * n
+        result = ops.all_to_all_single(flat, received, sent, name)
+        return functional_collectives.wait_tensor(result)[0] + 0 * leaf
+    return functional_collectives.wait_tensor(ops.broadcast(flat, 0, name)).reshape(leaf.shape)
+
+
+@fnddp.transform
+class outlandish(fnddp.Sync):
+    """Calls collectives that are none of the kinds."""
+
+    how: str
+
+    ops = frozenset({"mean"})
+    groups = frozenset({None})
+
+    def init(self, grads):
+        return ()
+
+    def exchange(self, leaves, state):
+        made = {path: foreign(leaves[path], self.how) for path in sorted(leaves)}
+        return Exchange({path: made[path] for path in leaves}, leaves, state)
+
+
+@pytest.mark.parametrize("how", ["uneven", "broadcast"])
+def test_what_is_no_kind_is_not_lowered(how):
+    with pytest.raises(fnddp.LoweringError, match="no place in a schedule"):
+        fnddp.lower(outlandish(how), {"w": torch.empty(12)}, world_size=4)
+
+
+@pytest.mark.parametrize("how", ["uneven", "broadcast"])
+@on_ranks(2, 3)
+def test_what_is_no_kind_runs_eagerly_with_a_vote(rank, how):
+    sync, grads = outlandish(how), {"w": torch.arange(12.0) + rank, "v": torch.ones(5) * rank}
+    engine = make_engine(sync, grads)
+    expected, _ = sync(grads, ())
+    done = engine_step(engine, (), grads, random.Random(0))
+    assert engine.plan is None
+    assert bits(done.mean) == bits({path: expected[path] for path in done.mean})
+    require_equal_unused(rank, engine, grads)
+
+
+@fnddp.transform
+class local(fnddp.Sync):
+    """Sends nothing."""
+
+    ops = frozenset({"mean"})
+    groups = frozenset({None})
+
+    def init(self, grads):
+        return ()
+
+    def exchange(self, leaves, state):
+        return Exchange({path: leaf * 1 for path, leaf in leaves.items()}, leaves, state)
+
+
+def require_equal_unused(rank: int, engine: Any, grads: dict[str, torch.Tensor]) -> None:
+    """In a step in which the first rank alone has the first leaf, and nobody the second, and in one that fails."""
+    first, second, *_ = grads
+    engine.start(())
+    if rank == 0:
+        engine.feed(first, grads[first].clone())
+    assert engine.finish().unused == {second}
+    engine.start(())
+    if rank == 0:
+        engine.fail(ValueError("of rank 0"))
+    else:
+        with pytest.raises(fnddp.StepFailedError, match="of rank 0"):
+            engine.run({path: leaf.clone() for path, leaf in grads.items()})
+    engine_step(engine, (), grads, random.Random(0))
+
+
+@on_ranks(2, 3)
+def test_a_plan_without_collectives_votes(rank):
+    grads = {"w": torch.arange(12.0) + rank, "v": torch.ones(5) * rank}
+    engine = make_engine(local(), grads)
+    engine_step(engine, (), grads, random.Random(0))
+    assert engine.plan is not None
+    assert not engine.plan.collectives
+    require_equal_unused(rank, engine, grads)
