@@ -99,7 +99,8 @@ def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.dev
     if not torch.compiler.is_compiling():
         return scale_of(float(mine), everyone.tolist())
     total = everyone.sum()
-    torch.ops.aten._assert_async.msg(total > 0, "weight: all ranks gave 0, so there is no mean")
+    are_weights = (everyone >= 0).all() & (total > 0) & total.isfinite()
+    torch.ops.aten._assert_async.msg(are_weights, "weight: one is negative or not finite, or all ranks gave 0")
     return everyone.shape[0] * mine / total
 
 

@@ -138,7 +138,7 @@ _LOAD = "load a saved one with fnddp.load_state_dict(<the state that is there>, 
 def shared(state: State) -> State:
     """The same state in tensors of its own, on the same memory: who holds them is seen to hold it.
 
-    Plans write over the memory of a state that only its adapter holds (`fnddp.run.memory.storage_uses`).
+    Plans write over the memory of a state that only an engine holds (`fnddp.torch_private.storage_use_count`).
     """
     return tree.map_tensors(lambda part: part.data, state)
 

@@ -134,7 +134,8 @@ class Sync(abc.ABC):
         device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
         scale = scale_of_weight(weight, group, device)
         if isinstance(scale, Tensor):
-            return {path: leaf * scale.to(leaf.real.dtype) for path, leaf in leaves.items()}
+            factor = {path: scale.to(leaf.real.dtype) for path, leaf in leaves.items()}
+            return {path: torch.where(scale == 0, 0, leaf * factor[path]) for path, leaf in leaves.items()}
         return {path: scaled(leaf, scale) for path, leaf in leaves.items()}
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
@@ -204,11 +205,26 @@ def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
             )
 
 
-def groups_of(sync: Sync) -> frozenset[str | None]:
-    """The process groups that `sync` is known to reduce over."""
-    if sync.groups is not None:
-        return sync.groups
-    return frozenset[str | None]().union(*(groups_of(child) for child in sync.children()))
+def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
+    """The leaves of the next state, in the order of the one before it, whose structure is `structure`.
+
+    Raises:
+        ValueError: `exchange` has given a state of another structure.
+    """
+    try:
+        return tree.flatten_as(structure, state)
+    except ValueError as error:
+        raise ValueError(f"{sync!r}: exchange gives a state of another structure than it got: {error}") from error
+
+
+def groups_of(sync: Sync) -> tuple[str | None, ...]:
+    """The process groups that `sync` is known to reduce over, in the order in which they stand in it.
+
+    Not by name: groups of a device mesh have other names on other ranks, which must come to them in one order.
+    """
+    inner = [group for child in sync.children() for group in groups_of(child)]
+    own = sorted((sync.groups or frozenset()).difference(inner), key=str)
+    return tuple(dict.fromkeys([*inner, *own]))
 
 
 class Registry(dict[str, Any]):

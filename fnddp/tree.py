@@ -106,6 +106,15 @@ def flatten_any(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
+def flatten_as(spec: optree.PyTreeSpec, tree: Tree) -> list[Any]:
+    """The leaves of `tree` in the order of `spec`, also where its dicts were filled in another.
+
+    Raises:
+        ValueError: It is of another structure.
+    """
+    return spec.flatten_up_to(tree)
+
+
 def unflatten_any(spec: optree.PyTreeSpec, values: list[Any]) -> Tree:
     """The inverse of `flatten_any`."""
     return optree.tree_unflatten(spec, values)

@@ -54,7 +54,7 @@ class Checkpoint:
         Raises:
             ValueError: It is of another pipeline or other parameters, or of another number of ranks than was said.
         """
-        saved_by = state_dict[WORLD_SIZE]
+        saved_by = state_dict.get(WORLD_SIZE, self._saved_size)  # older ones do not say
         if saved_by != self._saved_size:
             raise ValueError(
                 f"sync_checkpoint: {saved_by} ranks have saved this checkpoint, and it is loaded as one of "

@@ -80,7 +80,7 @@ def value_and_grad(
         except BaseException as error:
             engine.fail(error)
             raise
-        return (value, aux) if has_aux else value, tree.unflatten(spec, done.mean), engine.state
+        return (value, aux) if has_aux else value, tree.unflatten(spec, done.mean), engine.hand_over()
 
     return run
 

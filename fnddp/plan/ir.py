@@ -190,11 +190,15 @@ class Collective:
         fits = not self.kind.sends_rows or len(self.payloads) == 1 or payload.shape[0] == self.world_size
         return payload.shape if fits else (self.world_size, payload.numel // self.world_size)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a result lies in several rows, with those of others between them."""
+        return self.kind.receives_rows and len(self.payloads) > 1
+
     def received_shape(self, position: int) -> tuple[int, ...]:
         """Of a result where it lies in the buffer that is filled: its own, if that needs no gaps."""
-        payload = self.payloads[position]
-        fits = not self.kind.receives_rows or len(self.payloads) == 1
-        return payload.result if fits else (self.world_size, torch.Size(payload.result).numel() // self.world_size)
+        result = self.payloads[position].result
+        return (self.world_size, torch.Size(result).numel() // self.world_size) if self.has_gaps else result
 
     @property
     def name(self) -> str:

@@ -72,6 +72,6 @@ class Schedule:
         return max((collective.depth + 1 for collective in self.collectives), default=0)
 
     @property
-    def groups(self) -> frozenset[str | None]:
-        """The process groups over which something is sent."""
-        return frozenset(collective.group for collective in self.collectives)
+    def groups(self) -> tuple[str | None, ...]:
+        """The process groups over which something is sent, in the order in which they first are."""
+        return tuple(dict.fromkeys(collective.group for collective in self.collectives))

@@ -9,7 +9,7 @@ from torch import Tensor
 from fnddp import tree
 from fnddp.plan.ir import LeafSpec
 from fnddp.run.runner import require_expected
-from fnddp.sync import Sync
+from fnddp.sync import Sync, parts_of
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves
 from fnddp.wire.groups import World, within
@@ -26,8 +26,7 @@ class Eager:
     """
 
     plan = None
-    has_sent = False
-    has_sent_all = True  # there is nothing on its way before `commit`
+    has_sent = False  # there is nothing on its way before `commit`
 
     def __init__(self, sync: Sync, leaves: Mapping[str, LeafSpec], structure: Any, world: World) -> None:
         self._sync, self._leaves, self._structure, self._world = sync, leaves, structure, world
@@ -59,7 +58,7 @@ class Eager:
         arrived, self._grads = self._grads, {}
         with within(World(self._world.wire, ranks=self._ranks)), torch.no_grad(), without_autocast():
             mean, _, state = self._sync.exchange({path: arrived[path] for path in self._leaves}, self._state)
-        return mean, tree.flatten_any(state)[0]
+        return mean, parts_of(self._sync, state, self._structure)
 
     def abort(self) -> None:
         pass

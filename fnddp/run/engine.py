@@ -98,7 +98,7 @@ class Engine:
         self.is_open = False
         self._state = state
         self._wire = wire
-        self._groups = groups_of(sync) if sync.groups else groups_of(sync) | frozenset(groups)
+        self._groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups)]))
         self._knows_groups = sync.groups is not None or bool(groups)
         self._skips_unused, self._drops_unused = skips_unused, drops_unused
         self._check_unused = check_unused
@@ -121,7 +121,8 @@ class Engine:
         self._scale: float | None = None  # known once the first gradient of a step is there
         self._has_voted = False
         self._broken: BaseException | None = None
-        self._ahead: list[Any] = []  # engines whose open steps go first
+        self._begun = 0  # steps
+        self._ahead: list[tuple[Engine, int]] = []  # engines and the numbers of those of their steps that go first
         self._behind: list[weakref.ref[Engine]] = []  # and those that wait for this one's
 
     @property
@@ -131,6 +132,7 @@ class Engine:
         Set it, on all ranks, to go on from another one.
 
         Raises:
+            RuntimeError: A step is open.
             ValueError: It is of another pipeline or other leaves.
         """
         if self.is_open:  # a step has begun to write over what it was alone to hold
@@ -139,7 +141,14 @@ class Engine:
 
     @state.setter
     def state(self, state: State) -> None:
+        if self.is_open:
+            raise RuntimeError("the state cannot be set while a step is open, which would write over it")
         self._state = require_like(repr(self.sync), state, self._state)
+
+    def hand_over(self) -> State:
+        """The state, which is the caller's from now on: the next `start` is given one."""
+        state, self._state = self._state, None
+        return state
 
     @property
     def plan(self) -> Plan | None:
@@ -167,8 +176,15 @@ class Engine:
         Raises:
             ValueError: The pipeline takes no mean, or a leaf holds no fractions.
         """
+        self.refuse_after_failure()
         require_weighable(self.sync, {path: leaf.dtype for path, leaf in self.leaves.items()})
         self._next_weighing = Weighing(weight, self._wire, self._groups, self._device)
+
+    def fail_if_weighed(self, error: BaseException) -> None:
+        """Where other ranks have been told the weight of a step that will not come, because of `error`: it fails."""
+        if self._next_weighing is not None and not self.is_open:
+            self.start()
+            self.fail(error)
 
     def forget_weight(self) -> None:
         """The next step is not weighted."""
@@ -192,21 +208,21 @@ class Engine:
             self.weigh(weight)
         parts, self._structure = tree.flatten_any(self._state)
         try:
-            self._choose(parts)
-        except Exception as error:
+            runner, vote = self._choose(parts)
+            groups = self._groups if runner.plan is None else runner.plan.phase.groups
+            runner.start(parts, {group: self._wire.size(group) for group in groups})
+        except BaseException as error:
             self._broken = error if self._has_others() else None  # they may have begun
             raise
-        assert self._current is not None
-        runner, vote = self._current
-        self._ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
+        ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
+        self._ahead = [(engine, engine._begun) for engine in ahead]
         self._behind = []
-        for engine in self._ahead:
+        for engine in ahead:
             engine.is_followed_by(self)
-        groups = self._groups if runner.plan is None else runner.plan.phase.groups
-        runner.start(parts, {group: self._wire.size(group) for group in groups})
         self._weighing, self._next_weighing = self._next_weighing, None
         self._scale = None if self._weighing is not None else scale
         self._has_voted, self.is_open = False, True
+        self._begun += 1
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
         """Hands over a gradient, and runs what can run now. It never blocks on the CPU, but for weights under way.
@@ -257,7 +273,7 @@ class Engine:
         """
         assert self._current is not None
         runner, vote = self._current
-        for engine in self._ahead:  # to where all ranks are with the same gradients
+        for engine in self._in_front():  # to where all ranks are with the same gradients
             engine.catch_up()
         self._scaled_by()
         absent = frozenset(runner.missing)
@@ -281,11 +297,12 @@ class Engine:
                 raise
             if is_none:
                 self._give_up()
+                self._next_weighing = self._weighing  # it is for a step
                 return Synchronized({}, unused)
         mean, parts = runner.commit()  # only now is anything written over
         self._state = tree.unflatten_any(self._structure, parts)
-        self.is_open = False
         self._learn_order(unused)
+        self.is_open = False
         return Synchronized(mean, unused)
 
     def run(self, leaves: Leaves, *, keep: bool = False) -> Synchronized:
@@ -307,7 +324,7 @@ class Engine:
         """
         if not self.is_open:
             return
-        for engine in self._ahead:  # in the order in which other ranks end theirs
+        for engine in self._in_front():  # in the order in which other ranks end theirs
             engine.fail(error)
         if not self.is_open:  # it has sent nothing yet
             return
@@ -320,6 +337,7 @@ class Engine:
         elif vote is None or isinstance(error, CollectiveError) or self._has_voted:
             self._broken = error
         else:
+            self._broken = error  # until the others know
             try:
                 runner.abort()
                 vote.cast(frozenset(), failed=True)
@@ -355,7 +373,10 @@ class Engine:
     @property
     def _holds(self) -> bool:
         """Whether another engine's step goes first on a process group of this one."""
-        return bool(self._ahead) and any(engine.is_open for engine in self._ahead)
+        return bool(self._ahead) and bool(self._in_front())
+
+    def _in_front(self) -> "list[Engine]":
+        return [engine for engine, step in self._ahead if engine.is_open and engine._begun == step]
 
     def _scaled_by(self) -> float:
         if self._scale is None:
@@ -378,22 +399,23 @@ class Engine:
                 engine._give_up()
         self._behind = []
 
-    def _choose(self, parts: list[Any]) -> None:
+    def _choose(self, parts: list[Any]) -> _Prepared:
         for prepared in self._prepared:
             if prepared.plan is None or self._is_for(prepared.plan, parts):
                 self._current = prepared
-                return
+                return prepared
         if self._has_plans:
             try:
                 plan = self._lower(self.sync, self.leaves, self._state, arrival=self._arrival, dropped=self._dropped)
                 self._current = self._prepare(plan)
                 self._prepared = [self._current, *self._prepared[: MAX_PHASES - 1]]
-                return
+                return self._current
             except LoweringError:
                 self._has_plans = False  # in no later phase either: a trace takes longer than a step
         vote = Vote(self.leaves, self._wire, self._groups, self._device) if self._knows_groups else None
         self._current = _Prepared(Eager(self.sync, self.leaves, self._structure, self._world), vote)
         self._prepared = [self._current]
+        return self._current
 
     def _is_for(self, plan: Plan, parts: list[Any]) -> bool:
         """Whether `plan` is one for these numbers, and for groups of these sizes where payloads have rows."""
@@ -403,10 +425,10 @@ class Engine:
         )
 
     def _prepare(self, plan: Plan) -> _Prepared:
-        groups = plan.groups | self._groups
+        groups = tuple(dict.fromkeys([*plan.groups, *self._groups]))
         on_cuda = self._device.type == "cuda"
         # With a second round, the moment of a launch is a matter of polling. (CUDA is not polled.)
-        wire = apart(self._wire, sorted(groups, key=str)) if plan.rounds > 1 and not on_cuda else self._wire
+        wire = apart(self._wire, groups) if plan.rounds > 1 and not on_cuda else self._wire
         vote = Vote(plan.leaves, wire, groups, self._device)
         return _Prepared(Planned(plan, wire, self._memory, observer(self._debug, plan)), vote)
 

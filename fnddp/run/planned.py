@@ -93,10 +93,6 @@ class Planned:
         self._to_send = 0
 
     @property
-    def has_sent_all(self) -> bool:
-        return self._to_send == 0
-
-    @property
     def has_sent(self) -> bool:
         return self._to_send < len(self._collectives)
 

@@ -30,11 +30,6 @@ class Runner(Protocol):
         """Whether a collective of this step has been issued."""
         ...
 
-    @property
-    def has_sent_all(self) -> bool:
-        """Whether every collective of this step has been issued that comes before `commit`."""
-        ...
-
     def start(self, parts: Sequence[Any], ranks: Mapping[str | None, int]) -> None:
         """Begins a step.
 

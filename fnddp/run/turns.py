@@ -6,7 +6,7 @@ differs between ranks. So the one that has begun first goes first; another only 
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fnddp.wire.c10d import C10d
 from fnddp.wire.groups import live_group
@@ -19,13 +19,16 @@ class TakesTurns(Protocol):
     is_open: bool
 
 
+T = TypeVar("T", bound=TakesTurns)
+
+
 # Engines of models that know nothing of each other meet nowhere but on their process group, or on another wire.
-_open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[TakesTurns]]]" = weakref.WeakKeyDictionary()
+_open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
 
 
-def begin(engine: TakesTurns, wire: Wire, groups: Iterable[str | None]) -> list[TakesTurns]:
+def begin(engine: T, wire: Wire, groups: Iterable[str | None]) -> list[T]:
     """Lines `engine` up behind those that have a step open on one of `groups`, which are returned."""
-    ahead: list[TakesTurns] = []
+    ahead: list[T] = []
     for group in groups:
         line = _open.setdefault(live_group(group) if isinstance(wire, C10d) else wire, [])
         others = [other for other in (entry() for entry in line) if other is not None and other is not engine]

@@ -106,7 +106,7 @@ class Vote:
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
-        with self._on_device():
+        with _named_failures(), self._on_device():
             for group in self.groups:
                 value = gather_over(self._wire, value, group, self._device)[0]
         return value

@@ -1,5 +1,7 @@
 """The weight of a step: told to the other ranks while forward, or the start of backward, runs."""
 
+from collections.abc import Sequence
+
 import torch
 
 from fnddp.wire.protocol import CollectiveError, Wire, waited
@@ -16,10 +18,10 @@ class Weighing:
         device: Where their payloads live.
     """
 
-    def __init__(self, weight: float, wire: Wire, groups: frozenset[str | None], device: torch.device) -> None:
+    def __init__(self, weight: float, wire: Wire, groups: Sequence[str | None], device: torch.device) -> None:
         self._weight = float(weight)
         self._scale: float | None = None
-        (group,) = groups or {None}
+        group = groups[0] if groups else None
         self._is_alone = wire.size(group) == 1
         if not self._is_alone:
             flags = torch.tensor([self._weight], dtype=torch.float64, device=device)

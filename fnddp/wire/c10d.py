@@ -37,14 +37,14 @@ class C10d:
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`."""
-        live = self._live(group)
+        live = self._live(group, send)
         if kind is ALL_REDUCE and is_faster(send, op, live):
             return RingAllReduce(send, live, tag)
         return kind.start(send, receive, op, live)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         """See `Wire.vote`. (A gather takes gloo half as many messages as a reduction.)"""
-        live = self._live(group)
+        live = self._live(group, flags)
         gathered = flags.new_empty((live.size(), *flags.shape))
         with without_modes():  # WireCounter's
             work: Any = dist.all_gather(list(gathered), flags, group=live, async_op=True)
@@ -54,8 +54,8 @@ class C10d:
         # A copy of the default wire is the default wire.
         return "C10D" if self is C10D else (C10d, (dict(self._own),))
 
-    def _live(self, group: str | None) -> dist.ProcessGroup:
-        return live_group(self._own.get(group, group))
+    def _live(self, group: str | None, sent: Tensor) -> dist.ProcessGroup:
+        return live_group(group if sent.is_cuda else self._own.get(group, group))  # twins are gloo's
 
 
 C10D = C10d()

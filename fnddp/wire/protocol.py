@@ -27,7 +27,8 @@ class Wire(Protocol):
     """Moves bytes between the ranks of process groups, which have names; None is the default one.
 
     The default is `fnddp.wire.c10d.C10d`: torch.distributed. All ranks start the same collectives of a group in the
-    same order. A wire need not know which dtypes there are: kinds that compute nothing hand it bytes.
+    same order. A wire need not know which dtypes there are: kinds that compute nothing hand it bytes. It can be hashed
+    and weakly referred to, as objects can; where ranks are threads, each has one of its own.
     """
 
     def size(self, group: str | None) -> int:

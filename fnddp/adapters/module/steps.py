@@ -142,8 +142,14 @@ class Steps:
 
     def weigh(self, weight: float) -> None:
         """See `Engine.weigh`."""
+        self.settle()
+        self.require_same_world()
         with self._log.errors():
             self.engine.weigh(weight)
+
+    def fail_if_weighed(self, error: BaseException) -> None:
+        """See `Engine.fail_if_weighed`."""
+        self.engine.fail_if_weighed(error)
 
     def forget_weight(self) -> None:
         """See `Engine.forget_weight`."""

@@ -257,6 +257,9 @@ class DistributedDataParallel(TorchNames):
         self._steps.weigh(float(count))
         try:
             yield
+        except BaseException as error:
+            self._steps.fail_if_weighed(error)
+            raise
         finally:
             self._steps.forget_weight()
 

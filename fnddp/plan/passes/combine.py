@@ -174,7 +174,7 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
         for position, traced in enumerate(members):
             result = graph.call_function(take, (launched, position))
             like = value(traced.waited)
-            if collective.received_shape(position) == like.shape:
+            if not collective.has_gaps:
                 result.meta["val"] = like
             else:  # a column of the buffer: what follows was traced on a tensor without gaps
                 rows, width = collective.received_shape(position)

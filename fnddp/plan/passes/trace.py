@@ -15,7 +15,7 @@ from fnddp import tree
 from fnddp.plan.draft import Draft, Phase, Request
 from fnddp.plan.graph import placeholders, remove_dead
 from fnddp.plan.ir import Grad, Held, LoweringError, Name, Part, Ranks
-from fnddp.sync import groups_of
+from fnddp.sync import groups_of, parts_of
 from fnddp.torch_private import Fakes, HasNoFake, ReadsValue, forget_source, traced, without_autocast, without_modes
 from fnddp.wire.groups import World, is_alone, within, world_size
 
@@ -42,7 +42,7 @@ def trace(request: Request) -> Draft:
     parts, spec = tree.flatten_any(request.state)
     fakes = Fakes()
     with within(request.world):
-        groups = [] if is_alone() else sorted(groups_of(sync), key=str)
+        groups = [] if is_alone() else list(groups_of(sync))
         sizes = [world_size(group) for group in groups]
     with fakes.mode:
         grads = [leaf.empty() for leaf in leaves.values()]
@@ -53,7 +53,7 @@ def trace(request: Request) -> Draft:
         world = World(request.world.wire, True, request.world.size, dict(zip(groups, divisors, strict=True)))
         with within(world):
             done = sync.exchange(dict(zip(leaves, grads, strict=True)), tree.unflatten_any(spec, state))
-        return [*(done.mean[path] for path in leaves), *tree.flatten_any(done.state)[0]]
+        return [*(done.mean[path] for path in leaves), *parts_of(sync, done.state, spec)]
 
     try:
         # Without modes such as a WireCounter, which sees what is sent.
