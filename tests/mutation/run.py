@@ -52,10 +52,10 @@ WARM += ["torch.fx.experimental.proxy_tensor", "torch.distributed._functional_co
 class Suite:
     """The tests of a folder, the quick and the general first, and the seconds that a mutant gets."""
 
-    folders: tuple[str, ...]
+    files: tuple[str, ...]
     tests: tuple[str, ...]
     but: str = ""
-    seconds: float = 90
+    seconds: float = 120
 
 
 PURE = (
@@ -65,26 +65,29 @@ PURE = (
 ON_TWO = "not kinds_that and not -1] and not -3] and not -4]"
 SUITES = {
     "plan": Suite(
-        ("fnddp/plan",),
+        ("fnddp/plan/**/*.py",),
         ("tests/test_plan.py", "tests/test_mutants.py", "tests/test_place.py", "tests/test_show.py"),
         "not keeps_the_numbers and not wire_bytes and not adapters and not offline and not 3"
         " and not (fused_steps_keep and not shape0) and not drive_module and not drive_register and not"
         " (held and partition) and not (elsewhere and y)",
     ),
     "run": Suite(
-        ("fnddp/run",),
+        ("fnddp/run/*.py",),
         ("tests/test_functional.py", "tests/test_mutants.py", "tests/test_execute.py", "tests/test_plan.py"),
         "(functional or mutants or wrong_gradients or layout or runner or failing_rank or failed_step or"
         " fail_without or cannot_be or step_without or backward_without or reaches or errors_of) and not compiled"
         " and not (failing_rank_fails and (at_end or no or 0 or 4)) and not (carries and 4)",
     ),
-    "memory": Suite(("fnddp/memory",), PURE, ON_TWO),
-    "transforms": Suite(("fnddp/transforms",), PURE, ON_TWO),
+    "memory": Suite(("fnddp/memory/*.py",), PURE, ON_TWO),
+    "transforms": Suite(("fnddp/transforms/*.py",), PURE, ON_TWO),
     "module": Suite(
-        ("fnddp/adapters/module",),
-        ("tests/test_module.py", "tests/test_mutants.py", "tests/test_backward.py", "tests/drop_in"),
-        "not compile and not other_world and not asking and not autograd_grad_is and not value_and_grad and not resnet"
-        " and not (same_bits_as_the and not partition) and not kinds_that",
+        ("fnddp/adapters/module/*.py",),
+        ("tests/test_backward.py", "tests/test_mutants.py", "tests/test_module.py", "tests/drop_in/test_tools.py"),
+        "not compile and not other_world and not asking and not autograd_grad_is and not value_and_grad and not 3"
+        " and not 4 and not (same_bits_as_the and not partition) and not kinds_that",
+    ),
+    "costume": Suite(
+        ("fnddp/adapters/module/torch/*.py",), ("tests/drop_in", "tests/test_mutants.py"), "not kinds_that"
     ),
 }
 
@@ -157,8 +160,8 @@ def unchecked(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 def sites(suite: str, known: dict[str, Operator]) -> dict[tuple[str, int, int], list[Mutant]]:
     """The mutants of each place of a folder."""
     found: dict[tuple[str, int, int], list[Mutant]] = {}
-    for folder in SUITES[suite].folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+    for pattern in SUITES[suite].files:
+        for path in sorted(ROOT.glob(pattern)):
             source, name = path.read_text(), str(path.relative_to(ROOT))
             skipped, module = unchecked(source), parso.parse(source)
             for operator_name, operator in known.items():
