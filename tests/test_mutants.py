@@ -9,8 +9,11 @@ from torch import Tensor
 
 import fnddp
 from fnddp import Exchange, Sync, collectives, laws
+from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower
 from fnddp.ranks import run_threads
+from fnddp.run.engine import Engine
 from fnddp.sync import registry
 
 
@@ -93,3 +96,21 @@ def test_what_only_a_state_needs_travels_with_the_first_bucket(remembering):
     assert (gathered.kind.name, reduced.kind.name) == ("all_gather", "all_reduce")
     assert (gathered.bucket, gathered.slot, gathered.depth) == (0, 0, 0)
     assert gathered.payloads[0].label == "(state)"
+
+
+def test_later_steps_take_the_order_in_which_gradients_arrived_in_the_first():
+    leaves = {path: torch.ones(4) for path in "abc"}
+
+    def body(rank: int) -> list[list[str]]:
+        specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
+        engine = Engine(fnddp.allreduce, specs, donation=Donation(), bucket_caps=(1,), learns_order=True)
+        labels: list[list[str]] = []
+        for _ in range(2):
+            engine.start(())
+            for path in "bac" if rank == 0 else "cba":
+                engine.feed(path, leaves[path])
+            engine.finish()
+            labels.append([collective.payloads[0].label for collective in engine.plan.collectives])
+        return labels
+
+    assert run_threads(2, body) == [[["c", "b", "a"], ["b", "a", "c"]]] * 2
