@@ -432,3 +432,12 @@ def test_a_named_process_group_that_was_destroyed(rank: int) -> None:
     dist.destroy_process_group(group)
     with pytest.raises(RuntimeError, match="and now it runs without a process group"):
         model(x_of(rank))
+
+
+@on_ranks(2)
+def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int) -> None:
+    model = DDP(Weight())
+    y = model(x_of(rank))
+    model.sync = fnddp.all_reduce(op="sum")
+    y.backward()
+    assert model.module.w.grad.item() == 2 * MEAN

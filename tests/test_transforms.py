@@ -147,6 +147,7 @@ def test_device_meshes(gloo):
         (lambda: powersgd(allreduce, epsilon=-1), ValueError, "at least 0"),
         (lambda: powersgd(fp16(all_reduce(op="max"))), TypeError, "factors P and Q must add"),
         (lambda: error_feedback(allreduce, decay=1.5), ValueError, r"decay must be in \[0, 1\], got 1.5"),
+        (lambda: error_feedback(allreduce, decay=-0.5), ValueError, r"decay must be in \[0, 1\], got -0.5"),
         (lambda: error_feedback(all_reduce(op="min")), TypeError, "losses do not add up"),
         (lambda: warmup(allreduce, -1), ValueError, "steps must be at least 0, got -1"),
         (lambda: partition({}), ValueError, "no rules"),
@@ -262,8 +263,8 @@ def test_buckets_are_torchs(cap, first_cap):
 
 def test_buckets_are_named_by_their_leaves():
     sync = bucketize(error_feedback(fp16(allreduce)), cap_mb=1)
-    gradients = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(2, dtype=torch.float64)}
-    assert list(sync.init(gradients).residual) == ["c", "b..a"]
+    gradients = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(1), "d": torch.ones(2, dtype=torch.float64)}
+    assert list(sync.init(gradients).residual) == ["d", "c..a"]
 
 
 def check_collectives(rank):

@@ -1,0 +1,330 @@
+"""Mutation tests of the library's core: a seeded sample of small changes, each of which some test must notice.
+
+Outside CI (pytest does not collect it). It needs cosmic-ray, whose operators it uses, beside the test dependencies:
+
+    pip install cosmic-ray
+    python tests/mutation/run.py                        # a sample of every folder: about half an hour on one core
+    python tests/mutation/run.py plan run --sample 100 --seed 7 --out results.jsonl
+    python tests/mutation/run.py --again results.jsonl  # those that survived, once more
+
+One warm process has imported torch; each mutant is a fork of it that imports the changed module and runs the tests of
+its folder up to the first failure. The gloo pool is forked too, so that the ranks run the mutant. A mutant that runs
+out of time is killed; one with which `fnddp` cannot be imported says nothing about tests and is left out. Those that
+`equivalent.txt` lists change nothing that can be observed and are left out of the score.
+"""
+
+import argparse
+import ast
+import contextlib
+import difflib
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import parso
+import pytest
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.plugins import get_operator, operator_names
+
+ROOT = Path(__file__).resolve().parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+WARM = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.utils", "torch.testing", "optree"]
+WARM += ["torch.fx.experimental.proxy_tensor", "torch.distributed._functional_collectives"]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of a folder, the quick and the general first, and the seconds that a mutant gets."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    but: str = ""
+    seconds: float = 120
+
+
+PURE = (
+    *("tests/test_transforms.py", "tests/test_mutants.py", "tests/test_references.py"),
+    *("tests/test_laws.py::test_lossless_is_exact", "tests/test_laws.py::test_registry"),
+)
+ON_TWO = "not kinds_that and not -1] and not -3] and not -4]"
+SUITES = {
+    "plan": Suite(
+        ("fnddp/plan/**/*.py",),
+        ("tests/test_plan.py", "tests/test_mutants.py", "tests/test_place.py", "tests/test_show.py"),
+        "not keeps_the_numbers and not wire_bytes and not adapters and not offline and not 3"
+        " and not (fused_steps_keep and not shape0) and not drive_module and not drive_register and not"
+        " (held and partition) and not (elsewhere and y)",
+    ),
+    "run": Suite(
+        ("fnddp/run/*.py",),
+        ("tests/test_functional.py", "tests/test_mutants.py", "tests/test_execute.py", "tests/test_plan.py"),
+        "(functional or mutants or wrong_gradients or layout or runner or failing_rank or failed_step or"
+        " fail_without or cannot_be or step_without or backward_without or reaches or errors_of) and not compiled"
+        " and not (failing_rank_fails and (at_end or no or 0 or 4)) and not (carries and 4)",
+    ),
+    "memory": Suite(("fnddp/memory/*.py",), PURE, ON_TWO),
+    "transforms": Suite(("fnddp/transforms/*.py",), PURE, ON_TWO),
+    "module": Suite(
+        ("fnddp/adapters/module/*.py",),
+        ("tests/test_backward.py", "tests/test_mutants.py", "tests/test_module.py", "tests/drop_in/test_tools.py"),
+        "not compile and not other_world and not asking and not autograd_grad_is and not value_and_grad and not 3"
+        " and not 4 and not (same_bits_as_the and not partition) and not kinds_that",
+    ),
+    "costume": Suite(
+        ("fnddp/adapters/module/torch/*.py",), ("tests/drop_in", "tests/test_mutants.py"), "not kinds_that"
+    ),
+}
+
+
+class DeleteStatement(Operator):
+    """Leaves out a statement that is called for its effect, and a raise: cosmic-ray has no such operator."""
+
+    def mutation_positions(self, node: Any) -> Iterator[Any]:
+        if node.parent is not None and node.parent.type == "simple_stmt":
+            called = node.type == "atom_expr" and node.children[-1].type == "trailer"
+            if node.type == "raise_stmt" or called:
+                yield node.start_pos, node.end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        nothing = parso.parse("pass").children[0]
+        nothing.prefix = node.get_first_leaf().prefix
+        return nothing
+
+    @classmethod
+    def examples(cls) -> tuple[Any, ...]:
+        return ()
+
+
+# One or two replacements of each operator: a sample of eleven for each minus would be one of minuses.
+KEPT = {
+    *("Eq_NotEq", "NotEq_Eq", "Lt_LtE", "Lt_GtE", "LtE_Lt", "LtE_Gt", "Gt_GtE", "Gt_LtE", "GtE_Gt", "GtE_Lt"),
+    *("Is_IsNot", "IsNot_Is", "Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "Pow_Mul"),
+    *("BitOr_BitAnd", "BitAnd_BitOr", "BitXor_BitOr", "LShift_RShift", "RShift_LShift"),
+    *("USub_UAdd", "Invert_UAdd", "Delete_Not"),
+}
+
+
+def operators() -> dict[str, Operator]:
+    found: dict[str, Operator] = {"DeleteStatement": DeleteStatement()}
+    for name in operator_names():
+        short = name.removeprefix("core/")
+        replaced = short.split("_", 1)[1] if short.startswith("Replace") and "_" in short else ""
+        if not short.startswith("Variable") and (replaced in KEPT or not replaced):
+            found[short] = get_operator(name)()
+    return found
+
+
+@dataclass(frozen=True)
+class Mutant:
+    suite: str
+    path: str
+    line: int
+    operator: str
+    occurrence: int
+
+    def source(self, known: dict[str, Operator]) -> str | None:
+        return mutate_code((ROOT / self.path).read_text(), known[self.operator], self.occurrence)
+
+    def change(self, mutated: str) -> str:
+        lines = (ROOT / self.path).read_text().splitlines(), mutated.splitlines()
+        changed = [line for line in difflib.ndiff(*lines) if line[:2] in ("- ", "+ ")]
+        return f"{self.path}: " + " ".join(f"{line[0]} {line[2:].strip()}" for line in changed)
+
+
+def unchecked(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where no test has anything to notice: annotations, assertions, and `strict=True`, which is one."""
+    found: list[Any] = []
+    for node in ast.walk(ast.parse(source)):
+        found += [node] if isinstance(node, ast.Assert) else []
+        found += [node.value] if isinstance(node, ast.keyword) and node.arg == "strict" else []
+        found += [part for name in ("annotation", "returns") if isinstance(part := getattr(node, name, None), ast.expr)]
+    return [((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)) for part in found]
+
+
+def sites(suite: str, known: dict[str, Operator]) -> dict[tuple[str, int, int], list[Mutant]]:
+    """The mutants of each place of a folder."""
+    found: dict[tuple[str, int, int], list[Mutant]] = {}
+    for pattern in SUITES[suite].files:
+        for path in sorted(ROOT.glob(pattern)):
+            source, name = path.read_text(), str(path.relative_to(ROOT))
+            skipped, module = unchecked(source), parso.parse(source)
+            for operator_name, operator in known.items():
+                positions = [at for node in preorder(module) for at, *_ in operator.mutation_positions(node)]
+                for occurrence, at in enumerate(positions):
+                    if not any(first <= at < last for first, last in skipped):
+                        mutant = Mutant(suite, name, at[0], operator_name, occurrence)
+                        found.setdefault((name, *at), []).append(mutant)
+    return found
+
+
+def preorder(node: Any) -> Iterator[Any]:
+    # the order in which cosmic-ray counts occurrences
+    yield node
+    for child in getattr(node, "children", []):
+        yield from preorder(child)
+
+
+class Mutated(importlib.abc.MetaPathFinder):
+    def __init__(self, path: str, source: str) -> None:
+        self.path, self.source = ROOT / path, source
+        self.name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        source = self.source
+
+        class Loader(SourceFileLoader):
+            def get_code(self, fullname: str) -> CodeType:
+                return compile(source, self.path, "exec", dont_inherit=True)
+
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=Loader(fullname, str(self.path)))
+
+
+def forked_gloo() -> None:
+    """Lets the pool of `tests/ranks.py` be forked, and now: before autograd has threads."""
+    spawn = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: spawn("fork")  # type: ignore[assignment]
+    ranks = importlib.import_module("tests.ranks")
+    make, ready = ranks.GlooPool, [ranks.GlooPool()]
+    ranks.GlooPool = lambda: ready.pop() if ready else make()
+
+
+def run_tests(suite: Suite, mutant: Mutated | None, report: Callable[[str], None]) -> None:
+    if mutant is not None:
+        sys.meta_path.insert(0, mutant)
+    try:
+        importlib.import_module("fnddp")
+    except BaseException:
+        report("incompetent\n")
+        return
+    try:
+        forked_gloo()
+    except BaseException as error:
+        report(f"killed {error!r}\n")
+        return
+    first = Failure()
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(ROOT)]
+    options += ["-k", suite.but] if suite.but else []
+    code = pytest.main([*options, *suite.tests], plugins=[first])
+    if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):  # interrupted: a file does not import
+        report(f"killed {first.name}\n")
+    else:
+        report("survived\n" if code == pytest.ExitCode.OK else f"pytest ends with {code}\n")
+
+
+class Failure:
+    name = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.name = self.name or report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.name = self.name or report.nodeid
+
+
+def in_fork(suite: Suite, mutant: Mutated | None) -> str:
+    """`killed <by what>`, `survived` or `incompetent`."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        os.setsid()
+        with Path(os.devnull if mutant else "/dev/stderr").open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        run_tests(suite, mutant, lambda line: (os.write(write, line.encode()), None)[1])
+        os._exit(0)
+    os.close(write)
+    ready, _, _ = select.select([read], [], [], suite.seconds)
+    result = os.read(read, 4096).decode().strip() if ready else "killed by the time limit"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # its ranks too
+    os.waitpid(child, 0)
+    os.close(read)
+    return result or "killed by a crash"
+
+
+def sample(names: list[str], known: dict[str, Operator], size: int, seed: int) -> list[Mutant]:
+    drawn = []
+    for suite in names:
+        places, draw = sites(suite, known), random.Random(f"{seed} {suite}")
+        count = len([mutant for mutants in places.values() for mutant in mutants])
+        print(f"{suite}: {count} mutants in {len(places)} places", flush=True)
+        chosen = draw.sample(sorted(places), min(size, len(places)))
+        drawn += [draw.choice(places[place]) for place in chosen]
+    return drawn
+
+
+def equivalent() -> set[str]:
+    lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
+    return {line.strip() for line in lines if line.startswith("fnddp/")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="folders; all, when none is named")
+    parser.add_argument("--sample", type=int, default=40, help="mutants for each folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="where a line of JSON for each mutant is added")
+    parser.add_argument("--again", type=Path, help="the mutants that survived in this file, instead of a sample")
+    parser.add_argument("--trusted", action="store_true", help="do not first see whether tests pass without a mutant")
+    given = parser.parse_args()
+    names = given.suites or list(SUITES)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for module in WARM:
+        importlib.import_module(module)
+    known = operators()
+    if given.again:
+        lines = [json.loads(line) for line in given.again.read_text().splitlines()]
+        mutants = [Mutant(**line["mutant"]) for line in lines if line["result"].startswith("survived")]
+        mutants = [mutant for mutant in mutants if mutant.suite in names]
+    else:
+        mutants = sample(names, known, given.sample, given.seed)
+    for suite in [] if given.trusted else names:
+        passed = in_fork(SUITES[suite], None)
+        if passed != "survived":
+            raise SystemExit(f"{suite}, without a mutant: {passed}; see the output above")
+    counts: Counter[tuple[str, str]] = Counter()
+    accepted = equivalent()
+    for mutant in mutants:
+        mutated = mutant.source(known)
+        if mutated is None:
+            raise ValueError(f"{mutant}: no such place; the source has changed since it was drawn")
+        change, begin = mutant.change(mutated), time.monotonic()
+        result = "equivalent" if change in accepted else in_fork(SUITES[mutant.suite], Mutated(mutant.path, mutated))
+        seconds = time.monotonic() - begin
+        print(f"{result}  [{seconds:.0f} s]  line {mutant.line}  {mutant.operator}  {change}", flush=True)
+        counts[mutant.suite, result.split()[0]] += 1
+        if given.out:
+            with given.out.open("a") as out:
+                out.write(json.dumps({"mutant": asdict(mutant), "change": change, "result": result}) + "\n")
+    kinds = ("killed", "survived", "equivalent", "incompetent")
+    for suite in [*names, "all"]:
+        row = [sum(counts[name, kind] for name in names if suite in (name, "all")) for kind in kinds]
+        score = f"{row[0] / (row[0] + row[1]):.0%}" if row[0] + row[1] else "-"
+        print(f"{suite:12}", *(f"{kind} {n:4}" for kind, n in zip(kinds, row, strict=True)), "score", score)
+
+
+if __name__ == "__main__":
+    main()
