@@ -38,6 +38,7 @@ class Plan(Schedule):
         Args:
             code: Every segment, and every operation.
 
+        >>> import torch
         >>> from fnddp import allreduce, fp16, lower
         >>> params = {"weight": torch.empty(1024, 512, device="meta"), "bias": torch.empty(1024, device="meta")}
         >>> print(lower(fp16(allreduce), params, world_size=8).show())
@@ -71,6 +72,7 @@ class Plan(Schedule):
         Raises:
             ValueError: A group has no link.
 
+        >>> import torch
         >>> from fnddp import allreduce, lower
         >>> svg = lower(allreduce, {"w": torch.empty(8)}, world_size=2).to_svg()
         >>> svg[:4], svg.count('class="collective"')
@@ -96,6 +98,7 @@ class Plan(Schedule):
         Raises:
             ValueError: A group has no link.
 
+        >>> import torch
         >>> from fnddp import Link, allreduce, fp16, lower
         >>> params = {"w": torch.empty(1000, 1000, device="meta")}
         >>> for sync in (allreduce, fp16(allreduce)):
