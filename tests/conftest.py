@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.ranks import GlooPool
 
-collect_ignore = ["torch_suite"]  # changes torch, in processes of its own: see test_torch_suite.py
+# torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand.
+collect_ignore = ["torch_suite", "mutation"]
 
 _EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)
