@@ -5,7 +5,6 @@ imported by the function that needs it.
 """
 
 # pyright: reportPrivateUsage=false
-import linecache
 import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from torch._C._functorch import (
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -37,11 +37,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
-from torch.fx import graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is sent
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is done
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
 
@@ -271,19 +269,30 @@ class Fakes:
         return lambda numbers: bool(test(*numbers))
 
 
-def traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """`function` as a graph of aten operations. Not thread-safe: it patches torch for the whole process."""
-    return make_fx(function)(*arguments)
+def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:
+    """A node of `graph` that computes a symbolic number from those of its symbols; a number if there are none in it."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
+    made = sympy_interp(PythonReferenceAnalysis, known, expression)
+    return made.node if isinstance(made, fx.Proxy) else made
 
 
-def forget_source(module: fx.GraphModule) -> None:
-    """Frees the source of a graph's code, which fx keeps for the life of the process. Call it before recompiling, too.
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """The tensor with values that a fake one stands for; None if it stands for none."""
+    return tensor.constant if isinstance(tensor, FakeTensor) else tensor
 
-    Tracebacks through the code then show no lines, and it cannot be pickled with its source.
-    """
-    key = type(module).forward.__code__.co_filename
-    graph_module._loader.eval_cache.pop(key, None)
-    linecache.cache.pop(key, None)
+
+def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation does that is made of others, by doing it; NotImplemented for any other."""
+    return operation.decompose(*args, **kwargs)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, while one of them is alive."""
+    return tensor.untyped_storage()._cdata
 
 
 def schema(operation: Any) -> Any:

@@ -72,6 +72,15 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Payloads that lie side by side in the buffer that a collective sends, as one tensor."""
+
+    collective: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Received:
     """Its result in the buffer that the collective fills: the same memory for an all_reduce."""
 
@@ -93,7 +102,7 @@ class Temp:
     name: str
 
 
-Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Received | Mean | Temp
+Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Mean | Temp
 """What a value of a plan is called."""
 
 
@@ -216,6 +225,7 @@ class Operation:
         arguments: Names of values, numbers, and what else it is called with.
         options: Keyword arguments that matter.
         written: Where its result lies, if not in memory of its own.
+        count: For how many leaves it does that; what is named is that of the first.
     """
 
     made: Name
@@ -224,6 +234,7 @@ class Operation:
     arguments: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     written: Name | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,7 @@ def _finished(draft: Draft) -> Plan:
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, Part))),
         results=placement.results,
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
-        constants={name: _constant(draft.module, node) for node, name in draft.names.items() if isinstance(name, Held)},
+        constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
         peak_bytes=placement.peak_bytes,
     )
 
-
-def _constant(module: fx.GraphModule, node: fx.Node) -> Any:
-    return getattr(module, str(node.target))

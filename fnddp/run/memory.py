@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, LeafSpec, Name, Payload, Received, Sent
+from fnddp.plan.ir import Collective, LeafSpec, Name, Payload, Received, Sent, Span
 from fnddp.torch_private import storage_use_count
 
 
@@ -25,8 +25,14 @@ class Buffer:
             sent, received = Sent(collective.index, i), Received(collective.index, i)
             self.parts[sent] = _columns(self.send, payload).view(collective.sent_shape(i))
             self.parts[received] = _columns(self.receive, payload).view(collective.received_shape(i))
+        self._payloads = collective.payloads
         self._tensors = (self.send,) if kind.is_in_place else (self.send, self.receive)
         self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
+
+    def span(self, span: Span) -> Tensor:
+        """Payloads that lie side by side, as one tensor."""
+        first, last = self._payloads[span.first], self._payloads[span.last]
+        return self.send.narrow(-1, first.offset, last.offset + last.width - first.offset)
 
     @property
     def is_held(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, Grad, Mean, Name, Part, Ranks, Segment
+from fnddp.plan.ir import Collective, Grad, Mean, Name, Part, Ranks, Segment, Span
 from fnddp.plan.plan import Plan
 from fnddp.run.memory import Buffer, Memory
 from fnddp.run.runner import require_expected
@@ -75,6 +75,7 @@ class Planned:
         self._segments, self._collectives = plan.segments, plan.collectives
         self._registers = _Registers(plan)
         register = self._registers.of
+        self._spans = [name for s in plan.segments for name in s.inputs if isinstance(name, Span)]
         self._codes = [_Code.of(segment, register) for segment in plan.segments]
         self._means = {path: register(name) for path, name in plan.means.items()}
         self._state = [(register(part), None) if isinstance(part, Name) else (None, part) for part in plan.state]
@@ -103,6 +104,8 @@ class Planned:
         given: dict[Name, Any] = {**plan.constants, **{Ranks(group): ranks[group] for group in plan.phase.groups}}
         for buffer in self._buffers:
             given |= buffer.parts
+        for span in self._spans:
+            given[span] = self._buffers[span.collective].span(span)
         for path in plan.results:
             given[Mean(path)] = self._memory.take_mean(path, plan.leaves[path])
         for index, part in enumerate(parts):

@@ -31,7 +31,7 @@ PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out}
 COPIES = {aten._to_copy.default, aten.clone.default}
 _WRITERS = {*ELEMENTWISE, *PRODUCTS, *COPIES}
 
-Memory: TypeAlias = fx.Node | Mean
+Memory: TypeAlias = fx.Node | Mean | Sent
 """What results lie in, called by the node that made it."""
 
 
@@ -99,7 +99,7 @@ class _Memories:
             return
         payload = self._payload(node)
         if payload is not None:
-            self._targets[node] = payload
+            self._targets[node] = self._lies_in[node] = payload
             return
         target = next((found for rule in RULES if (found := rule(self, node)) is not None), None)
         if target is None:
@@ -136,6 +136,7 @@ class _Memories:
         return Placement(
             payloads=self._payloads,
             targets=self._targets,
+            lies_in=self._lies_in,
             overwritten=frozenset(self._overwritten),
             results=frozenset(self._results),
             memories={path: memory for path, memory in memories.items() if memory is not None},
@@ -143,9 +144,18 @@ class _Memories:
         )
 
     def _payload(self, node: fx.Node) -> Sent | None:
-        """The one payload that `node` is, for nobody else to read. A product would be slower with gaps between rows."""
+        """The one payload that `node` is, or is made to be by what writes over it, for nobody else to read.
+
+        A product would be slower with gaps between rows.
+        """
+        if len(node.users) != 1 or node.target in PRODUCTS:
+            return None
         places = self._payloads.get(node, [])
-        if len(places) != 1 or len(node.users) != 1 or node.target in PRODUCTS:
+        if not places:
+            (user,) = node.users
+            over = user.target in ELEMENTWISE and user.all_input_nodes.count(node) == 1 and user.args[0] is node
+            return self._payload(user) if over and _same_layout(value(node), value(user)) else None
+        if len(places) != 1:
             return None
         index, position = places[0]
         fits = self._collectives[index].sent_shape(position) == tuple(value(node).shape)

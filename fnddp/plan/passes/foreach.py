@@ -1,0 +1,104 @@
+"""Pass 8: what is done to many small tensors alike is one operation.
+
+On a small tensor an operation costs what it costs to call it, so those of a segment that are alike except for their leaf
+become one of torch's `_foreach` operations, which gives the same bits. (On a large tensor they would only be further
+from the cache.) The order has put them side by side; here it is checked that none writes what another reads.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from fnddp.plan.draft import Draft, Placement
+from fnddp.plan.graph import is_light, is_tensor, kind_of, value
+from fnddp.plan.ir import Sent
+from fnddp.plan.passes.place import COPIES
+
+aten: Any = torch.ops.aten
+
+JOINED: dict[Any, tuple[Any, Any]] = {
+    aten.add.Tensor: (torch._foreach_add, torch._foreach_add_),
+    aten.sub.Tensor: (torch._foreach_sub, torch._foreach_sub_),
+    aten.mul.Tensor: (torch._foreach_mul, torch._foreach_mul_),
+    aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
+}
+"""For operations those on lists of tensors: one that makes new ones, and one that writes over the first list."""
+
+
+def foreach(draft: Draft) -> Draft:
+    """Finds the operations that are run as one."""
+    assert draft.placement is not None
+    batches: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for cut in draft.cuts:
+        for members in _alike(cut.nodes, draft.placement):
+            if len(members) > 1 and _is_independent(members, draft.placement):
+                batches[members[0]] = tuple(members)
+    return replace(draft, batches=batches)
+
+
+def is_in_place(node: fx.Node, placement: Placement) -> bool:
+    """Whether an operation writes over its first operand."""
+    target, operand = placement.targets.get(node), node.args[0]
+    if target is None or not isinstance(operand, fx.Node):
+        return False
+    return _memory(node, placement) == _memory(operand, placement)
+
+
+def _alike(nodes: Sequence[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
+    """Neighbours that are the same operation on other tensors, and write to the same kind of place."""
+
+    def key(node: fx.Node) -> object:
+        if not _may_be_joined(node, placement):
+            return node
+        target = placement.targets.get(node)
+        return kind_of(node), type(target), is_in_place(node, placement)
+
+    return (list(members) for _, members in groupby(nodes, key))
+
+
+def _may_be_joined(node: fx.Node, placement: Placement) -> bool:
+    if not is_light(node) or not isinstance(value(node), torch.Tensor):
+        return False
+    if node.target in COPIES:
+        return node in placement.targets
+    tensors = [value(arg) for arg in node.args if is_tensor(arg)]
+    is_plain = all((t.shape, t.dtype, t.device) == _like(node) for t in tensors)
+    return node.target in JOINED and is_plain and _has_same_bits(node, placement)
+
+
+def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
+    """CUDA multiplies by the inverse of a number where it divides one tensor by it, and divides each of many."""
+    by_number = node.target is aten.div.Tensor and not is_tensor(node.args[1])
+    return not by_number or value(node).device.type != "cuda" or is_whole(node, placement)
+
+
+def is_whole(node: fx.Node, placement: Placement) -> bool:
+    """Whether an operation with a number may be done to several results at once, as one tensor: in a buffer."""
+    return not is_tensor(node.args[1]) and node.target in JOINED and isinstance(placement.targets.get(node), Sent)
+
+
+def _like(node: fx.Node) -> tuple[Any, ...]:
+    return value(node).shape, value(node).dtype, value(node).device
+
+
+def _is_independent(members: Sequence[fx.Node], placement: Placement) -> bool:
+    """Whether no operation writes what another reads, or, where its operand is copied there first, it reads itself."""
+    written = {_memory(node, placement): node for node in members if node in placement.targets}
+    for node in members:
+        first = node.args[0]
+        for source in node.all_input_nodes:
+            writer = written.get(_memory(source, placement))
+            if writer is not None and (writer is not node or source is not first):
+                return False
+    return True
+
+
+def _memory(node: fx.Node, placement: Placement) -> Any:
+    memory: Any = node
+    while memory in placement.lies_in:
+        memory = placement.lies_in[memory]
+    return memory

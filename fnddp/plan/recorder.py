@@ -1,0 +1,126 @@
+"""Writes down what is done to fake tensors, as a graph of aten operations and collectives.
+
+What make_fx does, for programs that are long because they have many leaves: it spends most of its time on proxies.
+"""
+
+import operator
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnddp.plan.ir import LoweringError
+from fnddp.torch_private import TorchDispatchMode, constant_of, decomposed, number_nodes, storage_key
+
+aten: Any = torch.ops.aten
+
+_CONSTANTS = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations while it is entered, within the mode of the fake tensors that they are done to.
+
+    Attributes:
+        graph: What was recorded. A node's `meta["val"]` is the fake tensor, or the symbolic number, that it stands for.
+        held: Tensors with values that were met on the way, by the names of their `get_attr` nodes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.held: dict[str, Tensor] = {}
+        self._inputs = 0
+        self._nodes: dict[int, fx.Node] = {}  # of tensors, by their id: nodes keep them alive
+        self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
+        self._owners: dict[int, int] = {}  # how many of the tensors share a storage
+
+    def add_input(self, value: Any) -> fx.Node:
+        """A placeholder for a fake tensor, or for a symbolic number."""
+        self._inputs += 1
+        node = self.graph.placeholder(f"input_{self._inputs}")
+        node.meta["val"] = value
+        if isinstance(value, Tensor):
+            self._stands_for(node, value)
+        elif isinstance(value, torch.SymInt):
+            self._numbers[value.node.expr] = node
+        return node
+
+    def finish(self, outputs: list[Any]) -> fx.Graph:
+        """The graph, which returns `outputs`."""
+        self.graph.output([self._argument(output) for output in outputs])
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question, for the device
+            return func(*args, **kwargs)
+        with self:
+            simpler = decomposed(func, args, kwargs)
+        if simpler is not NotImplemented:
+            return simpler
+        function = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        read = [self._argument(arg) for arg in args], {key: self._argument(arg) for key, arg in kwargs.items()}
+        made = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._require_pure(func, made)
+        if isinstance(made, Tensor):
+            self._stands_for(self._called(function, *read, made), made)
+        elif isinstance(made, tuple | list) and any(isinstance(each, Tensor) for each in made):
+            whole = self._called(function, *read, made)
+            for i, each in enumerate(made):
+                if isinstance(each, Tensor):
+                    self._stands_for(self._called(operator.getitem, [whole, i], {}, each), each)
+        return made
+
+    def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
+        packet = getattr(function, "overloadpacket", function)
+        node = self.graph.create_node("call_function", function, tuple(args), kwargs, name=packet.__name__)
+        node.meta["val"] = made
+        return node
+
+    def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
+        if id(tensor) not in self._nodes:
+            key = storage_key(tensor)
+            self._owners[key] = self._owners.get(key, 0) + 1
+        self._nodes[id(tensor)] = node
+
+    def _require_pure(self, func: Any, made: Any) -> None:
+        """What is written in place is a value as any other where nobody else sees that memory."""
+        written = self._nodes.get(id(made))
+        if written is None or written.users or self._owners[storage_key(made)] > 1:
+            raise LoweringError(f"it writes with {func} to memory that others read")
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._nodes.get(id(value)) or self._hold(value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self._number(value)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._argument, value))
+        if not isinstance(value, _CONSTANTS):
+            raise LoweringError(f"it calls an operation with a {type(value).__name__}, which is no constant")
+        return value
+
+    def _number(self, symbolic: Any) -> Any:
+        expression = symbolic.node.expr
+        if expression not in self._numbers:
+            made = number_nodes(self.graph, expression, self._numbers)
+            if not isinstance(made, fx.Node):
+                return made
+            for node in self.graph.nodes:  # those on the way stand for numbers that nobody asks for
+                node.meta.setdefault("val", symbolic)
+            self._numbers[expression] = made
+        return self._numbers[expression]
+
+    def _hold(self, tensor: Tensor) -> fx.Node:
+        """A tensor with values, of the pipeline's own."""
+        value = constant_of(tensor)
+        if value is None:
+            raise LoweringError("it uses a tensor without values that another trace has made")
+        name = f"_tensor_constant{len(self.held)}"
+        self.held[name] = value
+        node = self.graph.create_node("get_attr", name)
+        node.meta["val"] = tensor
+        self._stands_for(node, tensor)
+        return node
