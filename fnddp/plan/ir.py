@@ -27,6 +27,10 @@ class LeafSpec:
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    def is_like(self, grad: Tensor) -> bool:
+        """Whether `grad` is one of this leaf, laid out as it may be."""
+        return grad.shape == self.shape and grad.dtype == self.dtype and grad.device == self.device
+
     def empty(self) -> Tensor:
         """A tensor like it, with arbitrary values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)

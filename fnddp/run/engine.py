@@ -245,11 +245,10 @@ class Engine:
             # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
             is_shared = self._overwrites_early and storage_use_count(grad) > 1
             grad = grad.clone() if keep or is_shared else grad
-        runner.feed(path, grad)
-        if not self._holds:
-            runner.advance()
         if self._arriving is not None:
             self._arriving.append(path)
+        if runner.feed(path, grad) and not self._holds:
+            runner.advance()
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""

@@ -7,20 +7,27 @@ order on all ranks, whatever the timing, and nothing blocks inside backward.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, Grad, Mean, Name, Part, Ranks, Segment, Span
+from fnddp.plan.ir import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Segment, Span
 from fnddp.plan.plan import Plan
 from fnddp.run.memory import Buffer, Memory
-from fnddp.run.runner import require_expected
+from fnddp.run.runner import unexpected
 from fnddp.show.trace import Observer, Unobserved
 from fnddp.torch_private import storage_use_count, without_autocast, without_modes
 from fnddp.tree import Leaves
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
+
+
+POLL_SECONDS = 2e-4
+"""How long collectives under way are left alone while gradients arrive that complete no segment."""
+
+_NOWHERE = (None, None)
 
 
 class _Registers:
@@ -69,7 +76,7 @@ class Planned:
 
     def __init__(self, plan: Plan, wire: Wire, memory: Memory, observer: Observer | None = None) -> None:
         self.plan = plan
-        self.missing: dict[str, None] = {}
+        self.missing: dict[str, LeafSpec] = {}
         self._wire, self._memory = wire, memory
         self._observer: Observer = observer or Unobserved()
         self._segments, self._collectives = plan.segments, plan.collectives
@@ -92,6 +99,8 @@ class Planned:
         self._buffers: list[Buffer] = []
         self._next = len(self._segments)
         self._to_send = 0
+        self._polled = 0.0
+        self._awaited: set[torch.cuda.Stream] = set()  # where gradients were made that the side stream will read
 
     @property
     def has_sent(self) -> bool:
@@ -114,37 +123,47 @@ class Planned:
         self._values = self._registers.filled(given)
         self._next, self._to_send = 0, len(self._collectives)
         self._lacking = list(self._needs)
-        self.missing = dict.fromkeys(plan.leaves)
+        self.missing = plan.leaves.copy()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._awaited = {torch.cuda.current_stream(self._stream.device)}
 
-    def feed(self, path: str, grad: Tensor) -> None:
-        leaf = require_expected(path, grad, self.plan.leaves, self.missing)
-        del self.missing[path]
-        if path not in self._grads:
-            return
-        register, segment = self._grads[path]
+    def feed(self, path: str, grad: Tensor) -> bool:
+        leaf = self.missing.pop(path, None)
+        if leaf is None or not leaf.is_like(grad):
+            raise unexpected(path, grad, self.plan.leaves, leaf)
+        register, segment = self._grads.get(path, _NOWHERE)
+        if register is None:
+            return False
         if grad.stride() != leaf.stride:
             grad = leaf.empty().copy_(grad)
         if self._stream is not None and grad.is_cuda:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._awaited.add(torch.cuda.current_stream(self._stream.device))
             grad.record_stream(self._stream)
         self._values[register] = grad
         if segment is not None:
             self._lacking[segment] -= 1
+            if not self._lacking[segment]:
+                return True
+        return bool(self._works) and self._stream is None and perf_counter() > self._polled + POLL_SECONDS
 
     def advance(self, *, block: bool = False) -> None:
         # Without autocast, which would compute factors in half precision where backward runs within it.
         with torch.no_grad(), without_autocast(), self._on_side_stream():
-            for index in self._works if self._stream is None else ():
-                self._is_completed(index)  # which carries on what takes several messages
+            if self._stream is None:
+                for index in self._works:
+                    self._is_completed(index)  # which carries on what takes several messages
+                self._polled = perf_counter()
+            else:
+                for stream in self._awaited:
+                    self._stream.wait_stream(stream)
+                self._awaited = set()
             while self._next < len(self._segments) and self._is_ready(self._segments[self._next], block):
                 self._run(self._codes[self._next])
                 self._next += 1
 
     def drain(self) -> None:
-        for path in list(self.missing):
-            self.feed(path, self.plan.leaves[path].empty().zero_())
+        for path, leaf in list(self.missing.items()):
+            self.feed(path, leaf.empty().zero_())
         self.advance(block=True)
 
     def wait(self) -> None:
