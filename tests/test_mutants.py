@@ -18,11 +18,11 @@ from fnddp.sync import registry
 
 
 @pytest.fixture
-def carried() -> Iterator[type[Sync]]:
+def averaged() -> Iterator[type[Sync]]:
     known = dict(registry)
 
     @fnddp.transform
-    class carried(Sync):
+    class averaged(Sync):
         """Means from rows of several dtypes, of sizes that no alignment divides."""
 
         how: str
@@ -42,7 +42,7 @@ def carried() -> Iterator[type[Sync]]:
             part = collectives.reduce_scatter(rows) if self.how == "two_shot" else collectives.all_to_all(rows).sum(0)
             return collectives.all_gather(part)[-1] / n
 
-    yield carried
+    yield averaged
     registry.clear()
     registry.update(known)
 
@@ -56,13 +56,13 @@ def odd(rank: int, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", ["all_gather", "two_shot", "all_to_all"])
-def test_kinds_that_move_bytes_share_a_message_whatever_the_dtypes(carried, how):
+def test_kinds_that_move_bytes_share_a_message_whatever_the_dtypes(averaged, how):
     for donation in laws.DONATIONS[::2]:
-        run_threads(2, partial(laws.law_6_lowered_is_eager, donation=donation), carried(how), odd)
+        run_threads(2, partial(laws.law_6_lowered_is_eager, donation=donation), averaged(how), odd)
 
 
-def test_rows_of_bytes_begin_where_each_dtype_may_begin(carried):
-    (collective,) = lower(carried("all_gather"), odd(0, 0), world_size=4).collectives
+def test_rows_of_bytes_begin_where_each_dtype_may_begin(averaged):
+    (collective,) = lower(averaged("all_gather"), odd(0, 0), world_size=4).collectives
     assert [payload.dtype.itemsize for payload in collective.payloads] == [8, 4, 2, 2]
     assert [payload.offset for payload in collective.payloads] == [0, 40, 68, 74]  # 5 * 8, 7 * 4, 3 * 2 bytes
     assert collective.width == 96  # 74 + 9 * 2, up to a multiple of 8
