@@ -313,6 +313,11 @@ def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict itself where `module` keeps its own buffers."""
+    return module._buffers
+
+
 def grad_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype that the gradient of a leaf must have; it cannot be read off other tensors."""
     return parameter.grad_dtype or parameter.dtype

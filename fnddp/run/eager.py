@@ -26,6 +26,7 @@ class Eager:
     """
 
     plan = None
+    inbox = None
     has_sent = False  # there is nothing on its way before `commit`
 
     def __init__(self, sync: Sync, leaves: Mapping[str, LeafSpec], structure: Any, world: World) -> None:
@@ -39,7 +40,7 @@ class Eager:
         self._grads = {}
         self.missing = dict(self._leaves)
 
-    def feed(self, path: str, grad: Tensor) -> bool:
+    def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> bool:
         leaf = self.missing.pop(path, None)
         if leaf is None or not leaf.is_like(grad):
             raise unexpected(path, grad, self._leaves, leaf)

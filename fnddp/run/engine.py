@@ -20,6 +20,7 @@ from fnddp.plan.lower import lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.run import turns
 from fnddp.run.eager import Eager
+from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
 from fnddp.run.runner import Runner
@@ -28,7 +29,6 @@ from fnddp.run.weighing import Weighing
 from fnddp.show.trace import debug_level, observer
 from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync, groups_of, require_weighable
-from fnddp.torch_private import storage_use_count
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D, apart
 from fnddp.wire.groups import World, identity
@@ -237,18 +237,21 @@ class Engine:
                 weights are none.
         """
         assert self._current is not None
-        runner, plan = self._current.runner, self._current.plan
         scale = self._scaled_by()
-        if scale != 1:
-            grad = scaled(grad, scale)
-        elif plan is not None and path in plan.overwrites:
-            # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
-            is_shared = self._overwrites_early and storage_use_count(grad) > 1
-            grad = grad.clone() if keep or is_shared else grad
         if self._arriving is not None:
             self._arriving.append(path)
-        if runner.feed(path, grad) and not self._holds:
-            runner.advance()
+        grad, is_new = (grad, False) if scale == 1 else (scaled(grad, scale), True)
+        if self._current.runner.feed(path, grad, keep=keep and not is_new):
+            self.poll()
+
+    @property
+    def inbox(self) -> Inbox | None:
+        """Where gradients of this step may be put by the position of their leaf, instead of being fed.
+
+        `poll` must then be called when a segment is complete. None where each gradient asks for more than that.
+        """
+        is_plain = self._scale == 1 and self._arriving is None and self._current is not None
+        return self._current.runner.inbox if is_plain and self._current is not None else None
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
@@ -429,7 +432,11 @@ class Engine:
         # With a second round, the moment of a launch is a matter of polling. (CUDA is not polled.)
         wire = apart(self._wire, groups) if plan.rounds > 1 and not on_cuda else self._wire
         vote = Vote(plan.leaves, wire, groups, self._device)
-        return _Prepared(Planned(plan, wire, self._memory, observer(self._debug, plan)), vote)
+        # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
+        runner = Planned(
+            plan, wire, self._memory, clones_shared=self._overwrites_early, observer=observer(self._debug, plan)
+        )
+        return _Prepared(runner, vote)
 
     def _learn_order(self, unused: frozenset[str]) -> None:
         if self._arriving is None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
+from fnddp.run.inbox import Inbox
 from fnddp.tree import Leaves
 
 
@@ -17,8 +18,10 @@ class Runner(Protocol):
     written over that a step which fails must leave alone.
     """
 
-    missing: dict[str, LeafSpec]
-    """The leaves that have not arrived in this step."""
+    @property
+    def missing(self) -> dict[str, LeafSpec]:
+        """The leaves that have not arrived in this step."""
+        ...
 
     @property
     def plan(self) -> Plan | None:
@@ -39,8 +42,18 @@ class Runner(Protocol):
         """
         ...
 
-    def feed(self, path: str, grad: Tensor) -> bool:
+    @property
+    def inbox(self) -> Inbox | None:
+        """Where gradients may be put by their position instead of `feed`; None where there is no plan."""
+        ...
+
+    def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> bool:
         """Takes the gradient of a leaf. With a plan that donates, it is the runner's from now on.
+
+        Args:
+            path: Of the leaf.
+            grad: Its gradient.
+            keep: It stays the caller's, even with a plan that donates.
 
         Returns:
             Whether it is time for `advance`. That is not so for most: what runs for each gradient is short.
@@ -78,7 +91,15 @@ class Runner(Protocol):
         ...
 
 
-def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing: LeafSpec | None) -> ValueError:
+class UnexpectedGradient(ValueError):
+    """A gradient is not of a leaf that is missing, or not like it."""
+
+    def __init__(self, message: str, path: str, grad: Tensor) -> None:
+        super().__init__(message)
+        self.path, self.grad = path, grad
+
+
+def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing: LeafSpec | None) -> UnexpectedGradient:
     """What is wrong with a gradient.
 
     Args:
@@ -89,8 +110,9 @@ def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing:
     """
     if missing is None:
         problem = "has arrived already in this step" if path in leaves else "is not among the plan's leaves"
-        return ValueError(f"gradient {path!r} {problem}")
-    return ValueError(
+        return UnexpectedGradient(f"gradient {path!r} {problem}", path, grad)
+    message = (
         f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {missing} on "
         f"{missing.device}; lower the pipeline again for the new parameters"
     )
+    return UnexpectedGradient(message, path, grad)
