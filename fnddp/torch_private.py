@@ -37,6 +37,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.fx import _symbolic_trace
+from torch.fx.proxy import GraphAppendingTracer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is done
@@ -269,12 +271,23 @@ class Fakes:
         return lambda numbers: bool(test(*numbers))
 
 
+@contextmanager
+def refusing_compiled() -> Generator[None]:
+    """Within it a function of torch.compile raises, as in a trace of fx: its kernels are no operations of aten."""
+    before = _symbolic_trace._is_fx_tracing_flag
+    _symbolic_trace._is_fx_tracing_flag = True
+    try:
+        yield
+    finally:
+        _symbolic_trace._is_fx_tracing_flag = before
+
+
 def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:
     """A node of `graph` that computes a symbolic number from those of its symbols; a number if there are none in it."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = GraphAppendingTracer(graph)
     known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
     made = sympy_interp(PythonReferenceAnalysis, known, expression)
     return made.node if isinstance(made, fx.Proxy) else made
@@ -298,6 +311,18 @@ def storage_key(tensor: Tensor) -> int:
 def schema(operation: Any) -> Any:
     """The schema of an aten operation; None for a Python function."""
     return getattr(operation, "_schema", None)
+
+
+FOREACH: dict[Any, tuple[Any, Any]] = {
+    torch.ops.aten.add.Tensor: (torch._foreach_add, torch._foreach_add_),
+    torch.ops.aten.sub.Tensor: (torch._foreach_sub, torch._foreach_sub_),
+    torch.ops.aten.mul.Tensor: (torch._foreach_mul, torch._foreach_mul_),
+    torch.ops.aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
+}
+"""For operations those on lists of tensors: one that makes new ones, and one that writes over the first list."""
+
+foreach_copy: Any = torch._foreach_copy_
+"""Copies a list of tensors to others."""
 
 
 # Modules.

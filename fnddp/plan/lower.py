@@ -3,8 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import fx
-
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
 from fnddp.plan.draft import Donation, Draft, Request
@@ -126,4 +124,3 @@ def _finished(draft: Draft) -> Plan:
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
         peak_bytes=placement.peak_bytes,
     )
-

@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, tuple | list):
             return type(value)(map(self._argument, value))
         if not isinstance(value, _CONSTANTS):
-            raise LoweringError(f"it calls an operation with a {type(value).__name__}, which is no constant")
+            raise LoweringError(f"it holds a {type(value).__name__}, which has a state")
         return value
 
     def _number(self, symbolic: Any) -> Any:

@@ -41,9 +41,10 @@ class Eager:
         self.missing = dict(self._leaves)
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> bool:
-        leaf = self.missing.pop(path, None)
+        leaf = self.missing.get(path)
         if leaf is None or not leaf.is_like(grad):
             raise unexpected(path, grad, self._leaves, leaf)
+        del self.missing[path]
         self._grads[path] = grad
         return False
 

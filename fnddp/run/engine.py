@@ -76,6 +76,10 @@ class Engine:
             anything is written over. If it raises, the step has failed on all ranks, and the next one works.
         groups: Process groups whose ranks end a step together, where the pipeline does not say which it reaches.
         wire: Who moves bytes.
+
+    Attributes:
+        positions: Of the leaves, by path.
+        is_open: Whether a step has begun and not ended.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Engine:
     ) -> None:
         self.sync = sync
         self.leaves = dict(leaves)
+        self.positions = {path: position for position, path in enumerate(self.leaves)}
         self.is_open = False
         self._state = state
         self._wire = wire
@@ -244,6 +249,16 @@ class Engine:
         if self._current.runner.feed(path, grad, keep=keep and not is_new):
             self.poll()
 
+    def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
+        """`feed` for several leaves, which costs less."""
+        inbox = None if keep else self.inbox
+        for path, grad in grads.items():
+            if inbox is None or path not in self.positions:
+                self.feed(path, grad, keep=keep)
+            else:
+                inbox.put(self.positions[path], grad)
+        self.poll()
+
     @property
     def inbox(self) -> Inbox | None:
         """Where gradients of this step may be put by the position of their leaf, instead of being fed.
@@ -310,8 +325,7 @@ class Engine:
     def run(self, leaves: Leaves, *, keep: bool = False) -> Synchronized:
         """A whole step of gradients that are all there, begun by `start`. If it fails, it has failed on all ranks."""
         try:
-            for path in reversed(leaves):
-                self.feed(path, leaves[path], keep=keep)
+            self.feed_all({path: leaves[path] for path in reversed(leaves)}, keep=keep)
             return self.finish()
         except BaseException as error:
             self.fail(error)

@@ -25,7 +25,6 @@ from fnddp.tree import Leaves
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
 
-
 POLL_SECONDS = 2e-4
 """How long collectives under way are left alone while gradients arrive that complete no segment."""
 
@@ -49,7 +48,7 @@ class _Registers:
         """The registers of all values of a kind, and their names."""
         return [(index, name) for name, index in self._indices.items() if isinstance(name, kind)]
 
-    def filled(self, given: Mapping[Name, Any]) -> list[Any]:
+    def filled(self, given: Mapping[Any, Any]) -> list[Any]:
         """All registers, with what is known before any step."""
         return [given.get(name) for name in self._indices]
 
@@ -81,9 +80,8 @@ class Planned:
         observer: Whoever wants to know what is done when.
 
     Attributes:
-        inbox: Where hooks may put gradients themselves, by `positions`, instead of `feed`: then `advance` must be called
-            when it says that a segment is complete.
-        positions: Of leaves, by their path.
+        inbox: Where hooks may put gradients themselves, by the position of their leaf in the plan, instead of `feed`.
+            `advance` must then be called when it says that a segment is complete.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Planned:
             (path, leaf, register_of.get(path), path in plan.overwrites) for path, leaf in plan.leaves.items()
         ]
         needed = {path: i for i, segment in enumerate(self._segments) for path in segment.needs}
-        self.positions = {path: position for position, path in enumerate(plan.leaves)}
+        self._positions = {path: position for position, path in enumerate(plan.leaves)}
         # Behind the last segment there is one that needs what is only returned, and that is never complete.
         nobody = len(self._segments)
         lacking = [*(len(segment.needs) for segment in self._segments), len(plan.leaves) + 1]
@@ -165,13 +163,12 @@ class Planned:
         return self._filled_with[1].copy()
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> bool:
-        position = self.positions.get(path)
-        leaf = self._missing.get(path)
-        if position is None or leaf is None or not leaf.is_like(grad):
+        leaf = self.missing.get(path)
+        if leaf is None or not leaf.is_like(grad):
             raise unexpected(path, grad, self.plan.leaves, leaf)
         if keep and path in self.plan.overwrites:
             grad = grad.clone()
-        return self.inbox.put(position, grad) or self._polls()
+        return self.inbox.put(self._positions[path], grad) or self._polls()
 
     def advance(self, *, block: bool = False) -> None:
         # Without autocast, which would compute factors in half precision where backward runs within it.
@@ -183,7 +180,7 @@ class Planned:
 
     def drain(self) -> None:
         for path, leaf in list(self.missing.items()):
-            self.inbox.put(self.positions[path], leaf.empty().zero_())
+            self.inbox.put(self._positions[path], leaf.empty().zero_())
         self.advance(block=True)
 
     def wait(self) -> None:

@@ -63,6 +63,8 @@ def _feeds(segments: Sequence[Segment]) -> list[bool]:
             pending |= {Sent(segment.launches.index, i) for i in range(len(segment.launches.payloads))}
         sends = segment.launches is not None or not pending.isdisjoint(segment.inputs)
         here = sends or not needed.isdisjoint(segment.outputs)
-        needed |= {name for name in segment.inputs if not isinstance(name, Sent | Span | Received)} if here else set[Name]()
+        needed |= (
+            {name for name in segment.inputs if not isinstance(name, Sent | Span | Received)} if here else set[Name]()
+        )
         feeds.append(here)
     return feeds[::-1]

@@ -10,9 +10,10 @@ from torch import fx
 from fnddp.plan.draft import Cut, Draft
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
 from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received, Segment, Sent, Span, Temp
-from fnddp.plan.passes.foreach import JOINED, is_in_place, is_whole
+from fnddp.plan.passes.foreach import is_in_place, is_whole, operand_of
 from fnddp.plan.passes.place import COPIES, ELEMENTWISE, PRODUCTS
 from fnddp.plan.script import Script, Variable
+from fnddp.torch_private import FOREACH, foreach_copy
 
 aten: Any = torch.ops.aten
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what they compute
@@ -90,10 +91,10 @@ class _Code:
             self._pack_the_rest(cut.launches)
 
     def _compute(self, node: fx.Node) -> None:
-        target = self._placement.targets.get(node)
+        target, function = self._placement.targets.get(node), _target(node)
         arguments, options = self._values(node.args), self._values(node.kwargs)
         if target is None:
-            self.made[node] = self.script.call(node.target, arguments, options)
+            self.made[node] = self.script.call(function, arguments, options)
         elif node.target in COPIES:
             self.made[node] = self.script.call(aten.copy_.default, [self._destination(target, node), arguments[0]])
         else:
@@ -105,21 +106,21 @@ class _Code:
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
         """Operations that are alike, as one."""
         first = nodes[0]
-        operands = [self._value(node.args[0]) for node in nodes]
+        operands = [self._values(node.args[0]) for node in nodes]
         rest = self._values(first.args[1:])
         if len(first.args) > 1 and is_tensor(first.args[1]):
-            rest = [[self._value(node.args[1]) for node in nodes]]
+            rest = [[self._values(node.args[1]) for node in nodes]]
         options = self._values(first.kwargs)
         if first not in self._placement.targets:
-            results = self.script.call_for(len(nodes), JOINED[first.target][0], [operands, *rest], options)
+            results = self.script.call_for(len(nodes), FOREACH[first.target][0], [operands, *rest], options)
             self.made.update(zip(nodes, results, strict=True))
             self._say(first, len(nodes))
             return
         places = operands
         if not is_in_place(first, self._placement):
             places = [self._destination(self._placement.targets[node], node) for node in nodes]
-            self.script.call(torch._foreach_copy_, [places, operands])
-            self._say_copied(name_of(self._placement.targets[first], self._names), first.args[0], len(nodes))
+            self.script.call(foreach_copy, [places, operands])
+            self._say_copied(name_of(self._placement.targets[first], self._names), operand_of(first), len(nodes))
         self.made.update(zip(nodes, places, strict=True))
         if first.target in COPIES:
             return
@@ -129,7 +130,7 @@ class _Code:
                 self.script.call(ELEMENTWISE[first.target], [memory, *rest], {**options, "out": memory})
                 self.operations.append(Operation(span, None, _function(first), (span, *self._shown(first.args[1:]))))
         else:
-            self.script.call(JOINED[first.target][1], [places, *rest], options)
+            self.script.call(FOREACH[first.target][1], [places, *rest], options)
             self._say(first, len(nodes))
 
     def _destination(self, target: Any, node: fx.Node) -> Variable:
@@ -170,14 +171,15 @@ class _Code:
             places.append(self._input(Sent(collective.index, position)))
             values.append(made)
         if len(copies) > 1:
-            self.script.call(torch._foreach_copy_, [places, values])
+            self.script.call(foreach_copy, [places, values])
         else:
             self.script.call(aten.copy_.default, [places[0], values[0]])
         source, collective, position = copies[0]
         self._say_copied(Sent(collective.index, position), source, len(copies))
 
     def _values(self, arguments: Any) -> Any:
-        return fx.map_arg(arguments, self._value)
+        to_variable: Any = self._value
+        return fx.map_arg(arguments, to_variable)
 
     def _value(self, node: fx.Node) -> Variable:
         return self.made[node] if node in self.made else self._input(name_of(node, self._names))
@@ -222,6 +224,10 @@ def _spans(places: Iterable[Any]) -> Iterator[Span]:
             last = Span(place.collective, place.position, place.position)
     if last is not None:
         yield last
+
+
+def _target(node: fx.Node) -> Any:
+    return node.target
 
 
 def _function(node: fx.Node) -> str:

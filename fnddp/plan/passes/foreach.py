@@ -1,8 +1,8 @@
 """Pass 8: what is done to many small tensors alike is one operation.
 
-On a small tensor an operation costs what it costs to call it, so those of a segment that are alike except for their leaf
-become one of torch's `_foreach` operations, which gives the same bits. (On a large tensor they would only be further
-from the cache.) The order has put them side by side; here it is checked that none writes what another reads.
+On a small tensor an operation costs what it costs to call it, so those of a segment that are alike except for their
+leaf become one of torch's `_foreach` operations, which gives the same bits. (On a large tensor they would only be
+further from the cache.) The order has put them side by side; here it is checked that none writes what another reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,9 @@ from fnddp.plan.draft import Draft, Placement
 from fnddp.plan.graph import is_light, is_tensor, kind_of, value
 from fnddp.plan.ir import Sent
 from fnddp.plan.passes.place import COPIES
+from fnddp.torch_private import FOREACH
 
 aten: Any = torch.ops.aten
-
-JOINED: dict[Any, tuple[Any, Any]] = {
-    aten.add.Tensor: (torch._foreach_add, torch._foreach_add_),
-    aten.sub.Tensor: (torch._foreach_sub, torch._foreach_sub_),
-    aten.mul.Tensor: (torch._foreach_mul, torch._foreach_mul_),
-    aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
-}
-"""For operations those on lists of tensors: one that makes new ones, and one that writes over the first list."""
 
 
 def foreach(draft: Draft) -> Draft:
@@ -42,10 +35,15 @@ def foreach(draft: Draft) -> Draft:
 
 def is_in_place(node: fx.Node, placement: Placement) -> bool:
     """Whether an operation writes over its first operand."""
-    target, operand = placement.targets.get(node), node.args[0]
+    target, operand = placement.targets.get(node), operand_of(node)
     if target is None or not isinstance(operand, fx.Node):
         return False
     return _memory(node, placement) == _memory(operand, placement)
+
+
+def operand_of(node: fx.Node) -> Any:
+    """Its first one."""
+    return node.args[0]
 
 
 def _alike(nodes: Sequence[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
@@ -67,7 +65,7 @@ def _may_be_joined(node: fx.Node, placement: Placement) -> bool:
         return node in placement.targets
     tensors = [value(arg) for arg in node.args if is_tensor(arg)]
     is_plain = all((t.shape, t.dtype, t.device) == _like(node) for t in tensors)
-    return node.target in JOINED and is_plain and _has_same_bits(node, placement)
+    return node.target in FOREACH and is_plain and _has_same_bits(node, placement)
 
 
 def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
@@ -78,7 +76,7 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:
     """Whether an operation with a number may be done to several results at once, as one tensor: in a buffer."""
-    return not is_tensor(node.args[1]) and node.target in JOINED and isinstance(placement.targets.get(node), Sent)
+    return not is_tensor(node.args[1]) and node.target in FOREACH and isinstance(placement.targets.get(node), Sent)
 
 
 def _like(node: fx.Node) -> tuple[Any, ...]:
@@ -89,7 +87,7 @@ def _is_independent(members: Sequence[fx.Node], placement: Placement) -> bool:
     """Whether no operation writes what another reads, or, where its operand is copied there first, it reads itself."""
     written = {_memory(node, placement): node for node in members if node in placement.targets}
     for node in members:
-        first = node.args[0]
+        first = operand_of(node)
         for source in node.all_input_nodes:
             writer = written.get(_memory(source, placement))
             if writer is not None and (writer is not node or source is not first):
@@ -101,4 +99,5 @@ def _memory(node: fx.Node, placement: Placement) -> Any:
     memory: Any = node
     while memory in placement.lies_in:
         memory = placement.lies_in[memory]
-    return memory
+    sent = placement.targets.get(memory)  # what is in a buffer lies there and nowhere else
+    return sent if isinstance(sent, Sent) else memory

@@ -18,7 +18,17 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from fnddp.plan.draft import Cut, Draft
-from fnddp.plan.graph import is_light, kind_of, launch, launch_of, output_nodes, placeholders, take, take_of, tensor_nodes
+from fnddp.plan.graph import (
+    is_light,
+    kind_of,
+    launch,
+    launch_of,
+    output_nodes,
+    placeholders,
+    take,
+    take_of,
+    tensor_nodes,
+)
 
 
 @dataclass(frozen=True, order=True)

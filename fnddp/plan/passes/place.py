@@ -31,7 +31,7 @@ PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out}
 COPIES = {aten._to_copy.default, aten.clone.default}
 _WRITERS = {*ELEMENTWISE, *PRODUCTS, *COPIES}
 
-Memory: TypeAlias = fx.Node | Mean | Sent
+Memory: TypeAlias = fx.Node | Mean
 """What results lie in, called by the node that made it."""
 
 
@@ -99,7 +99,7 @@ class _Memories:
             return
         payload = self._payload(node)
         if payload is not None:
-            self._targets[node] = self._lies_in[node] = payload
+            self._targets[node] = payload
             return
         target = next((found for rule in RULES if (found := rule(self, node)) is not None), None)
         if target is None:

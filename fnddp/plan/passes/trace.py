@@ -1,12 +1,12 @@
 """Pass 1: a pipeline as one graph of aten operations and collectives.
 
-The pipeline's own Python runs once, on fake tensors, while a recorder writes down what it does. Python ints of the state enter as symbols, so no
-step number is baked into a graph: a comparison such as `step < steps` becomes a guard, and the outcomes of all guards
-are the phase that the graph is for. What means divide by enters as a symbol too: a step may have fewer ranks.
+The pipeline's own Python runs once, on fake tensors, while a recorder writes down what it does. Python ints of the
+state enter as symbols, so no step number is baked into a graph: a comparison such as `step < steps` becomes a guard,
+and the outcomes of all guards are the phase that the graph is for. What means divide by enters as a symbol too: a step
+may have fewer ranks.
 """
 
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,15 +15,16 @@ from fnddp import tree
 from fnddp.plan.draft import Draft, Phase, Request
 from fnddp.plan.graph import placeholders, remove_dead
 from fnddp.plan.ir import Grad, Held, LoweringError, Name, Part, Ranks
-from fnddp.sync import groups_of, parts_of
 from fnddp.plan.recorder import Recorder
-from fnddp.torch_private import Fakes, HasNoFake, ReadsValue, without_autocast, without_modes
+from fnddp.sync import groups_of, parts_of
+from fnddp.torch_private import Fakes, HasNoFake, ReadsValue, refusing_compiled, without_autocast, without_modes
 from fnddp.wire.groups import World, is_alone, within, world_size
 
 # How torch says that there is no fake kernel where it has no class for it.
 _IS_FOREIGN = (
     "There was no fake impl registered",
     ".numpy() is not supported for tensor subclasses",
+    "using FX to symbolically trace a dynamo-optimized function",
 )
 
 _one_at_a_time = threading.Lock()  # fake tensors change settings of the whole process; ranks may be threads
@@ -54,7 +55,16 @@ def trace(request: Request) -> Draft:
     world = World(request.world.wire, True, request.world.size, dict(zip(groups, divisors, strict=True)))
     try:
         # Without modes such as a WireCounter, which sees what is sent.
-        with _one_at_a_time, without_modes(), without_autocast(), torch.no_grad(), fakes.mode, recorder, within(world):
+        with (
+            _one_at_a_time,
+            without_modes(),
+            without_autocast(),
+            torch.no_grad(),
+            refusing_compiled(),
+            fakes.mode,
+            recorder,
+            within(world),
+        ):
             done = sync.exchange(dict(zip(leaves, grads, strict=True)), tree.unflatten_any(spec, state))
         outputs = [*(done.mean[path] for path in leaves), *parts_of(sync, done.state, spec)]
         graph = recorder.finish(outputs)
