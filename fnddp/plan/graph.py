@@ -63,13 +63,19 @@ leaves at a time would take too much memory, too.)"""
 
 def is_light(node: fx.Node) -> bool:
     """Whether `node` reads and makes small tensors only."""
-    return all(_is_small(value(each)) for each in (node, *node.all_input_nodes))
+    return all(map(_is_small, (node, *node.all_input_nodes)))
 
 
-def _is_small(made: Any) -> bool:
+def _is_small(node: fx.Node) -> bool:
+    if "is_small" not in node.meta:
+        node.meta["is_small"] = _holds_little(value(node))
+    return node.meta["is_small"]
+
+
+def _holds_little(made: Any) -> bool:
     if isinstance(made, Tensor):
         return made.numel() * made.element_size() <= LIGHT.get(made.device.type, LIGHT["cpu"])
-    return not isinstance(made, tuple | list) or all(map(_is_small, made))
+    return not isinstance(made, tuple | list) or all(map(_holds_little, made))
 
 
 def kind_of(node: fx.Node) -> object:

@@ -1,12 +1,19 @@
-"""Orthonormal bases of tall, skinny matrices, batched: never NaN for finite input."""
+"""Orthonormal bases of tall, skinny matrices, and unit vectors: never NaN for finite input.
 
-from typing import Literal, TypeAlias
+What is small for each matrix (norms, Gram matrices, triangular factors) is computed for all of them at once, whatever
+their numbers of rows: matrices lie one below the other, and sums over the rows of each are sums over segments.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-Method: TypeAlias = Literal["qr", "gram_schmidt"]
-METHODS = ("qr", "gram_schmidt")
+Method: TypeAlias = Literal["cholesky", "qr", "gram_schmidt"]
+METHODS = ("cholesky", "qr", "gram_schmidt")
+
+_segment_reduce: Any = torch.segment_reduce
 
 
 def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
@@ -14,16 +21,92 @@ def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
 
     "qr" (Householder) completes the basis arbitrarily where columns are linearly dependent. "gram_schmidt" makes such
     columns zero: those whose norm, without the earlier columns' directions, is at most `epsilon` times what it was.
+    So does "cholesky".
 
     Args:
-        p: `[..., rows, rank]` with rank <= rows, float32, float64 or complex.
-        method: "qr" or "gram_schmidt".
-        epsilon: Relative; for "gram_schmidt" only. Higher drops more directions.
+        p: `[..., rows, rank]` with rank <= rows, float32, float64 or complex; `[rows, rank]` for "cholesky".
+        method: One of METHODS.
+        epsilon: Relative; not for "qr". Higher drops more directions.
     """
     if method == "qr":
         q, _ = torch.linalg.qr(p)
         return q
-    return _gram_schmidt(p, epsilon)
+    return _gram_schmidt(p, epsilon) if method == "gram_schmidt" else orthogonalize_all([p], epsilon, p.dtype)[0]
+
+
+def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.dtype) -> list[Tensor]:
+    """Orthonormal bases of the columns of all `matrices`, in a number of operations that does not grow with theirs.
+
+    Twice a Cholesky factorization of the Gram matrices, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
+    so that a condition number of 1e6 leaves 1e-12 of the orthogonality. What is added to their diagonals (epsilon
+    squared, where columns have unit norm) makes a column that depends on the others short instead of arbitrary, and it
+    is then dropped: it becomes zero.
+
+    Args:
+        matrices: `[rows, rank]` each, with any numbers of rows and one rank, dtype and device.
+        epsilon: Relative norm at or below which a column is dropped, without the earlier columns' directions.
+        dtype: Of the bases.
+    """
+    rank = matrices[0].shape[1]
+    size = max(_BLOCK, 1 << (rank - 1).bit_length())
+    blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
+    rows, padding = [matrix.shape[0] for matrix in matrices], [-matrix.shape[0] % size for matrix in matrices]
+    zeros = {n: matrices[0].new_zeros((n, rank)) for n in {*padding} - {0}}
+    parts = [part for matrix, n in zip(matrices, padding, strict=True) for part in (matrix, *([zeros[n]] if n else []))]
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
+    lengths = torch.tensor(blocks, device=x.device)
+    owners = torch.tensor([i for i, n in enumerate(blocks) for _ in range(n)], device=x.device)
+    if dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
+        largest = _per_segment("max", x.abs().amax(1), lengths)  # [matrices, rank]
+        x = x / torch.where(largest > 0, largest, 1)[owners].unsqueeze(1)
+    for added in (epsilon, 0.0):
+        gram = _per_segment("sum", (x.mH @ x).flatten(1), lengths).unflatten(1, (rank, rank))
+        x = x @ _inverse_factor(gram, added)[owners]
+    pieces = x.reshape(-1, rank).to(dtype).split([n for pair in zip(rows, padding, strict=True) for n in pair])
+    return list(pieces[::2])
+
+
+_BLOCK = 32  # rows of a matrix that are summed together
+
+
+def _inverse_factor(gram: Tensor, epsilon: float) -> Tensor:
+    """By what to multiply matrices with these Gram matrices from the right, to make their columns orthonormal."""
+    squares = gram.diagonal(dim1=-2, dim2=-1).real  # of the columns' norms: [matrices, rank]
+    scale = torch.where(squares > 0, squares, 1).rsqrt()
+    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    filled = torch.where(squares > 0, epsilon**2, 1.0).to(gram.dtype)
+    factor, _ = torch.linalg.cholesky_ex(unit + torch.diag_embed(filled))
+    inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True) * scale.unsqueeze(-1)
+    # Of a column that depends on earlier ones, what is left is of length epsilon / sqrt(epsilon^2 + epsilon^2) or less.
+    left = (inverse.mH @ gram @ inverse).diagonal(dim1=-2, dim2=-1).real
+    return torch.where((left > 0.5).unsqueeze(-2), inverse, 0)
+
+
+def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
+    """Matrices side by side, with each row of each scaled to unit norm; a zero or non-finite one is the fallback's.
+
+    Args:
+        q: `[rank, columns]`, those of all matrices.
+        widths: How many columns each has.
+        fallback: Like `q`.
+    """
+    lengths = torch.tensor([*widths] * q.shape[0], device=q.device)
+    magnitude = q.abs().to(torch.float64).flatten()  # whose squares neither vanish nor overflow
+    norm = _per_segment("sum", magnitude * magnitude, lengths).sqrt()
+    is_good = (norm > 0) & (norm < float("inf"))
+    inverse = torch.where(is_good, norm, 1).reciprocal()
+    owners = torch.repeat_interleave(lengths, output_size=q.numel())
+    scaled = (q * inverse[owners].view(q.shape)).to(q.dtype)
+    return torch.where(is_good[owners].view(q.shape), scaled, fallback)
+
+
+def _per_segment(how: str, x: Tensor, lengths: Tensor) -> Tensor:
+    """The sum or the largest of the rows of each segment of `x`. In a fixed order, unlike a scatter on CUDA."""
+    if x.is_complex():
+        return torch.view_as_complex(_per_segment(how, torch.view_as_real(x), lengths))
+    return _segment_reduce(x, how, lengths=lengths, axis=0, unsafe=True)
 
 
 def _gram_schmidt(p: Tensor, epsilon: float) -> Tensor:
@@ -39,21 +122,6 @@ def _gram_schmidt(p: Tensor, epsilon: float) -> Tensor:
         unit = torch.where(norm > epsilon * before, rest / _nonzero(norm), torch.zeros_like(rest))
         basis = torch.cat([basis, unit], dim=-1)
     return basis
-
-
-def normalize_columns(q: Tensor, fallback: Tensor) -> Tensor:
-    """The columns of `q` scaled to unit norm; a zero or non-finite column is replaced by that of `fallback`.
-
-    Args:
-        q: `[..., columns, rank]`.
-        fallback: The same shape.
-    """
-    largest = q.abs().amax(dim=-2, keepdim=True)
-    tiny = torch.finfo(largest.dtype).tiny
-    # Scaled first, so that squares of tiny or huge entries neither vanish nor overflow.
-    scaled = q / largest.clamp(min=tiny)
-    unit = scaled / torch.linalg.vector_norm(scaled, dim=-2, keepdim=True).clamp(min=tiny)
-    return torch.where((largest > 0) & (largest < float("inf")), unit, fallback)
 
 
 def _nonzero(scale: Tensor) -> Tensor:

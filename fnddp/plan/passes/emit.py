@@ -116,11 +116,15 @@ class _Code:
             self.made.update(zip(nodes, results, strict=True))
             self._say(first, len(nodes))
             return
-        places = operands
-        if not is_in_place(first, self._placement):
-            places = [self._destination(self._placement.targets[node], node) for node in nodes]
-            self.script.call(foreach_copy, [places, operands])
-            self._say_copied(name_of(self._placement.targets[first], self._names), operand_of(first), len(nodes))
+        places = operands.copy()
+        elsewhere = [i for i, node in enumerate(nodes) if not is_in_place(node, self._placement)]
+        for i in elsewhere:
+            places[i] = self._destination(self._placement.targets[nodes[i]], nodes[i])
+        if elsewhere:
+            self.script.call(foreach_copy, [[places[i] for i in elsewhere], [operands[i] for i in elsewhere]])
+            copied = nodes[elsewhere[0]]
+            place = name_of(self._placement.targets[copied], self._names)
+            self._say_copied(place, operand_of(copied), len(elsewhere))
         self.made.update(zip(nodes, places, strict=True))
         if first.target in COPIES:
             return

@@ -53,7 +53,7 @@ def _alike(nodes: Sequence[fx.Node], placement: Placement) -> Iterator[list[fx.N
         if not _may_be_joined(node, placement):
             return node
         target = placement.targets.get(node)
-        return kind_of(node), type(target), is_in_place(node, placement)
+        return kind_of(node), type(target), not is_whole(node, placement) and is_in_place(node, placement)
 
     return (list(members) for _, members in groupby(nodes, key))
 
@@ -76,7 +76,8 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:
     """Whether an operation with a number may be done to several results at once, as one tensor: in a buffer."""
-    return not is_tensor(node.args[1]) and node.target in FOREACH and isinstance(placement.targets.get(node), Sent)
+    by_number = node.target in FOREACH and not is_tensor(node.args[1])
+    return by_number and isinstance(placement.targets.get(node), Sent)
 
 
 def _like(node: fx.Node) -> tuple[Any, ...]:

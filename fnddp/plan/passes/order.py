@@ -12,6 +12,7 @@ runs as soon as it can, while what it reads is in the cache and what it makes is
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -104,13 +105,15 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
     """`nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf."""
     index = {node: i for i, node in enumerate(nodes)}
     lacking = {node: sum(source in index for source in node.all_input_nodes) for node in nodes}
+    kinds = {node: kind_of(node) for node in nodes if is_light(node)}
+    waiting = Counter(kinds.values())
     heavy: list[tuple[float, int]] = []
-    light: list[int] = []
+    light: dict[object, list[fx.Node]] = {}  # by kind, those that can run
     done: list[fx.Node] = []
 
     def is_ready(node: fx.Node) -> None:
-        if is_light(node):
-            light.append(index[node])
+        if node in kinds:
+            light.setdefault(kinds[node], []).append(node)
         else:
             heapq.heappush(heavy, (reading[node], index[node]))
 
@@ -129,13 +132,12 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
         if heavy:
             run(nodes[heapq.heappop(heavy)[1]])
             continue
-        alike: dict[object, list[int]] = {}
-        for i in sorted(light, key=lambda i: (reading[nodes[i]], i)):
-            alike.setdefault(kind_of(nodes[i]), []).append(i)
-        light = []
-        for members in alike.values():
-            for i in members:
-                run(nodes[i])
+        # Of a kind all together, if that can be; otherwise of one that holds others up.
+        kind = next((kind for kind, ready in light.items() if len(ready) == waiting[kind]), next(iter(light)))
+        ready = light.pop(kind)
+        waiting[kind] -= len(ready)
+        for node in sorted(ready, key=lambda node: (reading[node], index[node])):
+            run(node)
     return done
 
 
