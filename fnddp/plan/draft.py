@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from fnddp.plan.ir import LeafSpec, Name, Segment
+from fnddp.plan.ir import LeafSpec, Name, Scratch, Segment, Sent
 from fnddp.sync import State, Sync
 from fnddp.wire.groups import World
 
@@ -91,18 +91,26 @@ class Placement:
         targets: What the result of a node is written over: another node's memory, a payload, or the memory of a mean.
         lies_in: The memory in which a result lies, where that is not its own.
         overwritten: The inputs of the graph that are written over.
+        scratch: Memory of the plan's own for results that many operations make at once.
         results: Leaves whose mean has memory of its own.
         memories: For leaves what is free to be that memory in the next step: a node, or that memory.
-        peak_bytes: Memory that a step takes at most beside gradients and state.
     """
 
     payloads: dict[fx.Node, list[tuple[int, int]]]
     targets: dict[fx.Node, "fx.Node | Name"]
     lies_in: Mapping[fx.Node, "fx.Node | Name"]
     overwritten: frozenset[fx.Node]
+    scratch: Mapping[Scratch, LeafSpec]
     results: frozenset[str]
     memories: dict[str, "fx.Node | Name"]
-    peak_bytes: int
+
+    def memory(self, node: fx.Node) -> "fx.Node | Name":
+        """What the result of `node` lies in, called by the node that made it or by its name."""
+        memory: fx.Node | Name = node
+        while isinstance(memory, fx.Node) and memory in self.lies_in:
+            memory = self.lies_in[memory]
+        target = self.targets.get(memory) if isinstance(memory, fx.Node) else None
+        return target if isinstance(target, Sent | Scratch) else memory
 
 
 @dataclass(frozen=True)

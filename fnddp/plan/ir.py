@@ -100,13 +100,20 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Memory of the plan's own for what an operation makes, which persists across steps."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Temp:
     """What an operation makes."""
 
     name: str
 
 
-Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Mean | Temp
+Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Mean | Scratch | Temp
 """What a value of a plan is called."""
 
 

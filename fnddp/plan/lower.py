@@ -11,6 +11,7 @@ from fnddp.plan.ir import Grad, Held, LeafSpec, Part
 from fnddp.plan.passes import PASSES
 from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import trace
+from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
@@ -122,5 +123,6 @@ def _finished(draft: Draft) -> Plan:
         results=placement.results,
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
-        peak_bytes=placement.peak_bytes,
+        scratch=dict(placement.scratch),
+        peak_bytes=peak_bytes(draft),
     )

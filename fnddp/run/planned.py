@@ -98,7 +98,8 @@ class Planned:
         self._memories = {path: registers.of(name) for path, name in plan.memories.items()}
         self._parts, self._results, self._spans = registers.all(Part), registers.all(Mean), registers.all(Span)
         self._sent, self._received, self._ranks = registers.all(Sent), registers.all(Received), registers.all(Ranks)
-        self._constants = registers.filled(plan.constants)
+        scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
+        self._constants = registers.filled({**plan.constants, **scratch})
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
         self._stream = None if device is None else memory.stream(device)
         register_of = {name.path: index for index, name in registers.all(Grad)}

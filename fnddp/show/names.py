@@ -2,7 +2,21 @@
 
 from typing import Any
 
-from fnddp.plan.ir import Collective, Grad, Held, Mean, Name, Operation, Part, Ranks, Received, Sent, Span, Temp
+from fnddp.plan.ir import (
+    Collective,
+    Grad,
+    Held,
+    Mean,
+    Name,
+    Operation,
+    Part,
+    Ranks,
+    Received,
+    Scratch,
+    Sent,
+    Span,
+    Temp,
+)
 
 
 def text(path: str) -> str:
@@ -25,6 +39,8 @@ def name(of: Name) -> str:
             return f"c{collective}[{first}..{last}]"
         case Mean(path):
             return f"mean[{text(path)}]"
+        case Scratch():
+            return "scratch"
         case Held(own) | Temp(own):
             return own
 

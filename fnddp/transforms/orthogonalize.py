@@ -50,9 +50,12 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     rank = matrices[0].shape[1]
     size = max(_BLOCK, 1 << (rank - 1).bit_length())
     blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
-    rows, padding = [matrix.shape[0] for matrix in matrices], [-matrix.shape[0] % size for matrix in matrices]
-    zeros = {n: matrices[0].new_zeros((n, rank)) for n in {*padding} - {0}}
-    parts = [part for matrix, n in zip(matrices, padding, strict=True) for part in (matrix, *([zeros[n]] if n else []))]
+    parts: list[Tensor] = []
+    positions: list[int] = []  # of the matrices among the parts: others fill blocks up
+    for matrix in matrices:
+        positions.append(len(parts))
+        missing = -matrix.shape[0] % size
+        parts += [matrix, matrix.new_zeros((missing, rank))] if missing else [matrix]
     wide = torch.complex128 if dtype.is_complex else torch.float64
     x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
     lengths = torch.tensor(blocks, device=x.device)
@@ -63,8 +66,8 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     for added in (epsilon, 0.0):
         gram = _per_segment("sum", (x.mH @ x).flatten(1), lengths).unflatten(1, (rank, rank))
         x = x @ _inverse_factor(gram, added)[owners]
-    pieces = x.reshape(-1, rank).to(dtype).split([n for pair in zip(rows, padding, strict=True) for n in pair])
-    return list(pieces[::2])
+    pieces = x.reshape(-1, rank).to(dtype).split([part.shape[0] for part in parts])
+    return [pieces[position] for position in positions]
 
 
 _BLOCK = 32  # rows of a matrix that are summed together

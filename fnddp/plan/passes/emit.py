@@ -9,7 +9,7 @@ from torch import fx
 
 from fnddp.plan.draft import Cut, Draft
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
-from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received, Segment, Sent, Span, Temp
+from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
 from fnddp.plan.passes.foreach import is_in_place, is_whole, operand_of
 from fnddp.plan.passes.place import COPIES, ELEMENTWISE, PRODUCTS
 from fnddp.plan.script import Script, Variable
@@ -58,7 +58,7 @@ def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
 
 
 def _persists(name: Name) -> bool:
-    return isinstance(name, Sent | Span | Received | Mean)
+    return isinstance(name, Sent | Span | Received | Mean | Scratch)
 
 
 class _Code:
@@ -139,7 +139,9 @@ class _Code:
 
     def _destination(self, target: Any, node: fx.Node) -> Variable:
         where = self._value(target) if isinstance(target, fx.Node) else self._input(target)
-        if isinstance(target, Sent) or (isinstance(target, fx.Node) and value(target).shape == value(node).shape):
+        if isinstance(target, Sent | Scratch) or (
+            isinstance(target, fx.Node) and value(target).shape == value(node).shape
+        ):
             return where
         return self.script.call(aten.view.default, [where, list(value(node).shape)])
 

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from fnddp.plan.draft import Draft, Placement
-from fnddp.plan.graph import is_light, is_tensor, kind_of, value
-from fnddp.plan.ir import Sent
+from fnddp.plan.graph import is_light, is_tensor, kind_of, output_nodes, value
+from fnddp.plan.ir import LeafSpec, Scratch, Sent
 from fnddp.plan.passes.place import COPIES
 from fnddp.torch_private import FOREACH
 
@@ -25,12 +25,22 @@ aten: Any = torch.ops.aten
 def foreach(draft: Draft) -> Draft:
     """Finds the operations that are run as one."""
     assert draft.placement is not None
+    placement = draft.placement
+    returned = {placement.memory(node) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     batches: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    copies: list[fx.Node] = []
     for cut in draft.cuts:
-        for members in _alike(cut.nodes, draft.placement):
-            if len(members) > 1 and _is_independent(members, draft.placement):
-                batches[members[0]] = tuple(members)
-    return replace(draft, batches=batches)
+        for members in _alike(cut.nodes, placement, returned):
+            batches[members[0]] = members
+            copies += [node for node in members if node.target in COPIES and node not in placement.targets]
+    # A copy needs a place; those that stay within a step have memory that is there already, whatever it is.
+    places = {node: Scratch(node.name) for node in copies}
+    placement = replace(
+        placement,
+        targets={**placement.targets, **places},
+        scratch={place: LeafSpec.of(value(node)) for node, place in places.items()},
+    )
+    return replace(draft, batches=batches, placement=placement)
 
 
 def is_in_place(node: fx.Node, placement: Placement) -> bool:
@@ -38,7 +48,7 @@ def is_in_place(node: fx.Node, placement: Placement) -> bool:
     target, operand = placement.targets.get(node), operand_of(node)
     if target is None or not isinstance(operand, fx.Node):
         return False
-    return _memory(node, placement) == _memory(operand, placement)
+    return placement.memory(node) == placement.memory(operand)
 
 
 def operand_of(node: fx.Node) -> Any:
@@ -46,23 +56,27 @@ def operand_of(node: fx.Node) -> Any:
     return node.args[0]
 
 
-def _alike(nodes: Sequence[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
-    """Neighbours that are the same operation on other tensors, and write to the same kind of place."""
+def _alike(nodes: Sequence[fx.Node], placement: Placement, returned: set[Any]) -> Iterator[tuple[fx.Node, ...]]:
+    """Neighbours that are the same operation on other tensors, by the kind of place that they write to."""
 
-    def key(node: fx.Node) -> object:
-        if not _may_be_joined(node, placement):
-            return node
-        target = placement.targets.get(node)
-        return kind_of(node), type(target), not is_whole(node, placement) and is_in_place(node, placement)
+    def kind(node: fx.Node) -> object:
+        return kind_of(node) if _may_be_joined(node, placement, returned) else node
 
-    return (list(members) for _, members in groupby(nodes, key))
+    for _, neighbours in groupby(nodes, kind):
+        together = list(neighbours)
+        if len(together) > 1 and _is_independent(together, placement):
+            batches: dict[object, list[fx.Node]] = {}
+            for node in together:
+                over_operand = not is_whole(node, placement) and is_in_place(node, placement)
+                batches.setdefault((type(placement.targets.get(node)), over_operand), []).append(node)
+            yield from (tuple(batch) for batch in batches.values() if len(batch) > 1)
 
 
-def _may_be_joined(node: fx.Node, placement: Placement) -> bool:
+def _may_be_joined(node: fx.Node, placement: Placement, returned: set[Any]) -> bool:
     if not is_light(node) or not isinstance(value(node), torch.Tensor):
         return False
     if node.target in COPIES:
-        return node in placement.targets
+        return node in placement.targets or placement.memory(node) not in returned
     tensors = [value(arg) for arg in node.args if is_tensor(arg)]
     is_plain = all((t.shape, t.dtype, t.device) == _like(node) for t in tensors)
     return node.target in FOREACH and is_plain and _has_same_bits(node, placement)
@@ -86,19 +100,11 @@ def _like(node: fx.Node) -> tuple[Any, ...]:
 
 def _is_independent(members: Sequence[fx.Node], placement: Placement) -> bool:
     """Whether no operation writes what another reads, or, where its operand is copied there first, it reads itself."""
-    written = {_memory(node, placement): node for node in members if node in placement.targets}
+    written = {placement.memory(node): node for node in members if node in placement.targets}
     for node in members:
         first = operand_of(node)
         for source in node.all_input_nodes:
-            writer = written.get(_memory(source, placement))
+            writer = written.get(placement.memory(source))
             if writer is not None and (writer is not node or source is not first):
                 return False
     return True
-
-
-def _memory(node: fx.Node, placement: Placement) -> Any:
-    memory: Any = node
-    while memory in placement.lies_in:
-        memory = placement.lies_in[memory]
-    sent = placement.targets.get(memory)  # what is in a buffer lies there and nowhere else
-    return sent if isinstance(sent, Sent) else memory

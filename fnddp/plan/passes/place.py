@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fnddp.plan.draft import Donation, Draft, Placement
-from fnddp.plan.graph import is_view, launch, launch_of, output_nodes, placeholders, take, value
+from fnddp.plan.graph import is_view, launch, launch_of, output_nodes, placeholders, value
 from fnddp.plan.ir import Collective, Mean, Name, Sent
 
 aten: Any = torch.ops.aten
@@ -138,9 +138,9 @@ class _Memories:
             targets=self._targets,
             lies_in=self._lies_in,
             overwritten=frozenset(self._overwritten),
+            scratch={},
             results=frozenset(self._results),
             memories={path: memory for path, memory in memories.items() if memory is not None},
-            peak_bytes=self._peak_bytes(),
         )
 
     def _payload(self, node: fx.Node) -> Sent | None:
@@ -168,21 +168,6 @@ class _Memories:
         if _is_node(mean) and self.memory(mean) == Mean(path):
             return Mean(path)
         return self.remembered.get(path) if self.is_kept(Mean(path)) else Mean(path)
-
-    def _peak_bytes(self) -> int:
-        persistent = sum(_buffer_bytes(collective) for collective in self._collectives.values())
-        persistent += sum(_nbytes(value(self.leaf_at[path])) for path in self._results)
-        computed = {node for node in self.nodes if node.target is not launch and node.target is not take}
-        now = peak = 0
-        freed: dict[float, int] = {}
-        for node, when in self.when.items():
-            if node in computed and node not in self._lies_in and node not in self._targets:
-                now += _nbytes(value(node))
-                peak = max(peak, now)
-                last = self._last_read.get(node, when)
-                freed[last] = freed.get(last, 0) + _nbytes(value(node))
-            now -= freed.pop(when, 0)
-        return persistent + peak
 
 
 def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
@@ -266,16 +251,6 @@ def _read_together(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict
 
 def _is_node(output: Any) -> bool:
     return isinstance(output, fx.Node)
-
-
-def _buffer_bytes(collective: Collective) -> int:
-    received = [] if collective.kind.is_in_place else [collective.receive_shape]
-    return sum(torch.Size(shape).numel() * collective.dtype.itemsize for shape in [collective.send_shape, *received])
-
-
-def _nbytes(made: Any) -> int:
-    parts = made if isinstance(made, tuple | list) else [made]
-    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
 def _same_kind(a: Any, b: Any) -> bool:
