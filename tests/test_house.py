@@ -21,6 +21,7 @@ ORDER = [
         "plan/script",
         "plan/graph",
         "plan/schedule",
+        "plan/peak",
         "show",
         "plan/plan",
         "plan/passes",

@@ -62,10 +62,11 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     owners = torch.tensor([i for i, n in enumerate(blocks) for _ in range(n)], device=x.device)
     if dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
         largest = _per_segment("max", x.abs().amax(1), lengths)  # [matrices, rank]
-        x = x / torch.where(largest > 0, largest, 1)[owners].unsqueeze(1)
-    for added in (epsilon, 0.0):
+        x = x / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].unsqueeze(1)
+    eye = torch.eye(rank, dtype=wide, device=x.device)
+    for added in (epsilon**2, 0.0):
         gram = _per_segment("sum", (x.mH @ x).flatten(1), lengths).unflatten(1, (rank, rank))
-        x = x @ _inverse_factor(gram, added)[owners]
+        x = x @ _inverse_factor(gram, eye, max(added, _TINY))[owners]
     pieces = x.reshape(-1, rank).to(dtype).split([part.shape[0] for part in parts])
     return [pieces[position] for position in positions]
 
@@ -73,18 +74,22 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
 _BLOCK = 32  # rows of a matrix that are summed together
 
 
-def _inverse_factor(gram: Tensor, epsilon: float) -> Tensor:
+_TINY, _NOTHING = 1e-30, 1e-280  # of squares: of unit columns, and of any
+
+
+def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
     """By what to multiply matrices with these Gram matrices from the right, to make their columns orthonormal."""
-    squares = gram.diagonal(dim1=-2, dim2=-1).real  # of the columns' norms: [matrices, rank]
-    scale = torch.where(squares > 0, squares, 1).rsqrt()
+    scale = _diagonal(gram).clamp(min=_NOTHING).rsqrt()  # one over the columns' norms: [matrices, rank]
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    filled = torch.where(squares > 0, epsilon**2, 1.0).to(gram.dtype)
-    factor, _ = torch.linalg.cholesky_ex(unit + torch.diag_embed(filled))
+    factor, _ = torch.linalg.cholesky_ex(torch.add(unit, eye, alpha=added))
     inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True) * scale.unsqueeze(-1)
-    # Of a column that depends on earlier ones, what is left is of length epsilon / sqrt(epsilon^2 + epsilon^2) or less.
-    left = (inverse.mH @ gram @ inverse).diagonal(dim1=-2, dim2=-1).real
-    return torch.where((left > 0.5).unsqueeze(-2), inverse, 0)
+    # A column of which earlier ones leave as much as was added, or less, has become this short.
+    is_short = (_diagonal(inverse.mH @ gram @ inverse) > 0.5).logical_not()
+    return inverse.masked_fill(is_short.unsqueeze(-2), 0)
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.flatten(1)[:, :: matrices.shape[-1] + 1].real  # which Inductor takes without a warning
 
 
 def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
@@ -99,7 +104,7 @@ def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
     magnitude = q.abs().to(torch.float64).flatten()  # whose squares neither vanish nor overflow
     norm = _per_segment("sum", magnitude * magnitude, lengths).sqrt()
     is_good = (norm > 0) & (norm < float("inf"))
-    inverse = torch.where(is_good, norm, 1).reciprocal()
+    inverse = norm.clamp(min=_NOTHING).reciprocal()
     owners = torch.repeat_interleave(lengths, output_size=q.numel())
     scaled = (q * inverse[owners].view(q.shape)).to(q.dtype)
     return torch.where(is_good[owners].view(q.shape), scaled, fallback)

@@ -150,11 +150,10 @@ class _Memories:
         """
         if len(node.users) != 1 or node.target in PRODUCTS:
             return None
-        places = self._payloads.get(node, [])
-        if not places:
-            (user,) = node.users
-            over = user.target in ELEMENTWISE and user.all_input_nodes.count(node) == 1 and user.args[0] is node
-            return self._payload(user) if over and _same_layout(value(node), value(user)) else None
+        (user,) = node.users
+        is_written_over = user.target in ELEMENTWISE and user.args[0] is node and _same_layout(value(node), value(user))
+        written = user if is_written_over and len(user.users) == 1 else node
+        places = self._payloads.get(written, [])
         if len(places) != 1:
             return None
         index, position = places[0]
