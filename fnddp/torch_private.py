@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -248,6 +249,12 @@ class Fakes:
         """One like `tensor`."""
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
+    def dense(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One without views, quicker than by asking for it."""
+        with _C._DisableTorchDispatch():
+            memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self.mode, memory, device)
+
     def number(self, value: int) -> Any:
         """A symbol that is `value` where the trace needs to know."""
         from torch._dynamo.source import ConstantSource
@@ -296,6 +303,29 @@ def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node
 def constant_of(tensor: Tensor) -> Tensor | None:
     """The tensor with values that a fake one stands for; None if it stands for none."""
     return tensor.constant if isinstance(tensor, FakeTensor) else tensor
+
+
+def is_dense_fake(made: Any) -> bool:
+    """Whether shape, strides, dtype and device are all there is to know of what an operation made."""
+    is_plain = isinstance(made, FakeTensor) and made.constant is None and made.layout == torch.strided
+    return is_plain and not (made.is_conj() or made.is_neg() or made.storage_offset())
+
+
+def like_of(tensor: Tensor) -> Any:
+    """Equal for fake tensors that operations treat alike; another for each tensor with values."""
+    if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout != torch.strided:
+        return id(tensor), "itself"
+    bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, bits
+
+
+@cache
+def makes_one_tensor(operation: Any) -> bool:
+    """Whether an operation makes a new tensor and does nothing else."""
+    schema = operation._schema
+    is_new = len(schema.returns) == 1 and schema.returns[0].alias_info is None
+    is_tensor = is_new and str(schema.returns[0].type) == "Tensor"
+    return is_tensor and not schema.is_mutable and operation not in UNSAFE_VIEWS
 
 
 def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:

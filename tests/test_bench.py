@@ -59,7 +59,12 @@ def tiny(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "leaves", "parameters"),
-    [("transformer", 52, 10_272_256), ("gpt2", 148, 124_439_808), ("resnet18", 62, 11_173_962)],
+    [
+        ("transformer", 52, 10_272_256),
+        ("deep", 384, 4_239_360),
+        ("gpt2", 148, 124_439_808),
+        ("resnet18", 62, 11_173_962),
+    ],
 )
 def test_named_models(name: str, leaves: int, parameters: int) -> None:
     workload = load(name)
@@ -120,7 +125,9 @@ def test_wrong_files(tmp_path: Path) -> None:
         load(f"{tmp_path}/broken.py:fn")
     with pytest.raises(ModelError, match="there is no file absent.py"):
         load("absent.py:fn")
-    with pytest.raises(ModelError, match="unknown model 'gpt5'; known ones are transformer, gpt2, resnet18, and FILE"):
+    with pytest.raises(
+        ModelError, match="unknown model 'gpt5'; known ones are transformer, deep, gpt2, resnet18, and FILE"
+    ):
         load("gpt5")
 
 

@@ -287,7 +287,8 @@ def test_leaves_without_elements_do_not_travel():
 
 def test_second_rounds_go_behind_the_next_buckets_first_one():
     leaves = params(**{f"w{i}": (32, 32) for i in range(3)})
-    plan = lower(powersgd(allreduce, rank=1), leaves, world_size=2, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    sync = powersgd(allreduce, rank=1, orthogonalization="qr")  # leaf by leaf: small buckets share a stack otherwise
+    plan = lower(sync, leaves, world_size=2, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
     order = [(c.bucket, c.depth) for c in plan.collectives]
     assert order == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
     assert [c.slot for c in plan.collectives] == [0, 1, 1, 2, 2, 3]
@@ -305,7 +306,7 @@ def test_what_is_needed_is_there(donation):
             fnddp.parse(text), leaves, world_size=2, bucket_cap_mb=5e-4, first_bucket_mb=2e-4, donation=donation
         )
         parts, _ = tree.flatten_any(fnddp.parse(text).init(leaves))
-        there = {*map(Part, range(len(parts))), *plan.constants, *map(Mean, plan.results), Ranks(None)}
+        there = {*map(Part, range(len(parts))), *plan.constants, *plan.scratch, *map(Mean, plan.results), Ranks(None)}
         at = [(c.index, i) for c in plan.collectives for i in range(len(c.payloads))]
         placed = {kind(*place) for place in at for kind in (Sent, Received)}
         placed |= {Span(c, first, last) for c, first in at for d, last in at if c == d}
@@ -341,6 +342,44 @@ def test_nothing_is_written_over_before_the_step_is_agreed_on(donation):
         for segment in plan.segments:
             for operation in () if segment.commits else segment.operations:
                 assert not isinstance(operation.written, kept)
+
+
+# What many small leaves cost
+
+
+@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)"])
+def test_a_mean_of_many_small_leaves_is_a_few_operations_a_bucket(text):
+    leaves = params(**{f"p{i}": (64, 64 - i % 3) for i in range(1000)})
+    plan = lower(fnddp.parse(text), leaves, world_size=4)
+    buckets = len(set(plan.buckets.values()))
+    assert buckets == 2
+    assert plan.operations <= 4 * buckets
+
+
+def test_the_algebra_of_many_factors_does_not_grow_with_them():
+    """Beside products of whole leaves, at most four of them, as many operations for 96 leaves as for 24."""
+
+    def count(n: int) -> tuple[int, int]:
+        leaves = params(**{f"p{i}": (96 + i, 128) for i in range(n)})
+        leaves |= params(**{f"b{i}": (96 + i,) for i in range(n)})
+        plan = lower(error_feedback(powersgd(fp16(allreduce), rank=4)), leaves, world_size=4, bucket_cap_mb=1000)
+        names = [operation.function for segment in plan.segments for operation in segment.operations]
+        views = ("transpose", "getitem", "view", "split_with_sizes")
+        products = sum(name in ("mm", "addmm") for name in names)
+        return products, sum(name not in ("mm", "addmm", *views) for name in names)
+
+    (products, few), (more_products, many) = count(24), count(96)
+    assert (products, more_products) == (4 * 24, 4 * 96)
+    assert many <= few + 32  # rows to fill blocks of 32 up, of each number once
+
+
+def test_what_many_operations_write_is_no_part_of_the_result():
+    """Memory that persists across steps is not returned: a mean that is held stays what it is."""
+    leaves = {f"p{i}": torch.full((8, 8), 1.0 + i) for i in range(6)}
+    step = fnddp.jit(fp16(fp16(allreduce)))
+    first, state = step(leaves, step.init(leaves))
+    step({path: leaf + 1 for path, leaf in leaves.items()}, state)
+    assert bits(list(first.values())) == bits(list(leaves.values()))
 
 
 # One plan for each phase

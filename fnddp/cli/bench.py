@@ -62,7 +62,7 @@ def run(
         parameters = check_model(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
         check_machine(device, link)
-        peers = check_peers(against, device, console)
+        peers = check_peers(against, device, ranks, console)
         check_folder(out)
         setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed)
         times = _measure(setup, ranks, link, console)
@@ -102,8 +102,8 @@ def check_machine(device: str, link: str | None) -> None:
         raise WrongArgument("--link shapes what gloo sends; leave it out with --device cuda")
 
 
-def check_peers(against: str, device: str, console: Console) -> list[str]:
-    """The peers in `against` that can run on `device`; says which cannot, and why.
+def check_peers(against: str, device: str, ranks: int, console: Console) -> list[str]:
+    """The peers in `against` that can run on `device` and so many ranks; says which cannot, and why.
 
     Raises:
         WrongArgument: One is unknown, or none is left.
@@ -111,7 +111,7 @@ def check_peers(against: str, device: str, console: Console) -> list[str]:
     names = [name.strip() for name in against.split(",")]
     if unknown := [name for name in names if name not in PEERS]:
         raise WrongArgument(f"--against: unknown peer {unknown[0]!r}; known ones are {', '.join(PEERS)}")
-    reasons = {name: why_not(name, device) for name in names}
+    reasons = {name: why_not(name, device, ranks) for name in names}
     for name, reason in reasons.items():
         if reason is not None:
             console.print(f"{name} is left out: {reason}", soft_wrap=True)

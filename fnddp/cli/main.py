@@ -82,7 +82,7 @@ def _add_plan(commands: Any) -> None:
         "--model",
         default="transformer",
         metavar="NAME",
-        help="transformer, gpt2, resnet18, or FILE.py:fn, where fn() returns a module (default: %(default)s)",
+        help="transformer, deep, gpt2, resnet18, or FILE.py:fn, where fn() returns a module (default: %(default)s)",
     )
     plan.add_argument(
         "--ranks", type=_positive, default=8, metavar="N", help="number of ranks, thousands too (default: %(default)s)"
@@ -162,7 +162,7 @@ def _add_bench(commands: Any) -> None:
         help="ddp: torch's; fp16_hook, bf16_hook, powersgd_hook: the same with a hook; none: no synchronization",
     )
     bench.add_argument(
-        "--model", default="transformer", metavar="NAME", help="transformer, gpt2, resnet18, or FILE.py:fn"
+        "--model", default="transformer", metavar="NAME", help="transformer, deep, gpt2, resnet18, or FILE.py:fn"
     )
     bench.add_argument("--pairs", type=_positive, default=30, metavar="N", help="timed rounds")
     bench.add_argument(

@@ -1,6 +1,7 @@
 """Writes down what is done to fake tensors, as a graph of aten operations and collectives.
 
-What make_fx does, for programs that are long because they have many leaves: it spends most of its time on proxies.
+What make_fx does, for programs that are long because they have many leaves. It spends its time on proxies, and on
+asking again what an operation makes that has been asked for another leaf of the same shape.
 """
 
 import operator
@@ -11,7 +12,17 @@ import torch
 from torch import Tensor, fx
 
 from fnddp.plan.ir import LoweringError
-from fnddp.torch_private import TorchDispatchMode, constant_of, decomposed, number_nodes, storage_key
+from fnddp.torch_private import (
+    Fakes,
+    TorchDispatchMode,
+    constant_of,
+    decomposed,
+    is_dense_fake,
+    like_of,
+    makes_one_tensor,
+    number_nodes,
+    storage_key,
+)
 
 aten: Any = torch.ops.aten
 
@@ -26,13 +37,17 @@ class Recorder(TorchDispatchMode):
         held: Tensors with values that were met on the way, by the names of their `get_attr` nodes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: Fakes) -> None:
         super().__init__()
+        self._fakes = fakes
         self.graph = fx.Graph()
         self.held: dict[str, Tensor] = {}
         self._inputs = 0
+        self._whole: set[Any] = set()  # operations that are not made of others
         self._nodes: dict[int, fx.Node] = {}  # of tensors, by their id: nodes keep them alive
         self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
+        self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
+        self._results: dict[Any, Any] = {}  # what operations make, by what is known of their arguments
         self._owners: dict[int, int] = {}  # how many of the tensors share a storage
 
     def add_input(self, value: Any) -> fx.Node:
@@ -55,13 +70,15 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a question, for the device
             return func(*args, **kwargs)
-        with self:
-            simpler = decomposed(func, args, kwargs)
-        if simpler is not NotImplemented:
-            return simpler
+        if func not in self._whole:
+            with self:
+                simpler = decomposed(func, args, kwargs)
+            if simpler is not NotImplemented:
+                return simpler
+            self._whole.add(func)
         function = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         read = [self._argument(arg) for arg in args], {key: self._argument(arg) for key, arg in kwargs.items()}
-        made = func(*args, **kwargs)
+        made = self._made(func, args, kwargs)
         if func._schema.is_mutable:
             self._require_pure(func, made)
         if isinstance(made, Tensor):
@@ -73,6 +90,27 @@ class Recorder(TorchDispatchMode):
                     self._stands_for(self._called(operator.getitem, [whole, i], {}, each), each)
         return made
 
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation makes: once asked, always known, but where it makes views, or writes in place."""
+        if not makes_one_tensor(func):
+            return func(*args, **kwargs)
+        key = func, self._like(args), self._like(tuple(sorted(kwargs.items())))
+        if key in self._results:
+            return self._fakes.dense(*self._results[key])
+        made = func(*args, **kwargs)
+        if is_dense_fake(made):
+            self._results[key] = made.shape, made.stride(), made.dtype, made.device
+        return made
+
+    def _like(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self._likes.get(id(argument)) or (id(argument),)
+        if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return argument.node.expr
+        if isinstance(argument, tuple | list):
+            return tuple(map(self._like, argument))
+        return type(argument), argument  # 1, 1.0 and True are not the same
+
     def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
         packet = getattr(function, "overloadpacket", function)
         node = self.graph.create_node("call_function", function, tuple(args), kwargs, name=packet.__name__)
@@ -81,6 +119,7 @@ class Recorder(TorchDispatchMode):
 
     def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
         if id(tensor) not in self._nodes:
+            self._likes[id(tensor)] = like_of(tensor)
             key = storage_key(tensor)
             self._owners[key] = self._owners.get(key, 0) + 1
         self._nodes[id(tensor)] = node

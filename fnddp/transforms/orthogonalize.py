@@ -51,11 +51,16 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     size = max(_BLOCK, 1 << (rank - 1).bit_length())
     blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
     parts: list[Tensor] = []
+    zeros: dict[int, Tensor] = {}
     positions: list[int] = []  # of the matrices among the parts: others fill blocks up
     for matrix in matrices:
         positions.append(len(parts))
+        parts.append(matrix)
         missing = -matrix.shape[0] % size
-        parts += [matrix, matrix.new_zeros((missing, rank))] if missing else [matrix]
+        if missing:
+            if missing not in zeros:
+                zeros[missing] = matrix.new_zeros((missing, rank))
+            parts.append(zeros[missing])
     wide = torch.complex128 if dtype.is_complex else torch.float64
     x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
     lengths = torch.tensor(blocks, device=x.device)

@@ -49,7 +49,7 @@ def trace(request: Request) -> Draft:
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
     divisors = [fakes.number(size) for size in sizes]
 
-    recorder = Recorder()
+    recorder = Recorder(fakes)
     for value in [*grads, *state, *divisors]:
         recorder.add_input(value)
     world = World(request.world.wire, True, request.world.size, dict(zip(groups, divisors, strict=True)))
