@@ -44,7 +44,8 @@ class Recorder(TorchDispatchMode):
         self.held: dict[str, Tensor] = {}
         self._inputs = 0
         self._whole: set[Any] = set()  # operations that are not made of others
-        self._nodes: dict[int, fx.Node] = {}  # of tensors, by their id: nodes keep them alive
+        self._nodes: dict[int, list[fx.Node]] = {}  # the one of each tensor, by its id: nodes keep them alive
+        self._detached: list[Tensor] = []  # tensors that have the node of another
         self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
         self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
         self._results: dict[Any, Any] = {}  # what operations make, by what is known of their arguments
@@ -76,6 +77,8 @@ class Recorder(TorchDispatchMode):
             if simpler is not NotImplemented:
                 return simpler
             self._whole.add(func)
+        if func is aten.detach.default:
+            return self._same(args[0], func(*args, **kwargs))
         function = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         read = [self._argument(arg) for arg in args], {key: self._argument(arg) for key, arg in kwargs.items()}
         made = self._made(func, args, kwargs)
@@ -118,21 +121,29 @@ class Recorder(TorchDispatchMode):
         return node
 
     def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
-        if id(tensor) not in self._nodes:
-            self._likes[id(tensor)] = like_of(tensor)
-            key = storage_key(tensor)
-            self._owners[key] = self._owners.get(key, 0) + 1
-        self._nodes[id(tensor)] = node
+        if id(tensor) in self._nodes:  # it was written to
+            self._nodes[id(tensor)][0] = node
+            return
+        self._nodes[id(tensor)] = [node]
+        self._likes[id(tensor)] = like_of(tensor)
+        key = storage_key(tensor)
+        self._owners[key] = self._owners.get(key, 0) + 1
+
+    def _same(self, tensor: Tensor, detached: Tensor) -> Tensor:
+        self._argument(tensor)
+        self._nodes[id(detached)], self._likes[id(detached)] = self._nodes[id(tensor)], self._likes[id(tensor)]
+        self._detached.append(detached)
+        return detached
 
     def _require_pure(self, func: Any, made: Any) -> None:
         """What is written in place is a value as any other where nobody else sees that memory."""
         written = self._nodes.get(id(made))
-        if written is None or written.users or self._owners[storage_key(made)] > 1:
+        if written is None or written[0].users or self._owners[storage_key(made)] > 1:
             raise LoweringError(f"it writes with {func} to memory that others read")
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._nodes.get(id(value)) or self._hold(value)
+            return self._nodes[id(value)][0] if id(value) in self._nodes else self._hold(value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._number(value)
         if isinstance(value, tuple | list):

@@ -227,7 +227,7 @@ class Planned:
     def forget(self) -> None:
         if self._stream is not None:  # before memory is freed that the side stream still writes to
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._values, self._buffers, self._missing = [], [], {}
+        self._values, self._buffers, self._missing, self.inbox.noted = [], [], {}, []
         self._next, self._to_send = len(self._segments), 0
 
     def _look(self) -> None:
