@@ -328,6 +328,15 @@ def makes_one_tensor(operation: Any) -> bool:
     return is_tensor and not schema.is_mutable and operation not in UNSAFE_VIEWS
 
 
+def out_of_place(operation: Any) -> Any:
+    """What makes a new tensor of what `operation` writes over its first argument; None if there is no such thing."""
+    name = operation.overloadpacket.__name__
+    packet = getattr(torch.ops.aten, name[:-1], None) if operation.namespace == "aten" and name.endswith("_") else None
+    if torch.Tag.inplace_view in operation.tags or operation._overloadname not in getattr(packet, "overloads", list)():
+        return None
+    return getattr(packet, operation._overloadname)
+
+
 def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
     """What an operation does that is made of others, by doing it; NotImplemented for any other."""
     return operation.decompose(*args, **kwargs)

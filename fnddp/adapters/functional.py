@@ -103,7 +103,7 @@ def _backward(
                     f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
                     "synchronized; do without sparse=True"
                 )
-            if inbox is None:
+            if inbox is None or not inbox.is_open:
                 engine.feed(path, grad)
             elif inbox.put(position, grad):
                 engine.poll()

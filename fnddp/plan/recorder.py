@@ -21,6 +21,7 @@ from fnddp.torch_private import (
     like_of,
     makes_one_tensor,
     number_nodes,
+    out_of_place,
     storage_key,
 )
 
@@ -83,7 +84,7 @@ class Recorder(TorchDispatchMode):
         read = [self._argument(arg) for arg in args], {key: self._argument(arg) for key, arg in kwargs.items()}
         made = self._made(func, args, kwargs)
         if func._schema.is_mutable:
-            self._require_pure(func, made)
+            function = self._pure(func, args, made)
         if isinstance(made, Tensor):
             self._stands_for(self._called(function, *read, made), made)
         elif isinstance(made, tuple | list) and any(isinstance(each, Tensor) for each in made):
@@ -121,11 +122,11 @@ class Recorder(TorchDispatchMode):
         return node
 
     def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
+        self._likes[id(tensor)] = like_of(tensor)
         if id(tensor) in self._nodes:  # it was written to
             self._nodes[id(tensor)][0] = node
             return
         self._nodes[id(tensor)] = [node]
-        self._likes[id(tensor)] = like_of(tensor)
         key = storage_key(tensor)
         self._owners[key] = self._owners.get(key, 0) + 1
 
@@ -135,11 +136,12 @@ class Recorder(TorchDispatchMode):
         self._detached.append(detached)
         return detached
 
-    def _require_pure(self, func: Any, made: Any) -> None:
-        """What is written in place is a value as any other where nobody else sees that memory."""
-        written = self._nodes.get(id(made))
-        if written is None or written[0].users or self._owners[storage_key(made)] > 1:
+    def _pure(self, func: Any, args: Any, made: Any) -> Any:
+        """For an operation in place on memory that nobody else sees the one that makes a new tensor."""
+        pure = out_of_place(func)
+        if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
             raise LoweringError(f"it writes with {func} to memory that others read")
+        return pure
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):

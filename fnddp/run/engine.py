@@ -230,7 +230,9 @@ class Engine:
         self._begun += 1
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
-        """Hands over a gradient, and runs what can run now. It never blocks on the CPU, but for weights under way.
+        """Hands over a gradient, and carries the step on when a segment is complete, or now and then.
+
+        It never blocks on the CPU, but for weights under way.
 
         Args:
             path: Of the leaf.
@@ -250,7 +252,7 @@ class Engine:
             self.poll()
 
     def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
-        """`feed` for several leaves, which costs less."""
+        """`feed` for several leaves, which costs less. What is wrong with one is raised here, or when the step ends."""
         inbox = None if keep else self.inbox
         for path, grad in grads.items():
             if inbox is None or path not in self.positions:
@@ -265,8 +267,10 @@ class Engine:
 
         `poll` must then be called when a segment is complete. None where each gradient asks for more than that.
         """
-        is_plain = self._scale == 1 and self._arriving is None and self._current is not None
-        return self._current.runner.inbox if is_plain and self._current is not None else None
+        if self._scale != 1 or self._arriving is not None or self._current is None:
+            return None
+        inbox = self._current.runner.inbox
+        return inbox if inbox is not None and inbox.is_open else None
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""

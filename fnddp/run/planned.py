@@ -146,7 +146,7 @@ class Planned:
         self._values = values
         self._next, self._to_send = 0, len(self._collectives)
         self._missing = plan.leaves.copy()
-        self.inbox.clear()
+        self.inbox.open()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -175,6 +175,8 @@ class Planned:
         # Without autocast, which would compute factors in half precision where backward runs within it.
         with torch.no_grad(), without_autocast(), self._on_side_stream():
             self._look()
+            for index in self._works if self._stream is None else ():
+                self._is_completed(index)  # which carries on what takes several messages
             while self._next < len(self._segments) and self._is_ready(self._segments[self._next], block):
                 self._run(self._codes[self._next])
                 self._next += 1
@@ -194,6 +196,7 @@ class Planned:
             for code in self._codes[self._next :]:
                 self._run(code)
         self._next = len(self._segments)
+        self.inbox.close()
         values, stream = self._values, self._stream
         # New tensors (not views, which would hold what they view): whoever holds one of them holds its memory.
         means = {path: values[register].data for path, register in self._means.items()}
@@ -227,7 +230,8 @@ class Planned:
     def forget(self) -> None:
         if self._stream is not None:  # before memory is freed that the side stream still writes to
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._values, self._buffers, self._missing, self.inbox.noted = [], [], {}, []
+        self._values, self._buffers, self._missing = [], [], {}
+        self.inbox.close()
         self._next, self._to_send = len(self._segments), 0
 
     def _look(self) -> None:
@@ -239,20 +243,24 @@ class Planned:
             for stream in self.inbox.streams:
                 self._stream.wait_stream(stream)
             self.inbox.streams.clear()
-        for position, grad in noted:
-            path, leaf, register, is_overwritten = self._leaves[position]
-            is_missing = self._missing.pop(path, None) is not None
-            if not is_missing or not leaf.is_like(grad):
-                raise unexpected(path, grad, self.plan.leaves, leaf if is_missing else None)
-            if register is None:
-                continue
-            if grad.stride() != leaf.stride:
-                grad = leaf.empty().copy_(grad)
-            elif is_overwritten and self._clones_shared and storage_use_count(grad) > 1:
-                grad = grad.clone()
-            if self._stream is not None and grad.is_cuda:
-                grad.record_stream(self._stream)
-            self._values[register] = grad
+        with torch.no_grad(), self._on_side_stream():
+            for position, grad in noted:
+                self._take_over(position, grad)
+
+    def _take_over(self, position: int, grad: Tensor) -> None:
+        path, leaf, register, is_overwritten = self._leaves[position]
+        is_missing = self._missing.pop(path, None) is not None
+        if not is_missing or not leaf.is_like(grad):
+            raise unexpected(path, grad, self.plan.leaves, leaf if is_missing else None)
+        if register is None:
+            return
+        if grad.stride() != leaf.stride:
+            grad = leaf.empty().copy_(grad)
+        elif is_overwritten and self._clones_shared and storage_use_count(grad) > 1:
+            grad = grad.clone()
+        if self._stream is not None and grad.is_cuda:
+            grad.record_stream(self._stream)
+        self._values[register] = grad
 
     def _polls(self) -> bool:
         """Now and then, whether the next segment can run. It also carries on what takes several messages."""

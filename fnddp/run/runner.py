@@ -92,11 +92,11 @@ class Runner(Protocol):
 
 
 class UnexpectedGradient(ValueError):
-    """A gradient is not of a leaf that is missing, or not like it."""
+    """A gradient is not of a leaf that is missing, or `is_unlike` it."""
 
-    def __init__(self, message: str, path: str, grad: Tensor) -> None:
+    def __init__(self, message: str, path: str, grad: Tensor, is_unlike: bool) -> None:
         super().__init__(message)
-        self.path, self.grad = path, grad
+        self.path, self.grad, self.is_unlike = path, grad, is_unlike
 
 
 def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing: LeafSpec | None) -> UnexpectedGradient:
@@ -110,9 +110,9 @@ def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing:
     """
     if missing is None:
         problem = "has arrived already in this step" if path in leaves else "is not among the plan's leaves"
-        return UnexpectedGradient(f"gradient {path!r} {problem}", path, grad)
+        return UnexpectedGradient(f"gradient {path!r} {problem}", path, grad, is_unlike=False)
     message = (
         f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {missing} on "
         f"{missing.device}; lower the pipeline again for the new parameters"
     )
-    return UnexpectedGradient(message, path, grad)
+    return UnexpectedGradient(message, path, grad, is_unlike=True)

@@ -106,11 +106,14 @@ def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
         fallback: Like `q`.
     """
     lengths = torch.tensor([*widths] * q.shape[0], device=q.device)
-    magnitude = q.abs().to(torch.float64).flatten()  # whose squares neither vanish nor overflow
+    owners = torch.repeat_interleave(lengths, output_size=q.numel())
+    if q.dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
+        largest = _per_segment("max", q.abs().flatten(), lengths)
+        q = q / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].view(q.shape)
+    magnitude = q.abs().to(torch.float64).flatten()
     norm = _per_segment("sum", magnitude * magnitude, lengths).sqrt()
     is_good = (norm > 0) & (norm < float("inf"))
     inverse = norm.clamp(min=_NOTHING).reciprocal()
-    owners = torch.repeat_interleave(lengths, output_size=q.numel())
     scaled = (q * inverse[owners].view(q.shape)).to(q.dtype)
     return torch.where(is_good[owners].view(q.shape), scaled, fallback)
 

@@ -57,7 +57,7 @@ class WeakHook(Generic[Owner]):
 
 
 class Quick:
-    """The short way of a gradient to its step, for all but the first step and all but unusual gradients.
+    """The short way of a gradient to its step, for all but the first step, weighted ones, and unusual gradients.
 
     Attributes:
         watches: Whether gradients must be seen before they are accumulated.
@@ -75,8 +75,7 @@ class Quick:
     def open(self, task: int, inbox: Inbox | None, kept: list[bool]) -> None:
         """A step begins with the backward `task`. Of those that are `kept` the gradient is the user's."""
         self.watches = False
-        if inbox is not None:
-            self._task, self.inbox, self._kept = task, inbox, kept
+        self._task, self.inbox, self._kept = task, inbox, kept
 
     def close(self) -> None:
         """No step is open."""
@@ -87,7 +86,7 @@ class Quick:
         """A hook of a parameter's gradient, which calls `look` where it must."""
 
         def arrives(grad: Tensor) -> Any:
-            return look(grad) if self.watches else None
+            return look(grad) if self.watches or self._task != current_backward() else None
 
         return arrives
 
@@ -103,9 +102,11 @@ class Quick:
         """
 
         def accumulated(parameter: Tensor) -> None:
-            grad = parameter.grad
+            grad, inbox = parameter.grad, self.inbox
             if (
-                self._task != current_backward()
+                inbox is None
+                or not inbox.is_open
+                or self._task != current_backward()
                 or grad is None
                 or self._kept[position]
                 or grad.requires_grad
@@ -114,7 +115,7 @@ class Quick:
                 take(parameter)
                 return
             parameter.grad = None  # so that its memory is free once it is on its way
-            if self.inbox is not None and self.inbox.put(position, grad):
+            if inbox.put(position, grad):
                 run = carry_on()
                 if run is not None:
                     run()

@@ -299,6 +299,8 @@ class Steps:
         try:
             yield
         except UnexpectedGradient as error:
+            if not error.is_unlike:
+                raise
             raise _changed(error.path, error.grad, self.engine.leaves[error.path]) from None
 
     def _finish(self) -> None:
@@ -307,7 +309,9 @@ class Steps:
         was_armed = self.is_armed
         try:
             self._is_finishing = True
-            for name in sorted(self._waiting()):
+            with self._named():
+                waiting = sorted(self._waiting())
+            for name in waiting:
                 self._accumulated(name, self.parameters[name])
             done = self._run()
         except BaseException as error:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fnddp.plan.draft import Draft, Placement
-from fnddp.plan.graph import is_light, is_tensor, kind_of, output_nodes, value
+from fnddp.plan.graph import is_light, is_tensor, kind_of, launch, launch_of, output_nodes, value
 from fnddp.plan.ir import LeafSpec, Scratch, Sent
 from fnddp.plan.passes.place import COPIES
 from fnddp.torch_private import FOREACH
@@ -77,6 +77,8 @@ def _may_be_joined(node: fx.Node, placement: Placement, returned: set[Any]) -> b
         return False
     if node.target in COPIES:
         return node in placement.targets or placement.memory(node) not in returned
+    if node.kwargs and not is_tensor(node.args[-1]) and not is_whole(node, placement):
+        return False  # alpha, and a number
     tensors = [value(arg) for arg in node.args if is_tensor(arg)]
     is_plain = all((t.shape, t.dtype, t.device) == _like(node) for t in tensors)
     return node.target in FOREACH and is_plain and _has_same_bits(node, placement)
@@ -91,7 +93,9 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
 def is_whole(node: fx.Node, placement: Placement) -> bool:
     """Whether an operation with a number may be done to several results at once, as one tensor: in a buffer."""
     by_number = node.target in FOREACH and not is_tensor(node.args[1])
-    return by_number and isinstance(placement.targets.get(node), Sent)
+    # Where nothing is computed on the way, a buffer is bytes.
+    is_sent = any(user.target is launch and launch_of(user)[1].kind.computes for user in node.users)
+    return by_number and is_sent and isinstance(placement.targets.get(node), Sent)
 
 
 def _like(node: fx.Node) -> tuple[Any, ...]:
@@ -99,8 +103,11 @@ def _like(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_independent(members: Sequence[fx.Node], placement: Placement) -> bool:
-    """Whether no operation writes what another reads, or, where its operand is copied there first, it reads itself."""
-    written = {placement.memory(node): node for node in members if node in placement.targets}
+    """Whether no operation makes or writes what another reads.
+
+    Nor may it write what it reads itself, but for its first operand: that is copied to its place before it runs.
+    """
+    written = {placement.memory(node): node for node in members}
     for node in members:
         first = operand_of(node)
         for source in node.all_input_nodes:

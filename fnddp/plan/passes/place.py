@@ -151,7 +151,9 @@ class _Memories:
         if len(node.users) != 1 or node.target in PRODUCTS:
             return None
         (user,) = node.users
-        is_written_over = user.target in ELEMENTWISE and user.args[0] is node and _same_layout(value(node), value(user))
+        is_written_over = (
+            user.target in ELEMENTWISE and _is_first_only(user, node) and _same_layout(value(node), value(user))
+        )
         written = user if is_written_over and len(user.users) == 1 else node
         places = self._payloads.get(written, [])
         if len(places) != 1:
@@ -246,6 +248,10 @@ def _read_together(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict
         for part in user.all_input_nodes
         if part in parts and _same_kind(value(leaf), value(part))
     }
+
+
+def _is_first_only(user: fx.Node, node: fx.Node) -> bool:
+    return user.args[0] is node and user.args.count(node) == 1
 
 
 def _is_node(output: Any) -> bool:
