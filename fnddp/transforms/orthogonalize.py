@@ -63,14 +63,13 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
             parts.append(zeros[missing])
     wide = torch.complex128 if dtype.is_complex else torch.float64
     x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
-    lengths = torch.tensor(blocks, device=x.device)
     owners = torch.tensor([i for i, n in enumerate(blocks) for _ in range(n)], device=x.device)
     if dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
-        largest = _per_segment("max", x.abs().amax(1), lengths)  # [matrices, rank]
+        largest = _per_segment("max", x.abs().amax(1), blocks)  # [matrices, rank]
         x = x / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].unsqueeze(1)
     eye = torch.eye(rank, dtype=wide, device=x.device)
     for added in (epsilon**2, 0.0):
-        gram = _per_segment("sum", (x.mH @ x).flatten(1), lengths).unflatten(1, (rank, rank))
+        gram = _per_segment("sum", (x.mH @ x).flatten(1), blocks).unflatten(1, (rank, rank))
         x = x @ _inverse_factor(gram, eye, max(added, _TINY))[owners]
     pieces = x.reshape(-1, rank).to(dtype).split([part.shape[0] for part in parts])
     return [pieces[position] for position in positions]
@@ -105,24 +104,24 @@ def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
         widths: How many columns each has.
         fallback: Like `q`.
     """
-    lengths = torch.tensor([*widths] * q.shape[0], device=q.device)
-    owners = torch.repeat_interleave(lengths, output_size=q.numel())
+    sizes = [*widths] * q.shape[0]
+    owners = torch.repeat_interleave(torch.tensor(sizes, device=q.device), output_size=q.numel())
     if q.dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
-        largest = _per_segment("max", q.abs().flatten(), lengths)
+        largest = _per_segment("max", q.abs().flatten(), sizes)
         q = q / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].view(q.shape)
     magnitude = q.abs().to(torch.float64).flatten()
-    norm = _per_segment("sum", magnitude * magnitude, lengths).sqrt()
+    norm = _per_segment("sum", magnitude * magnitude, sizes).sqrt()
     is_good = (norm > 0) & (norm < float("inf"))
     inverse = norm.clamp(min=_NOTHING).reciprocal()
     scaled = (q * inverse[owners].view(q.shape)).to(q.dtype)
     return torch.where(is_good[owners].view(q.shape), scaled, fallback)
 
 
-def _per_segment(how: str, x: Tensor, lengths: Tensor) -> Tensor:
+def _per_segment(how: str, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The sum or the largest of the rows of each segment of `x`. In a fixed order, unlike a scatter on CUDA."""
     if x.is_complex():
-        return torch.view_as_complex(_per_segment(how, torch.view_as_real(x), lengths))
-    return _segment_reduce(x, how, lengths=lengths, axis=0, unsafe=True)
+        return torch.view_as_complex(_per_segment(how, torch.view_as_real(x), sizes))
+    return _segment_reduce(x, how, lengths=torch.tensor(sizes, device=x.device), axis=0, unsafe=True)
 
 
 def _gram_schmidt(p: Tensor, epsilon: float) -> Tensor:

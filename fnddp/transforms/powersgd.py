@@ -48,7 +48,8 @@ class powersgd(Sync):
         min_compression_rate: Compress only if n * m > (n + m) * rank * min_compression_rate. 0 compresses all matrices.
         orthogonalization: "cholesky", for all leaves at once in a few operations whatever their shapes; or, leaf by
             leaf, "qr" or "gram_schmidt". They span the same columns up to rounding, but where columns are linearly
-            dependent: "qr" completes the basis arbitrarily, the others drop them.
+            dependent: "qr" completes the basis arbitrarily, the others drop them. Within torch.compile "cholesky" is
+            "gram_schmidt".
         epsilon: Relative norm at or below which a column is taken for linearly dependent and dropped.
         seed: Of the random queries; the same on all ranks.
 
@@ -99,8 +100,13 @@ class powersgd(Sync):
                 leaf.new_empty((n, self._rank_of(leaf))),
                 leaf.new_empty((self._rank_of(leaf), m)),
             )
+        q: Leaves = {}
+        for paths in self._stacks(leaves) if self.warm_start else ():
+            # Laid out as after any later exchange: torch.compile makes one graph for both.
+            rows = _rows([self._draw(path, leaves[path], step=0) for path in paths])
+            q |= zip(paths, _columns(rows, [_matrix_shape(leaves[path])[1] for path in paths]), strict=True)
         return PowerSGDState(
-            q={path: self._draw(path, leaves[path], step=0) for path in low_rank} if self.warm_start else {},
+            q={path: q[path] for path in low_rank} if self.warm_start else {},
             step=0,
             p_round=self.inner.init(p_like),
             q_round=self.inner.init(q_like),
@@ -138,12 +144,12 @@ class powersgd(Sync):
         following: Leaves = {}
         for paths, rows, sizes in zip(stacks, query, widths, strict=True) if self.warm_start else ():
             means = _compute(torch.cat([q_round.mean[path] for path in paths], dim=1))
-            following |= zip(paths, unit_rows(means, sizes, fallback=rows).mH.split(sizes), strict=True)
+            following |= zip(paths, _columns(unit_rows(means, sizes, fallback=rows), sizes), strict=True)
         return Exchange(
             mean=mean,
             sent=sent,
             state=PowerSGDState(
-                q={path: following[path].resolve_conj() for path in state.q},  # empty without warm start
+                q={path: following[path] for path in state.q},  # empty without warm start
                 step=state.step if self.warm_start else state.step + 1,
                 p_round=p_round.state,
                 q_round=q_round.state,
@@ -160,10 +166,13 @@ class powersgd(Sync):
         return min(self.rank, *_matrix_shape(leaf))
 
     def _bases(self, leaves: Leaves, paths: list[str], p: Leaves) -> list[Tensor]:
-        if self.orthogonalization == "cholesky":
+        method = self.orthogonalization
+        if method == "cholesky" and torch.compiler.is_compiling():
+            method = "gram_schmidt"  # Inductor (torch 2.13) gives wrong numbers for the other of a single leaf
+        if method == "cholesky":
             dtype = _compute_dtype(leaves[paths[0]].dtype)
             return orthogonalize_all([p[path] for path in paths], self.epsilon, dtype)
-        return [orthogonalize(_compute(p[path]), self.orthogonalization, self.epsilon) for path in paths]
+        return [orthogonalize(_compute(p[path]), method, self.epsilon) for path in paths]
 
     def _stacks(self, leaves: Leaves) -> list[list[str]]:
         """Paths of leaves whose small factors are computed together.
@@ -218,3 +227,8 @@ def _nothing_like(leaf: Tensor) -> Tensor:
 def _rows(columns: list[Tensor]) -> Tensor:
     """Matrices transposed and side by side; laid out alike, however they are."""
     return torch.cat(columns).mH.resolve_conj().contiguous()
+
+
+def _columns(rows: Tensor, widths: list[int]) -> list[Tensor]:
+    """The inverse of `_rows`: views, but of complex numbers."""
+    return [columns.resolve_conj() for columns in rows.mH.split(widths)]
