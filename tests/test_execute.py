@@ -600,6 +600,20 @@ library = torch.library.Library("fnddp_tests_cpu", "DEF")
 library.define("twice(Tensor x) -> Tensor")
 library.impl("twice", lambda x: 2 * x, "CPU")
 
+
+def with_first_row(x: Tensor, row: Tensor) -> Tensor:
+    result = 2 * x
+    result[0] = row[0]
+    return result
+
+
+def doubled_behind_a_view(x: Tensor) -> Tensor:
+    result = x.clone()
+    view = result.view(-1)
+    result.mul_(2)
+    return view.view(x.shape).clone()
+
+
 READS = "it reads the values of tensors"
 NEEDS = "it runs code that needs tensors with values"
 FOREIGN = {
@@ -610,6 +624,8 @@ FOREIGN = {
     "item": (READS, lambda x: x * round(x.sum().item() * 2 / 7)),
     "nonzero": (READS, lambda x: torch.zeros_like(x).index_put((x != 0).nonzero(as_tuple=True), 2 * x[x != 0])),
     "repeat": (READS, lambda x: x * torch.repeat_interleave(torch.tensor([2, 5]), torch.tensor([1, 0]))),
+    "part": ("it writes with aten.copy_.default to memory", lambda x: with_first_row(x, 2 * x)),
+    "base": ("it writes with aten.mul_.Tensor to memory", lambda x: doubled_behind_a_view(x)),
     "generator": (
         "(it holds a Generator, which has a state|.*torch._C.Generator)",
         lambda x: 2 * x + 0 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)),

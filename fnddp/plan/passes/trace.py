@@ -13,10 +13,19 @@ from torch import Tensor, fx
 
 from fnddp import tree
 from fnddp.plan.draft import Draft, Phase, Request
-from fnddp.plan.graph import placeholders, remove_dead
+from fnddp.plan.graph import is_view, placeholders, remove_dead, tensor_nodes
 from fnddp.plan.ir import Grad, Held, LoweringError, Name, Part, Ranks
-from fnddp.sync import groups_of, parts_of
-from fnddp.torch_private import Fakes, HasNoFake, ReadsValue, forget_source, traced, without_autocast, without_modes
+from fnddp.sync import Sync, groups_of, parts_of
+from fnddp.torch_private import (
+    Fakes,
+    HasNoFake,
+    ReadsValue,
+    forget_source,
+    schema,
+    traced,
+    without_autocast,
+    without_modes,
+)
 from fnddp.wire.groups import World, is_alone, within, world_size
 
 # How torch says that there is no fake kernel where it has no class for it.
@@ -68,6 +77,7 @@ def trace(request: Request) -> Draft:
             ) from error
         raise
     forget_source(module)
+    _require_pure(sync, module.graph)
     remove_dead(module.graph)
     inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Ranks, groups)]
     names: dict[fx.Node, Name] = dict(zip(placeholders(module.graph), inputs, strict=True))
@@ -78,3 +88,16 @@ def trace(request: Request) -> Draft:
         names[node] = Held(node.name)
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
     return Draft(request, module, names, Phase(counters, tuple(groups), fakes.holds()))
+
+
+def _require_pure(sync: Sync, graph: fx.Graph) -> None:
+    """What is written in place is a value as any other only where nobody else reads that memory."""
+    for node in tensor_nodes(graph):
+        found = schema(node.target)
+        if found is None or not found.is_mutable:
+            continue
+        (written, *_) = node.all_input_nodes or [node]
+        if written.op != "call_function" or is_view(written) or len(written.users) > 1:
+            raise LoweringError(
+                f"{sync!r} cannot be lowered: it writes with {node.target} to memory that something else reads"
+            )
