@@ -96,8 +96,16 @@ def _require_pure(sync: Sync, graph: fx.Graph) -> None:
         found = schema(node.target)
         if found is None or not found.is_mutable:
             continue
-        (written, *_) = node.all_input_nodes or [node]
-        if written.op != "call_function" or is_view(written) or len(written.users) > 1:
+        written = [
+            node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
+            for i, argument in enumerate(found.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if not found.returns or not all(isinstance(each, fx.Node) and _is_its_own(each) for each in written):
             raise LoweringError(
                 f"{sync!r} cannot be lowered: it writes with {node.target} to memory that something else reads"
             )
+
+
+def _is_its_own(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_view(node) and len(node.users) == 1
