@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fnddp.sync import registry
 from tests.ranks import GlooPool
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand.
@@ -31,6 +32,15 @@ def gloo(_pools: list[GlooPool]) -> Callable[..., list]:
     if not _pools or not _pools[-1].alive:
         _pools.append(GlooPool())
     return _pools[-1].run
+
+
+@pytest.fixture
+def own_transforms() -> Iterator[None]:
+    """Transforms that are registered within the test are forgotten after it."""
+    known = dict(registry)
+    yield
+    registry.clear()
+    registry.update(known)
 
 
 @pytest.fixture(autouse=True)

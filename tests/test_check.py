@@ -1,7 +1,5 @@
 """`fnddp.laws.check` names the law that a transform breaks, where, and by how much; and lets sound ones pass."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,13 +10,7 @@ from fnddp import Sync, allreduce, fp16, laws, tree
 from fnddp.ranks import RankFailed, run_threads
 from fnddp.sync import registry
 
-
-@pytest.fixture(autouse=True)
-def _registered_here_only() -> Iterator[None]:
-    known = dict(registry)
-    yield
-    registry.clear()
-    registry.update(known)
+pytestmark = pytest.mark.usefixtures("own_transforms")
 
 
 class Around(Sync):

@@ -18,8 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fnddp.sync import registry
-
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -105,15 +103,12 @@ def _line_of(error: BaseException, page: Path, otherwise: int) -> int:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def module(monkeypatch: pytest.MonkeyPatch, own_transforms: None) -> Iterator[types.ModuleType]:
     """A module for the page's names (a state's annotations are looked up there). What pages change is undone."""
     page = types.ModuleType("fnddp_docs_page")
     monkeypatch.setitem(sys.modules, page.__name__, page)
-    known = dict(registry)
     with torch.random.fork_rng():
         yield page
-    registry.clear()
-    registry.update(known)
     linecache.checkcache()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -607,6 +607,12 @@ def with_first_row(x: Tensor, row: Tensor) -> Tensor:
     return result
 
 
+def doubled_in_a_list(x: Tensor) -> Tensor:
+    result = x.clone()
+    torch._foreach_mul_([result], 2)
+    return result
+
+
 def doubled_behind_a_view(x: Tensor) -> Tensor:
     result = x.clone()
     view = result.view(-1)
@@ -624,8 +630,9 @@ FOREIGN = {
     "item": (READS, lambda x: x * round(x.sum().item() * 2 / 7)),
     "nonzero": (READS, lambda x: torch.zeros_like(x).index_put((x != 0).nonzero(as_tuple=True), 2 * x[x != 0])),
     "repeat": (READS, lambda x: x * torch.repeat_interleave(torch.tensor([2, 5]), torch.tensor([1, 0]))),
-    "part": ("it writes with aten.copy_.default to memory that others read", lambda x: with_first_row(x, 2 * x)),
-    "base": ("it writes with aten.mul_.Tensor to memory that others read", lambda x: doubled_behind_a_view(x)),
+    "part": ("it writes with aten.copy_.default to memory", lambda x: with_first_row(x, 2 * x)),
+    "list": ("it writes with aten._foreach_mul_.Scalar to memory", lambda x: doubled_in_a_list(x)),
+    "base": ("it writes with aten.mul_.Tensor to memory", lambda x: doubled_behind_a_view(x)),
     "generator": (
         "it holds a Generator, which has a state",
         lambda x: 2 * x + 0 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)),

@@ -1,6 +1,5 @@
 """What no other test noticed when it was changed: see `tests/mutation/run.py`."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -14,13 +13,10 @@ from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower
 from fnddp.ranks import run_threads
 from fnddp.run.engine import Engine
-from fnddp.sync import registry
 
 
 @pytest.fixture
-def averaged() -> Iterator[type[Sync]]:
-    known = dict(registry)
-
+def averaged(own_transforms: None) -> type[Sync]:
     @fnddp.transform
     class averaged(Sync):
         """Means from rows of several dtypes, of sizes that no alignment divides."""
@@ -42,9 +38,7 @@ def averaged() -> Iterator[type[Sync]]:
             part = collectives.reduce_scatter(rows) if self.how == "two_shot" else collectives.all_to_all(rows).sum(0)
             return collectives.all_gather(part)[-1] / n
 
-    yield averaged
-    registry.clear()
-    registry.update(known)
+    return averaged
 
 
 def odd(rank: int, step: int) -> dict[str, Tensor]:
@@ -69,9 +63,7 @@ def test_rows_of_bytes_begin_where_each_dtype_may_begin(averaged):
 
 
 @pytest.fixture
-def remembering() -> Iterator[type[Sync]]:
-    known = dict(registry)
-
+def remembering(own_transforms: None) -> type[Sync]:
     @fnddp.transform
     class remembering(Sync):
         """Exchanges what it remembers too, which depends on no leaf."""
@@ -85,9 +77,7 @@ def remembering() -> Iterator[type[Sync]]:
             told = {path: collectives.all_gather(part).sum(0) for path, part in state.items()}
             return Exchange(self.inner.exchange(grads, ()).mean, grads, told)
 
-    yield remembering
-    registry.clear()
-    registry.update(known)
+    return remembering
 
 
 def test_what_only_a_state_needs_travels_with_the_first_bucket(remembering):

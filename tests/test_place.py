@@ -1,6 +1,6 @@
 """No result is written over what it is still computed from: operations whose in-place form would be wrong."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ from torch import Tensor
 import fnddp
 from fnddp import Exchange, Replicated, State, Sync, allreduce, laws
 from fnddp.ranks import run_threads
-from fnddp.sync import registry
 
 FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x + x.T": lambda x, y: x + x.t(),
@@ -31,9 +30,7 @@ class FoldedState(NamedTuple):
 
 
 @pytest.fixture
-def folded() -> Iterator[type[Sync]]:
-    known = dict(registry)
-
+def folded(own_transforms: None) -> type[Sync]:
     @fnddp.transform
     class folded(Sync):
         """Folds square leaves before the wire and behind it, there with this rank's own gradient, and a state."""
@@ -53,9 +50,7 @@ def folded() -> Iterator[type[Sync]]:
             power = {path: fold(state.power[path], leaf) / 8 for path, leaf in inner.mean.items()}
             return Exchange(mean, grads, FoldedState(power, inner.state))
 
-    yield folded
-    registry.clear()
-    registry.update(known)
+    return folded
 
 
 def squares(rank: int, step: int) -> dict[str, Tensor]:
