@@ -5,7 +5,7 @@ leaf become one of torch's `_foreach` operations, which gives the same bits. (On
 further from the cache.) The order has put them side by side; here it is checked that none writes what another reads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -63,8 +63,7 @@ def _alike(nodes: Sequence[fx.Node], placement: Placement, returned: set[Any]) -
         return kind_of(node) if _may_be_joined(node, placement, returned) else node
 
     for _, neighbours in groupby(nodes, kind):
-        together = list(neighbours)
-        if len(together) > 1 and _is_independent(together, placement):
+        for together in _independent(neighbours, placement):
             batches: dict[object, list[fx.Node]] = {}
             for node in together:
                 over_operand = not is_whole(node, placement) and is_in_place(node, placement)
@@ -102,16 +101,23 @@ def _like(node: fx.Node) -> tuple[Any, ...]:
     return value(node).shape, value(node).dtype, value(node).device
 
 
-def _is_independent(members: Sequence[fx.Node], placement: Placement) -> bool:
-    """Whether no operation makes or writes what another reads.
+def _independent(nodes: Iterable[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
+    """Runs of neighbours of which none makes or writes what another reads.
 
-    Nor may it write what it reads itself, but for its first operand: that is copied to its place before it runs.
+    Nor may one write what it reads itself, but for its first operand: that is copied to its place before it runs.
     """
-    written = {placement.memory(node): node for node in members}
-    for node in members:
-        first = operand_of(node)
-        for source in node.all_input_nodes:
-            writer = written.get(placement.memory(source))
-            if writer is not None and (writer is not node or source is not first):
-                return False
-    return True
+    run: list[fx.Node] = []
+    written: set[Any] = set()
+    read: set[Any] = set()
+    for node in nodes:
+        memory, first = placement.memory(node), operand_of(node)
+        others = {placement.memory(source) for source in node.all_input_nodes if source is not first}
+        operands = others | ({placement.memory(first)} if isinstance(first, fx.Node) else set())
+        if memory in read or memory in others or operands & written:
+            yield run
+            run, written, read = [], set(), set()
+        if memory not in others:
+            run.append(node)
+            written.add(memory)
+            read |= operands
+    yield run

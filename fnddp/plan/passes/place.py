@@ -119,7 +119,7 @@ class _Memories:
         if self._last_read.get(memory, -1) < now:
             return True
         reads = [source for source in node.all_input_nodes if self.memory(source) == memory]
-        in_place = reads == [node.args[0]] and _same_layout(value(reads[0]), value(node))
+        in_place = len(reads) == 1 and _is_first_only(node, reads[0]) and _same_layout(value(reads[0]), value(node))
         return self._last_read[memory] == now and node.target in ELEMENTWISE and in_place
 
     def is_ours(self, memory: Memory) -> bool:
