@@ -36,6 +36,7 @@ class Setup:
         device: "cpu" or "cuda".
         pairs: Timed rounds; each runs every arm once.
         seed: Of the parameters and of the order of arms in a round.
+        is_profiled: Whether to say where the time of a step goes.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Setup:
     device: str = "cpu"
     pairs: int = 30
     seed: int = 0
+    is_profiled: bool = False
 
     @property
     def names(self) -> list[str]:

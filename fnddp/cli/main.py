@@ -179,6 +179,7 @@ def _add_bench(commands: Any) -> None:
         "--out", type=Path, default=Path("fnddp-bench"), metavar="DIR", help="where ratios.png and results.json go"
     )
     bench.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the parameters and the arms' order")
+    bench.add_argument("--profile", action="store_true", help="also say where the host's time goes in a step")
     bench.set_defaults(command="bench", run=_bench)
 
 
@@ -197,6 +198,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         out=arguments.out,
         seed=arguments.seed,
+        is_profiled=arguments.profile,
     )
 
 

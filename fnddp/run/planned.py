@@ -19,7 +19,7 @@ from fnddp.plan.plan import Plan
 from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Buffer, Memory
 from fnddp.run.runner import unexpected
-from fnddp.show.trace import Observer, Unobserved
+from fnddp.show.trace import Observer, Ranges
 from fnddp.torch_private import storage_use_count, without_autocast, without_modes
 from fnddp.tree import Leaves
 from fnddp.wire.counter import count_payload
@@ -89,7 +89,7 @@ class Planned:
     ) -> None:
         self.plan = plan
         self._wire, self._memory, self._clones_shared = wire, memory, clones_shared
-        self._observer: Observer = observer or Unobserved()
+        self._observer: Observer = observer or Ranges()
         self._segments, self._collectives = plan.segments, plan.collectives
         registers = _Registers(plan)
         self._codes = [_Code.of(segment, registers.of) for segment in plan.segments]

@@ -48,7 +48,9 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
         dtype: Of the bases.
     """
     rank = matrices[0].shape[1]
-    size = max(_BLOCK, 1 << (rank - 1).bit_length())
+    # Inductor (torch 2.13) fuses products of rank 1 with what takes a part of their rows, and loses those behind the
+    # last whole block (`try_loop_split` in its codegen/cpp.py takes it that blocks divide the rows).
+    size = 1 if rank == 1 else max(_BLOCK, 1 << (rank - 1).bit_length())
     blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
     parts: list[Tensor] = []
     zeros: dict[int, Tensor] = {}
@@ -63,7 +65,7 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
             parts.append(zeros[missing])
     wide = torch.complex128 if dtype.is_complex else torch.float64
     x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
-    owners = torch.tensor([i for i, n in enumerate(blocks) for _ in range(n)], device=x.device)
+    owners = torch.repeat_interleave(torch.tensor(blocks, device=x.device), output_size=sum(blocks))
     if dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
         largest = _per_segment("max", x.abs().amax(1), blocks)  # [matrices, rank]
         x = x / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].unsqueeze(1)

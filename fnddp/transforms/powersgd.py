@@ -166,13 +166,10 @@ class powersgd(Sync):
         return min(self.rank, *_matrix_shape(leaf))
 
     def _bases(self, leaves: Leaves, paths: list[str], p: Leaves) -> list[Tensor]:
-        method = self.orthogonalization
-        if method == "cholesky" and torch.compiler.is_compiling():
-            method = "gram_schmidt"  # Inductor (torch 2.13) gives wrong numbers for the other of a single leaf
-        if method == "cholesky":
+        if self.orthogonalization == "cholesky":
             dtype = _compute_dtype(leaves[paths[0]].dtype)
             return orthogonalize_all([p[path] for path in paths], self.epsilon, dtype)
-        return [orthogonalize(_compute(p[path]), method, self.epsilon) for path in paths]
+        return [orthogonalize(_compute(p[path]), self.orthogonalization, self.epsilon) for path in paths]
 
     def _stacks(self, leaves: Leaves) -> list[list[str]]:
         """Paths of leaves whose small factors are computed together.
@@ -226,7 +223,7 @@ def _nothing_like(leaf: Tensor) -> Tensor:
 
 def _rows(columns: list[Tensor]) -> Tensor:
     """Matrices transposed and side by side; laid out alike, however they are."""
-    return torch.cat(columns).mH.resolve_conj().contiguous()
+    return torch.cat([each.mH for each in columns], dim=1).resolve_conj()
 
 
 def _columns(rows: Tensor, widths: list[int]) -> list[Tensor]:
