@@ -37,12 +37,12 @@ FLOWS = [
 
 
 PARAMS = {
-    "first.weight": (512, 784),
-    "first.bias": (512,),
-    "second.weight": (512, 512),
-    "second.bias": (512,),
-    "third.weight": (10, 512),
-    "third.bias": (10,),
+    "first.weight": (4096, 4096),
+    "first.bias": (4096,),
+    "second.weight": (4096, 4096),
+    "second.bias": (4096,),
+    "third.weight": (1000, 4096),
+    "third.bias": (1000,),
 }
 
 
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
 def draw_plan(file: Path) -> None:
     params = {path: torch.empty(shape, device="meta") for path, shape in PARAMS.items()}
     sync = error_feedback(powersgd(fp16(allreduce), rank=4))
-    file.write_text(lower(sync, params, world_size=4, bucket_cap_mb=1, first_bucket_mb=0.01).to_svg())
+    file.write_text(lower(sync, params, world_size=4).to_svg())
 
 
 def draw_anatomy(file: Path) -> None:

@@ -13,7 +13,7 @@ def batched_powersgd(
     cap_mb: float = 25,
     first_cap_mb: float = 1,
     warm_start: bool = True,
-    orthogonalization: str = "qr",
+    orthogonalization: str = "cholesky",
     epsilon: float = 1e-6,
     seed: int = 0,
 ) -> Sync:

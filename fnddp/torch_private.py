@@ -5,12 +5,12 @@ imported by the function that needs it.
 """
 
 # pyright: reportPrivateUsage=false
-import linecache
 import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from torch._C._functorch import (
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -37,11 +38,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
-from torch.fx import graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import _symbolic_trace
+from torch.fx.proxy import GraphAppendingTracer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is sent
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is done
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
 
@@ -52,6 +53,11 @@ _C: Any = torch._C
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Autograd's engine.
+
+
+def is_profiling() -> bool:
+    """Whether one of torch's profilers records what this thread does. What it is told otherwise costs microseconds."""
+    return _C._autograd._profiler_enabled()
 
 
 def current_backward() -> int:
@@ -248,6 +254,12 @@ class Fakes:
         """One like `tensor`."""
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
+    def dense(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One without views, quicker than by asking for it."""
+        with _C._DisableTorchDispatch():
+            memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self.mode, memory, device)
+
     def number(self, value: int) -> Any:
         """A symbol that is `value` where the trace needs to know."""
         from torch._dynamo.source import ConstantSource
@@ -271,24 +283,90 @@ class Fakes:
         return lambda numbers: bool(test(*numbers))
 
 
-def traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """`function` as a graph of aten operations. Not thread-safe: it patches torch for the whole process."""
-    return make_fx(function)(*arguments)
+@contextmanager
+def refusing_compiled() -> Generator[None]:
+    """Within it a function of torch.compile raises, as in a trace of fx: its kernels are no operations of aten."""
+    before = _symbolic_trace._is_fx_tracing_flag
+    _symbolic_trace._is_fx_tracing_flag = True
+    try:
+        yield
+    finally:
+        _symbolic_trace._is_fx_tracing_flag = before
 
 
-def forget_source(module: fx.GraphModule) -> None:
-    """Frees the source of a graph's code, which fx keeps for the life of the process. Call it before recompiling, too.
+def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:
+    """A node of `graph` that computes a symbolic number from those of its symbols; a number if there are none in it."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    Tracebacks through the code then show no lines, and it cannot be pickled with its source.
-    """
-    key = type(module).forward.__code__.co_filename
-    graph_module._loader.eval_cache.pop(key, None)
-    linecache.cache.pop(key, None)
+    tracer = GraphAppendingTracer(graph)
+    known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
+    made = sympy_interp(PythonReferenceAnalysis, known, expression)
+    return made.node if isinstance(made, fx.Proxy) else made
+
+
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """The tensor with values that a fake one stands for; None if it stands for none."""
+    return tensor.constant if isinstance(tensor, FakeTensor) else tensor
+
+
+def is_dense_fake(made: Any) -> bool:
+    """Whether shape, strides, dtype and device are all there is to know of what an operation made."""
+    is_plain = isinstance(made, FakeTensor) and made.constant is None and made.layout == torch.strided
+    return is_plain and not (made.is_conj() or made.is_neg() or made.storage_offset())
+
+
+def like_of(tensor: Tensor) -> Any:
+    """Equal for fake tensors that operations treat alike; another for each tensor with values."""
+    if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout != torch.strided:
+        return id(tensor), "itself"
+    bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, bits
+
+
+@cache
+def makes_one_tensor(operation: Any) -> bool:
+    """Whether an operation makes a new tensor and does nothing else."""
+    schema = operation._schema
+    is_new = len(schema.returns) == 1 and schema.returns[0].alias_info is None
+    is_tensor = is_new and str(schema.returns[0].type) == "Tensor"
+    return is_tensor and not schema.is_mutable and operation not in UNSAFE_VIEWS
+
+
+def out_of_place(operation: Any) -> Any:
+    """What makes a new tensor of what `operation` writes over its first argument; None if there is no such thing."""
+    name = operation.overloadpacket.__name__
+    packet = getattr(torch.ops.aten, name[:-1], None) if operation.namespace == "aten" and name.endswith("_") else None
+    if torch.Tag.inplace_view in operation.tags or operation._overloadname not in getattr(packet, "overloads", list)():
+        return None
+    return getattr(packet, operation._overloadname)
+
+
+def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation does that is made of others, by doing it; NotImplemented for any other."""
+    return operation.decompose(*args, **kwargs)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, while one of them is alive."""
+    return tensor.untyped_storage()._cdata
 
 
 def schema(operation: Any) -> Any:
     """The schema of an aten operation; None for a Python function."""
     return getattr(operation, "_schema", None)
+
+
+FOREACH: dict[Any, tuple[Any, Any]] = {
+    torch.ops.aten.add.Tensor: (torch._foreach_add, torch._foreach_add_),
+    torch.ops.aten.sub.Tensor: (torch._foreach_sub, torch._foreach_sub_),
+    torch.ops.aten.mul.Tensor: (torch._foreach_mul, torch._foreach_mul_),
+    torch.ops.aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
+}
+"""For operations those on lists of tensors: one that makes new ones, and one that writes over the first list."""
+
+foreach_copy: Any = torch._foreach_copy_
+"""Copies a list of tensors to others."""
 
 
 # Modules.
@@ -302,6 +380,11 @@ def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
     """The dict itself where `module` keeps its parts."""
     return module._modules
+
+
+def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict itself where `module` keeps its own buffers."""
+    return module._buffers
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fnddp
 from fnddp import Sync, allreduce, laws
+from fnddp.transforms.orthogonalize import METHODS
 
 # One expression for each registered name; a new transform gets a line here and inherits every law.
 EXAMPLES = {
@@ -19,7 +20,7 @@ EXAMPLES = {
     "squared": "squared(powersgd(allreduce, rank=2))",
     "powersgd": "powersgd(fp16(allreduce), rank=2)",
     "batched_powersgd": "batched_powersgd(allreduce, rank=2)",
-    "error_feedback": "error_feedback(powersgd(fp16(allreduce), rank=2, batch_same_shape=True))",
+    "error_feedback": "error_feedback(powersgd(fp16(allreduce), rank=2))",
     "warmup": "warmup(powersgd(allreduce, warm_start=False), steps=1, before=fp16(allreduce))",
     "partition": "partition({'*weight': error_feedback(powersgd(allreduce)), '*': bf16(allreduce)})",
 }
@@ -55,8 +56,7 @@ def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
                 rank=draw(st.integers(1, 5)),
                 warm_start=draw(st.booleans()),
                 min_compression_rate=draw(st.sampled_from([0, 1, 2])),
-                orthogonalization=draw(st.sampled_from(["qr", "gram_schmidt"])),
-                batch_same_shape=draw(st.booleans()),
+                orthogonalization=draw(st.sampled_from(METHODS)),
                 seed=draw(st.integers(0, 3)),
             )
         case "error_feedback":

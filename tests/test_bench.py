@@ -59,7 +59,12 @@ def tiny(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "leaves", "parameters"),
-    [("transformer", 52, 10_272_256), ("gpt2", 148, 124_439_808), ("resnet18", 62, 11_173_962)],
+    [
+        ("transformer", 52, 10_272_256),
+        ("deep", 384, 4_239_360),
+        ("gpt2", 148, 124_439_808),
+        ("resnet18", 62, 11_173_962),
+    ],
 )
 def test_named_models(name: str, leaves: int, parameters: int) -> None:
     workload = load(name)
@@ -120,7 +125,9 @@ def test_wrong_files(tmp_path: Path) -> None:
         load(f"{tmp_path}/broken.py:fn")
     with pytest.raises(ModelError, match="there is no file absent.py"):
         load("absent.py:fn")
-    with pytest.raises(ModelError, match="unknown model 'gpt5'; known ones are transformer, gpt2, resnet18, and FILE"):
+    with pytest.raises(
+        ModelError, match="unknown model 'gpt5'; known ones are transformer, deep, gpt2, resnet18, and FILE"
+    ):
         load("gpt5")
 
 
@@ -128,11 +135,18 @@ def test_wrong_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "register", "value_and_grad"])
 def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pipelines, peers = ("allreduce", LOW_RANK, "allreduce"), "ddp,powersgd_hook,none"
-    options = ("--engine", engine, "--against", peers, "--out", str(tmp_path / "a" / "b"))
+    options = ("--engine", engine, "--against", peers, "--out", str(tmp_path / "a" / "b"), "--profile")
     assert main.main(["bench", *pipelines, *SMALL, f"{tiny}:whole", *options]) == 0
     said, errors = capfd.readouterr()
     assert errors == ""
-    for expected in (LOW_RANK, "allreduce #2", "powersgd_hook is left out: torch's", "time / none", "loopback"):
+    for expected in (
+        LOW_RANK,
+        "allreduce #2",
+        "powersgd_hook is left out: torch's",
+        "time / none",
+        "loopback",
+        "hooks",
+    ):
         assert expected in said
     height, width, _ = imread(tmp_path / "a" / "b" / "ratios.png").shape
     assert min(height, width) > 300
@@ -144,6 +158,12 @@ def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixt
         assert np.array(arm["seconds_by_rank_and_step"]).shape == (2, 2)
         assert set(arm["ratios"]) == {"ddp", "none"}
         assert arm["link_bytes"] >= 0
+    none, ours, theirs = (arms[name]["profile"] for name in ("none", LOW_RANK, "ddp"))
+    assert set(ours) == {"start", "hooks", "encode", "launch", "wait", "decode", "end", "operations"}
+    assert min(ours["hooks"], theirs["hooks"]) > 0
+    assert min(ours[part] for part in ("start", "encode", "launch", "wait", "decode", "end")) > 0
+    assert {none[part] + theirs[part] for part in ("start", "encode", "launch", "wait", "decode", "end")} == {0}
+    assert ours["operations"] > none["operations"] > 0
     # torch's DDP also sends the buffers of BatchNorm: two floats a channel, and a count
     buffers = 4 * 2 * 32 + 8
     ours = 0 if engine == "value_and_grad" else buffers

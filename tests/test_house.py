@@ -14,7 +14,19 @@ ORDER = [
     *("wire/weights", "wire/control", "wire/eager", "collectives"),
     *("sync", "state", "parse", "agreement"),
     *("reducers", "transforms", "memory", "schedules", "compositions", "cost"),
-    *("plan/ir", "plan/draft", "plan/graph", "plan/schedule", "show", "plan/plan", "plan/passes", "plan/lower"),
+    *(
+        "plan/ir",
+        "plan/draft",
+        "plan/recorder",
+        "plan/script",
+        "plan/graph",
+        "plan/schedule",
+        "plan/peak",
+        "show",
+        "plan/plan",
+        "plan/passes",
+        "plan/lower",
+    ),
     *("run", "adapters", "distributed", "ranks", "laws", "__init__", "cli", "__main__"),
 ]
 

@@ -14,6 +14,7 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.ranks import run_threads
 from fnddp.run.engine import Engine
+from fnddp.transforms.orthogonalize import unit_rows
 from fnddp.tree import Leaves, Tree
 from tests.ranks import on_ranks
 
@@ -158,3 +159,127 @@ def test_a_forward_that_raises_where_a_weight_was_told(rank: int) -> None:
             model(torch.tensor([[2.0 + 2 * rank]])).sum().backward()
         if not fails:
             assert model.module.weight.grad.item() == 3.5
+
+
+class Applied(Gathered):
+    """`before` is done to each leaf, `send` moves it, and `after` is done to what came."""
+
+    def __init__(self, *, before: Any = lambda x: x, send: Any = None, after: Any = lambda x: x) -> None:
+        self.before, self.send, self.after = before, send or summed, after
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        sent = self.send({path: self.before(leaf) for path, leaf in leaves.items()})
+        return Exchange({path: self.after(each) for path, each in sent.items()}, leaves, state)
+
+
+def summed(leaves: Leaves) -> Leaves:
+    return collectives.all_reduce(leaves, "sum", None)
+
+
+def copied(leaves: Leaves) -> Leaves:
+    return {path: leaf.clone() for path, leaf in leaves.items()}
+
+
+def gathered(leaves: Leaves) -> Leaves:
+    return {path: collectives.all_gather(leaf, None) for path, leaf in leaves.items()}
+
+
+def added_twice(x: Tensor) -> Tensor:
+    return torch.add(x, 1, alpha=2)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Has another shape at each step, and always the same identity."""
+    y = x.clone()
+    y.unsqueeze_(0)
+    y = y * 2
+    return y[0]
+
+
+APPLIED = {
+    "halves in a buffer of bytes": {
+        "before": lambda x: x / 2,
+        "send": gathered,
+        "after": lambda rows: rows.sum(0),
+    },
+    "a chain of one kind": {"before": lambda x: x * 2 * 2 * 2},
+    "a chain of one kind, behind": {"after": lambda x: x * 2 * 2 * 2},
+    "what is read twice": {"before": lambda x: (y := x * 3) * y},
+    "alpha and a number": {"before": added_twice},
+    "alpha and a number, behind": {"after": added_twice},
+    "shapes that change in place": {"before": turned},
+    "means of operations in place": {"after": lambda x: x.clone().mul_(3)},
+    "means that are copies": {"after": lambda x: x.clone()},
+    "means that are copies of gradients": {"send": copied},
+}
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_many_small_leaves_are_each_their_own(name):
+    sync = Applied(**APPLIED[name])
+
+    def body(rank: int) -> None:
+        step, kept = fnddp.jit(sync), []
+        for i in range(3):
+            grads = {f"leaf {k}": torch.arange(3.0 + k % 2) + k + 10 * rank + 100 * i for k in range(6)}
+            want, _ = sync(grads, ())
+            got, _ = step(grads, ())
+            kept.append((want, got))
+        for want, got in kept:  # which later steps leave alone
+            assert {path: leaf.tolist() for path, leaf in got.items()} == {p: leaf.tolist() for p, leaf in want.items()}
+        if name == "shapes that change in place":
+            assert step.plan is None
+        else:
+            assert step.plan is not None
+            assert any(operation.count > 1 for segment in step.plan.segments for operation in segment.operations)
+
+    run_threads(2, body)
+
+
+@on_ranks(2)
+def test_a_backward_from_within_after_one_that_broke_off(rank: int) -> None:
+    class Breaks(torch.autograd.Function):
+        is_on = False
+
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:  # pyright: ignore
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+            if Breaks.is_on:
+                raise RuntimeError("it broke off")
+            return grad
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.first(x)
+            return self.second(Breaks.apply(self.hidden))
+
+    torch.manual_seed(0)
+    model = fnddp.DistributedDataParallel(Layers())
+    x = torch.full((1, 2), 1.0 + rank)
+    for _ in range(2):
+        model(x).sum().backward()
+    model.zero_grad()
+    loss = model(x).sum()
+    Breaks.is_on = True
+    with pytest.raises(RuntimeError, match="it broke off"):
+        loss.backward()
+    Breaks.is_on = False
+    model.module.hidden.sum().backward()
+    grad = model.module.first.weight.grad
+    assert grad is not None
+    assert grad.tolist() == [[1.5, 1.5]] * 2
+
+
+def test_rows_of_any_magnitude_have_unit_norm():
+    """Squares of float64 numbers vanish and overflow."""
+    for size in (1e-200, 1.0, 1e200):
+        rows = size * torch.tensor([[3.0, 4.0, 5.0, 12.0]], dtype=torch.float64)
+        unit = unit_rows(rows, [2, 2], torch.zeros_like(rows))
+        assert torch.allclose(unit, torch.tensor([[0.6, 0.8, 5 / 13, 12 / 13]], dtype=torch.float64))

@@ -28,7 +28,7 @@ from fnddp.buckets import MB
 from fnddp.random import normal
 from fnddp.ranks import run_threads
 from fnddp.sync import registry
-from fnddp.transforms.orthogonalize import orthogonalize
+from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 
@@ -297,7 +297,7 @@ ZEROS = {
 }
 
 
-@pytest.mark.parametrize("orthogonalization", ["qr", "gram_schmidt"])
+@pytest.mark.parametrize("orthogonalization", METHODS)
 @pytest.mark.parametrize("rank", [1, 2, 5, 16, 100])
 @pytest.mark.parametrize("name", ZEROS)
 def test_powersgd_of_difficult_matrices(name, rank, orthogonalization):
@@ -314,7 +314,7 @@ def test_powersgd_of_difficult_matrices(name, rank, orthogonalization):
             torch.testing.assert_close(mean["w"] / (scale or 1), ZEROS[name] / (scale or 1), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("orthogonalization", ["qr", "gram_schmidt"])
+@pytest.mark.parametrize("orthogonalization", METHODS)
 def test_powersgd_recovers_after_zero_and_after_infinite_gradients(orthogonalization):
     sync = powersgd(allreduce, rank=2, orthogonalization=orthogonalization)
     good = {"w": torch.outer(torch.arange(1.0, 33.0), torch.arange(1.0, 25.0))}
@@ -368,14 +368,6 @@ def test_seeds_and_queries():
     assert not torch.equal(first["a"], second["a"])  # a fresh query each step
 
 
-def test_batching_changes_speed_only():
-    gradients = {f"w{i}": torch.randn(24, 32, generator=torch.Generator().manual_seed(i)) for i in range(4)}
-    gradients["other"] = torch.randn(16, 48, generator=torch.Generator().manual_seed(9))
-    one, _ = steps(powersgd(allreduce, rank=2), gradients)
-    batched, _ = steps(powersgd(allreduce, rank=2, batch_same_shape=True), gradients)
-    torch.testing.assert_close(batched, one, rtol=1e-4, atol=1e-5)
-
-
 def test_the_factors_stay_in_the_range_of_an_fp16_wire():
     gradients = {"w": 1e-4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
     exact, _ = steps(powersgd(allreduce, rank=4), gradients, n=10)
@@ -392,11 +384,39 @@ def test_orthogonalize(method, dtype):
     torch.testing.assert_close(basis @ (basis.mH @ p), p, rtol=1e-4, atol=1e-4)  # the same span
 
 
-def test_gram_schmidt_drops_dependent_columns():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_bases_of_matrices_of_any_shapes_at_once(dtype):
+    """Each as if it were alone: orthonormal, of the same span, and zero where a column adds nothing."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(rows, 3, dtype=dtype, generator=generator) for rows in (128, 3, 33, 1000, 31)]
+    matrices += [matrices[0] * 1e-30, matrices[1] * 1e30, torch.zeros(40, 3, dtype=dtype)]
+    nearly = torch.randn(50, 3, dtype=dtype, generator=generator)
+    nearly[:, 1] = nearly[:, 0] + 1e-4 * nearly[:, 1]
+    matrices += [nearly, torch.cat([nearly[:, :1], 2 * nearly[:, :1], nearly[:, 2:]], 1)]
+    kept = [3] * 7 + [0, 3, 2]
+    bases = orthogonalize_all(matrices, 1e-6, dtype)
+    for matrix, basis, rank in zip(matrices, bases, kept, strict=True):
+        gram = basis.mH @ basis
+        unit = gram.diagonal().real.round().to(dtype)
+        assert unit.real.sum() == rank
+        torch.testing.assert_close(gram, torch.diag(unit), rtol=0, atol=1e-5)
+        scale = max(matrix.abs().max().item(), 1e-37)
+        torch.testing.assert_close(basis @ (basis.mH @ (matrix / scale)), matrix / scale, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_matrices_side_by_side_become_unit_vectors():
+    q = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
+    q[0, :5], q[1, :5], q[0, 5:] = 0, float("inf"), 1e-30 * q[0, 5:]
+    unit = unit_rows(q, [5, 7], fallback=torch.full_like(q, 0.5))
+    assert unit[:, :5].eq(0.5).all()  # zero and infinite ones
+    torch.testing.assert_close(torch.linalg.vector_norm(unit[:, 5:], dim=1), torch.ones(2))
+    torch.testing.assert_close(unit[1, 5:], torch.nn.functional.normalize(q[1, 5:], dim=0))
+
+
+@pytest.mark.parametrize("method", ["gram_schmidt", "cholesky"])
+def test_dependent_columns_are_dropped(method):
     column = torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
-    basis = orthogonalize(
-        torch.cat([column, 2 * column, torch.zeros(20, 1), column + 1], 1), "gram_schmidt", epsilon=1e-6
-    )
+    basis = orthogonalize(torch.cat([column, 2 * column, torch.zeros(20, 1), column + 1], 1), method, epsilon=1e-6)
     assert [round(n, 5) for n in torch.linalg.vector_norm(basis, dim=0).tolist()] == [1, 0, 0, 1]
 
 

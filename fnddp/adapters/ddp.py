@@ -69,8 +69,7 @@ class Handle:
                 self._world.require_same()
                 self._engine.start()
             if self._failure is None:
-                for parameter, grad in arrived.gradients():
-                    self._engine.feed(self._name_of(parameter), grad)
+                self._engine.feed_all({self._name_of(p): grad for p, grad in arrived.gradients()})
             if bucket.is_last():
                 self._finish()
         except Exception as error:

@@ -90,7 +90,11 @@ def _backward(
 ) -> tuple[Tensor, Any]:
     """Value and auxiliary data; gradients go to the engine as they come."""
 
+    inbox, positions = engine.inbox, engine.positions
+
     def on_grad(path: str) -> Callable[[Tensor], None]:
+        position = positions[path]
+
         def feed(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
@@ -99,7 +103,10 @@ def _backward(
                     f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
                     "synchronized; do without sparse=True"
                 )
-            engine.feed(path, grad)
+            if inbox is None or not inbox.is_open:
+                engine.feed(path, grad)
+            elif inbox.put(position, grad):
+                engine.poll()
 
         return feed
 

@@ -34,6 +34,25 @@ class Transformer(nn.Module):
         return self.head(self.blocks(self.embed(tokens) + self.position))
 
 
+class Deep(nn.Module):
+    """4.2 million parameters in 384 leaves: 32 encoder layers of width 128. It shows what a leaf costs."""
+
+    WIDTH: ClassVar = 128
+    LAYERS: ClassVar = 32
+    CONTEXT: ClassVar = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (
+            nn.TransformerEncoderLayer(self.WIDTH, 4, 2 * self.WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(self.LAYERS)
+        )
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class GPT2(nn.Module):
     """GPT-2 small (Radford et al., 2019): 124,439,808 parameters in 148 leaves; the output head is the embedding.
 

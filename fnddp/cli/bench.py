@@ -1,5 +1,6 @@
 """`fnddp bench`: check what was asked for, time real training steps on all ranks, report."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ def run(
     device: str,
     out: Path,
     seed: int,
+    is_profiled: bool,
 ) -> int:
     """Times training steps with each of `pipelines` and each peer, prints a table, writes `ratios.png`, `results.json`.
 
@@ -51,6 +53,7 @@ def run(
         device: "cpu" or "cuda".
         out: Folder for the files, made if need be.
         seed: Of initial parameters and the order of arms.
+        is_profiled: Also say where the time of a step goes.
 
     Returns:
         The exit code of the command.
@@ -62,14 +65,16 @@ def run(
         parameters = check_model(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
         check_machine(device, link)
-        peers = check_peers(against, device, console)
+        peers = check_peers(against, device, ranks, console)
         check_folder(out)
-        setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed)
+        setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed, is_profiled)
         times = _measure(setup, ranks, link, console)
         size = sum(p.numel() for p in parameters.values())
         done = Run(setup, ranks, link, size, shlex.join(["fnddp", *sys.argv[1:]]), times)
         console.print(", ".join(f"{key}: {value}" for key, value in done.conditions.items()), markup=False)
         console.print(bench_report.table(done))
+        if is_profiled:
+            console.print(bench_report.profile_table(done))
         bench_report.write(out, done)
         console.print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}", soft_wrap=True)
         return 0
@@ -102,8 +107,8 @@ def check_machine(device: str, link: str | None) -> None:
         raise WrongArgument("--link shapes what gloo sends; leave it out with --device cuda")
 
 
-def check_peers(against: str, device: str, console: Console) -> list[str]:
-    """The peers in `against` that can run on `device`; says which cannot, and why.
+def check_peers(against: str, device: str, ranks: int, console: Console) -> list[str]:
+    """The peers in `against` that can run on `device` and so many ranks; says which cannot, and why.
 
     Raises:
         WrongArgument: One is unknown, or none is left.
@@ -111,7 +116,7 @@ def check_peers(against: str, device: str, console: Console) -> list[str]:
     names = [name.strip() for name in against.split(",")]
     if unknown := [name for name in names if name not in PEERS]:
         raise WrongArgument(f"--against: unknown peer {unknown[0]!r}; known ones are {', '.join(PEERS)}")
-    reasons = {name: why_not(name, device) for name in names}
+    reasons = {name: why_not(name, device, ranks) for name in names}
     for name, reason in reasons.items():
         if reason is not None:
             console.print(f"{name} is left out: {reason}", soft_wrap=True)
@@ -125,6 +130,8 @@ def _measure(setup: Setup, ranks: int, link: str | None, console: Console) -> li
     with ExitStack() as stack:
         hosts = stack.enter_context(shaped_hosts(ranks, link)) if link else []
         backend = "nccl" if setup.device == "cuda" else "gloo"
+        if setup.is_profiled:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says that a profile starts, and ends
         events = stack.enter_context(closing(run_ranks(ranks, measure, setup, hosts=hosts, backend=backend)))
         return _show_progress(events, WARM_UP + setup.pairs, console)
 

@@ -36,6 +36,7 @@ class Setup:
         device: "cpu" or "cuda".
         pairs: Timed rounds; each runs every arm once.
         seed: Of the parameters and of the order of arms in a round.
+        is_profiled: Whether to say where the time of a step goes.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Setup:
     device: str = "cpu"
     pairs: int = 30
     seed: int = 0
+    is_profiled: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -74,11 +76,11 @@ class Arm:
     wire_bytes: Callable[[], int]
 
 
-def why_not(peer: str, device: str) -> str | None:
-    """Why `peer` cannot run on `device`; None if it can."""
+def why_not(peer: str, device: str, ranks: int) -> str | None:
+    """Why `peer` cannot run on `device` on so many ranks; None if it can."""
     if device == "cpu" and peer == "bf16_hook":
         return "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
-    if device == "cpu" and peer == "powersgd_hook":
+    if device == "cpu" and ranks > 1 and peer == "powersgd_hook":
         return "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
     return None
 

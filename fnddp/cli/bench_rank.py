@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fnddp.cli.bench_arms import Arm, Setup, make_arms
+from fnddp.cli.bench_profile import profiled
 from fnddp.cli.network import sent_bytes
 
 # DDP rebuilds its buckets after the first step, and torch's PowerSGD starts in the third.
@@ -31,11 +32,13 @@ class Times:
         seconds: Of each timed step (inner) on each rank (outer).
         wire_bytes: What rank 0 handed to its collectives in one more step, counted.
         link_bytes: Of each timed step: what left through the network interface of rank 0.
+        profile: Where the time of a step of rank 0 goes, in steps of their own; None if nobody asked.
     """
 
     seconds: list[list[float]]
     wire_bytes: int
     link_bytes: list[int]
+    profile: dict[str, float] | None = None
 
     @property
     def steps(self) -> list[float]:
@@ -68,9 +71,10 @@ def measure(setup: Setup) -> Iterator[Event]:
                 link_bytes[index].append(sent)
         yield Round(number + WARM_UP + 1)
     wire_bytes = [arm.wire_bytes() for arm in arms]
+    profiles = [profiled(arm) if setup.is_profiled else None for arm in arms]
     gathered: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, seconds)
-    yield [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i]) for i in range(len(arms))]
+    yield [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i], profiles[i]) for i in range(len(arms))]
 
 
 def timed(arm: Arm, device: torch.device) -> tuple[float, int]:

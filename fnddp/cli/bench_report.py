@@ -17,6 +17,7 @@ from rich.table import Table
 
 from fnddp.cli import table as tables
 from fnddp.cli.bench_arms import Setup
+from fnddp.cli.bench_profile import OPERATIONS, PARTS
 from fnddp.cli.bench_rank import WARM_UP, Times
 from fnddp.cli.report import COLOURS
 
@@ -110,6 +111,22 @@ def table(run: Run) -> Table:
     )
 
 
+def profile_table(run: Run) -> Table:
+    """Where the time of a step goes, a row for each arm."""
+    rows: list[tuple[str, ...]] = []
+    for name, times in zip(run.setup.names, run.times, strict=True):
+        assert times.profile is not None
+        spent = (f"{times.profile[part]:.2f}" for part in PARTS)
+        rows.append((name, *spent, f"{times.profile[OPERATIONS]:,.0f}"))
+    return tables.table(
+        ("arm", *PARTS, OPERATIONS),
+        rows,
+        caption="ms of the host in a step of rank 0, each without the parts within it; the profiler itself costs some\n"
+        "hooks: what autograd does with a gradient of a parameter, and all that hangs on it: torch's reducer, too\n"
+        "operations: of aten in a whole step, nested ones counted",
+    )
+
+
 def write(out: Path, run: Run) -> None:
     """Writes the picture and the numbers behind it into the folder `out`.
 
@@ -136,6 +153,7 @@ def as_json(run: Run) -> dict[str, object]:
                 "link_bytes": run.link_bytes(arm),
                 "interface_bytes_by_step": times.link_bytes,
                 "seconds_by_rank_and_step": times.seconds,
+                "profile": times.profile,
             }
             for arm, (name, times) in enumerate(zip(names, run.times, strict=True))
         ],

@@ -82,7 +82,7 @@ def _add_plan(commands: Any) -> None:
         "--model",
         default="transformer",
         metavar="NAME",
-        help="transformer, gpt2, resnet18, or FILE.py:fn, where fn() returns a module (default: %(default)s)",
+        help="transformer, deep, gpt2, resnet18, or FILE.py:fn, where fn() returns a module (default: %(default)s)",
     )
     plan.add_argument(
         "--ranks", type=_positive, default=8, metavar="N", help="number of ranks, thousands too (default: %(default)s)"
@@ -162,7 +162,7 @@ def _add_bench(commands: Any) -> None:
         help="ddp: torch's; fp16_hook, bf16_hook, powersgd_hook: the same with a hook; none: no synchronization",
     )
     bench.add_argument(
-        "--model", default="transformer", metavar="NAME", help="transformer, gpt2, resnet18, or FILE.py:fn"
+        "--model", default="transformer", metavar="NAME", help="transformer, deep, gpt2, resnet18, or FILE.py:fn"
     )
     bench.add_argument("--pairs", type=_positive, default=30, metavar="N", help="timed rounds")
     bench.add_argument(
@@ -179,6 +179,7 @@ def _add_bench(commands: Any) -> None:
         "--out", type=Path, default=Path("fnddp-bench"), metavar="DIR", help="where ratios.png and results.json go"
     )
     bench.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the parameters and the arms' order")
+    bench.add_argument("--profile", action="store_true", help="also say where the host's time goes in a step")
     bench.set_defaults(command="bench", run=_bench)
 
 
@@ -197,6 +198,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         out=arguments.out,
         seed=arguments.seed,
+        is_profiled=arguments.profile,
     )
 
 

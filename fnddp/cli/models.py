@@ -63,7 +63,7 @@ class Workload:
 
 
 def load(name: str) -> Workload:
-    """The workload `name`: "transformer", "gpt2", "resnet18", or "FILE.py:fn".
+    """The workload `name`: "transformer", "deep", "gpt2", "resnet18", or "FILE.py:fn".
 
     In a file, `fn()` returns a module, or `(module, inputs, loss_fn)`: a tensor or tuple of tensors that the module
     takes, and a function from the module's output to a scalar. A module alone can be planned, not benchmarked.
@@ -88,6 +88,11 @@ def _tokens(rank: int, *, size: int, context: int, vocabulary: int) -> Batch:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def _noise(rank: int, *, size: int) -> Batch:
+    deep = architectures.Deep
+    return (torch.randn(size, deep.CONTEXT, deep.WIDTH, generator=_generator(rank)),)
+
+
 def _images(rank: int, *, size: int) -> Batch:
     generator = _generator(rank)
     return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator)
@@ -102,6 +107,10 @@ def _token_loss(forward: Forward, batch: Batch) -> Tensor:
     return cross_entropy(forward(tokens).flatten(0, 1), following.flatten())
 
 
+def _square_loss(forward: Forward, batch: Batch) -> Tensor:
+    return forward(*batch).square().mean()
+
+
 def _class_loss(forward: Forward, batch: Batch) -> Tensor:
     images, labels = batch
     return cross_entropy(forward(images), labels)
@@ -112,9 +121,11 @@ _SENTENCES = Task(
     partial(_tokens, size=4, context=_Transformer.CONTEXT, vocabulary=_Transformer.VOCABULARY), _token_loss
 )
 _SENTENCE = Task(partial(_tokens, size=1, context=64, vocabulary=_GPT2.VOCABULARY), _token_loss)
+_VECTORS = Task(partial(_noise, size=2), _square_loss)
 _PICTURES = Task(partial(_images, size=8), _class_loss)
 _NAMED = {
     "transformer": Workload("transformer", _Transformer, lambda: _SENTENCES),
+    "deep": Workload("deep", architectures.Deep, lambda: _VECTORS),
     "gpt2": Workload("gpt2", _GPT2, lambda: _SENTENCE),
     "resnet18": Workload("resnet18", architectures.ResNet18, lambda: _PICTURES),
 }

@@ -1,11 +1,11 @@
 """A plan while it is made: what one pass hands to the next."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
-from fnddp.plan.ir import LeafSpec, Name, Segment
+from fnddp.plan.ir import LeafSpec, Name, Scratch, Segment, Sent
 from fnddp.sync import State, Sync
 from fnddp.wire.groups import World
 
@@ -89,18 +89,28 @@ class Placement:
     Attributes:
         payloads: The payloads that a node is copied to, as (collective, position).
         targets: What the result of a node is written over: another node's memory, a payload, or the memory of a mean.
+        lies_in: The memory in which a result lies, where that is not its own.
         overwritten: The inputs of the graph that are written over.
+        scratch: Memory of the plan's own for results that many operations make at once.
         results: Leaves whose mean has memory of its own.
         memories: For leaves what is free to be that memory in the next step: a node, or that memory.
-        peak_bytes: Memory that a step takes at most beside gradients and state.
     """
 
     payloads: dict[fx.Node, list[tuple[int, int]]]
     targets: dict[fx.Node, "fx.Node | Name"]
+    lies_in: Mapping[fx.Node, "fx.Node | Name"]
     overwritten: frozenset[fx.Node]
+    scratch: Mapping[Scratch, LeafSpec]
     results: frozenset[str]
     memories: dict[str, "fx.Node | Name"]
-    peak_bytes: int
+
+    def memory(self, node: fx.Node) -> "fx.Node | Name":
+        """What the result of `node` lies in, called by the node that made it or by its name."""
+        memory: fx.Node | Name = node
+        while isinstance(memory, fx.Node) and memory in self.lies_in:
+            memory = self.lies_in[memory]
+        target = self.targets.get(memory) if isinstance(memory, fx.Node) else None
+        return target if isinstance(target, Sent | Scratch) else memory
 
 
 @dataclass(frozen=True)
@@ -109,25 +119,25 @@ class Draft:
 
     Attributes:
         request: What is asked for.
-        module: The graph: from leaves, parts of the state and numbers of ranks to means and the next state.
+        graph: From leaves, parts of the state and numbers of ranks to means and the next state.
+        held: Tensors with values that the graph reads, by the targets of their nodes.
         names: What the inputs of the graph, and the tensors it holds, are called.
         phase: What the graph is for.
         cuts: The graph in order.
         placement: Where results are written.
+        batches: Operations that are run as one: the first of them, and all.
         segments: The code.
     """
 
     request: Request
-    module: fx.GraphModule
+    graph: fx.Graph
+    held: dict[str, Tensor]
     names: dict[fx.Node, Name]
     phase: Phase
     cuts: tuple[Cut, ...] = ()
     placement: Placement | None = None
+    batches: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
     segments: tuple[Segment, ...] = ()
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
 
     @property
     def paths(self) -> list[str]:

@@ -56,6 +56,42 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+LIGHT = {"cpu": 2**20, "cuda": 2**24}
+"""Bytes up to which it is the call of an operation that costs, not its pass over memory. (Larger temporaries of many
+leaves at a time would take too much memory, too.)"""
+
+
+def is_light(node: fx.Node) -> bool:
+    """Whether `node` reads and makes small tensors only."""
+    return all(map(_is_small, (node, *node.all_input_nodes)))
+
+
+def _is_small(node: fx.Node) -> bool:
+    if "is_small" not in node.meta:
+        node.meta["is_small"] = _holds_little(value(node))
+    return node.meta["is_small"]
+
+
+def _holds_little(made: Any) -> bool:
+    if isinstance(made, Tensor):
+        return made.numel() * made.element_size() <= LIGHT.get(made.device.type, LIGHT["cpu"])
+    return not isinstance(made, tuple | list) or all(map(_holds_little, made))
+
+
+def kind_of(node: fx.Node) -> object:
+    """Equal for nodes that do the same, but for the tensors that they do it to."""
+    made = value(node)
+    constants = [arg if not is_tensor(arg) else None for arg in node.args]
+    options = sorted((key, str(option)) for key, option in node.kwargs.items())
+    like = (made.dtype, made.device) if isinstance(made, Tensor) else None
+    return node.target, str(constants), str(options), like
+
+
+def is_tensor(argument: object) -> bool:
+    """Whether an argument of a node is a node that stands for a tensor."""
+    return isinstance(argument, fx.Node) and isinstance(value(argument), Tensor)
+
+
 def remove_dead(graph: fx.Graph) -> fx.Graph:
     """Removes what nobody reads, collectives too: they are dead on all ranks alike."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))

@@ -27,6 +27,10 @@ class LeafSpec:
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    def is_like(self, grad: Tensor) -> bool:
+        """Whether `grad` is one of this leaf, laid out as it may be."""
+        return grad.shape == self.shape and grad.dtype == self.dtype and grad.device == self.device
+
     def empty(self) -> Tensor:
         """A tensor like it, with arbitrary values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -72,6 +76,15 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Payloads that lie side by side in the buffer that a collective sends, as one tensor."""
+
+    collective: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Received:
     """Its result in the buffer that the collective fills: the same memory for an all_reduce."""
 
@@ -87,13 +100,20 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Memory of the plan's own for what an operation makes, which persists across steps."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Temp:
     """What an operation makes."""
 
     name: str
 
 
-Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Received | Mean | Temp
+Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Mean | Scratch | Temp
 """What a value of a plan is called."""
 
 
@@ -216,6 +236,7 @@ class Operation:
         arguments: Names of values, numbers, and what else it is called with.
         options: Keyword arguments that matter.
         written: Where its result lies, if not in memory of its own.
+        count: For how many leaves it does that; what is named is that of the first.
     """
 
     made: Name
@@ -224,6 +245,7 @@ class Operation:
     arguments: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     written: Name | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import fx
-
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
 from fnddp.plan.draft import Donation, Draft, Request
@@ -13,6 +11,7 @@ from fnddp.plan.ir import Grad, Held, LeafSpec, Part
 from fnddp.plan.passes import PASSES
 from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import trace
+from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
@@ -123,10 +122,7 @@ def _finished(draft: Draft) -> Plan:
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, Part))),
         results=placement.results,
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
-        constants={name: _constant(draft.module, node) for node, name in draft.names.items() if isinstance(name, Held)},
-        peak_bytes=placement.peak_bytes,
+        constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
+        scratch=dict(placement.scratch),
+        peak_bytes=peak_bytes(draft),
     )
-
-
-def _constant(module: fx.GraphModule, node: fx.Node) -> Any:
-    return getattr(module, str(node.target))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fnddp.plan.draft import Phase
-from fnddp.plan.ir import Collective, Held, LeafSpec, Name, Segment
+from fnddp.plan.ir import Collective, Held, LeafSpec, Name, Scratch, Segment
 from fnddp.sync import Sync
 
 
@@ -28,6 +28,7 @@ class Schedule:
         results: Leaves whose means have persistent memory of their own.
         memories: For leaves the name of what is free to be that memory in the next step.
         constants: Tensors that the pipeline's own code holds.
+        scratch: Memory of the plan's own for temporary results, which persists across steps.
         peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
             collectives, temporaries, and what it returns.
     """
@@ -44,6 +45,7 @@ class Schedule:
     results: frozenset[str]
     memories: dict[str, Name]
     constants: dict[Held, torch.Tensor]
+    scratch: dict[Scratch, LeafSpec]
     peak_bytes: int
 
     @property

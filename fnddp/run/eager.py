@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.plan.ir import LeafSpec
-from fnddp.run.runner import require_expected
+from fnddp.run.runner import unexpected
 from fnddp.sync import Sync, parts_of
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves
@@ -26,23 +26,27 @@ class Eager:
     """
 
     plan = None
+    inbox = None
     has_sent = False  # there is nothing on its way before `commit`
 
     def __init__(self, sync: Sync, leaves: Mapping[str, LeafSpec], structure: Any, world: World) -> None:
         self._sync, self._leaves, self._structure, self._world = sync, leaves, structure, world
-        self.missing: dict[str, None] = {}
+        self.missing: dict[str, LeafSpec] = {}
         self._grads: Leaves = {}
 
     def start(self, parts: Sequence[Any], ranks: Mapping[str | None, int]) -> None:
         self._state = tree.unflatten_any(self._structure, list(parts))
         self._ranks = ranks
         self._grads = {}
-        self.missing = dict.fromkeys(self._leaves)
+        self.missing = dict(self._leaves)
 
-    def feed(self, path: str, grad: Tensor) -> None:
-        require_expected(path, grad, self._leaves, self.missing)
+    def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> bool:
+        leaf = self.missing.get(path)
+        if leaf is None or not leaf.is_like(grad):
+            raise unexpected(path, grad, self._leaves, leaf)
         del self.missing[path]
         self._grads[path] = grad
+        return False
 
     def advance(self, *, block: bool = False) -> None:
         pass

@@ -4,9 +4,11 @@ It owns the pipeline's state, keeps a plan for each phase, learns the order in w
 step on all ranks alike: either all of them have the result, or all of them raise.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,22 +22,27 @@ from fnddp.plan.lower import lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.run import turns
 from fnddp.run.eager import Eager
+from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
 from fnddp.run.runner import Runner
 from fnddp.run.vote import Vote
 from fnddp.run.weighing import Weighing
-from fnddp.show.trace import debug_level, observer
+from fnddp.show.trace import debug_level, observer, profiled
 from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync, groups_of, require_weighable
-from fnddp.torch_private import storage_use_count
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D, apart
-from fnddp.wire.groups import World, identity
+from fnddp.wire.groups import World, identity, rank
 from fnddp.wire.protocol import CollectiveError, Wire
 from fnddp.wire.weights import scaled
 
+SLOW_SECONDS = 2
+"""A lowering that takes longer is told of, since the step that waits for it looks like one that hangs."""
+
 MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
+
+_log = logging.getLogger("fnddp")
 
 
 class Synchronized(NamedTuple):
@@ -76,6 +83,10 @@ class Engine:
             anything is written over. If it raises, the step has failed on all ranks, and the next one works.
         groups: Process groups whose ranks end a step together, where the pipeline does not say which it reaches.
         wire: Who moves bytes.
+
+    Attributes:
+        positions: Of the leaves, by path.
+        is_open: Whether a step has begun and not ended.
     """
 
     def __init__(
@@ -95,6 +106,7 @@ class Engine:
     ) -> None:
         self.sync = sync
         self.leaves = dict(leaves)
+        self.positions = {path: position for position, path in enumerate(self.leaves)}
         self.is_open = False
         self._state = state
         self._wire = wire
@@ -206,26 +218,13 @@ class Engine:
             self._state = state
         if weight is not None:
             self.weigh(weight)
-        parts, self._structure = tree.flatten_any(self._state)
-        try:
-            runner, vote = self._choose(parts)
-            groups = self._groups if runner.plan is None else runner.plan.phase.groups
-            runner.start(parts, {group: self._wire.size(group) for group in groups})
-        except BaseException as error:
-            self._broken = error if self._has_others() else None  # they may have begun
-            raise
-        ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
-        self._ahead = [(engine, engine._begun) for engine in ahead]
-        self._behind = []
-        for engine in ahead:
-            engine.is_followed_by(self)
-        self._weighing, self._next_weighing = self._next_weighing, None
-        self._scale = None if self._weighing is not None else scale
-        self._has_voted, self.is_open = False, True
-        self._begun += 1
+        with profiled("start"):
+            self._begin(scale)
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
-        """Hands over a gradient, and runs what can run now. It never blocks on the CPU, but for weights under way.
+        """Hands over a gradient, and carries the step on when a segment is complete, or now and then.
+
+        It never blocks on the CPU, but for weights under way.
 
         Args:
             path: Of the leaf.
@@ -237,19 +236,33 @@ class Engine:
                 weights are none.
         """
         assert self._current is not None
-        runner, plan = self._current.runner, self._current.plan
         scale = self._scaled_by()
-        if scale != 1:
-            grad = scaled(grad, scale)
-        elif plan is not None and path in plan.overwrites:
-            # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
-            is_shared = self._overwrites_early and storage_use_count(grad) > 1
-            grad = grad.clone() if keep or is_shared else grad
-        runner.feed(path, grad)
-        if not self._holds:
-            runner.advance()
         if self._arriving is not None:
             self._arriving.append(path)
+        grad, is_new = (grad, False) if scale == 1 else (scaled(grad, scale), True)
+        if self._current.runner.feed(path, grad, keep=keep and not is_new):
+            self.poll()
+
+    def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
+        """`feed` for several leaves, which costs less. What is wrong with one is raised here, or when the step ends."""
+        inbox = None if keep else self.inbox
+        for path, grad in grads.items():
+            if inbox is None or path not in self.positions:
+                self.feed(path, grad, keep=keep)
+            else:
+                inbox.put(self.positions[path], grad)
+        self.poll()
+
+    @property
+    def inbox(self) -> Inbox | None:
+        """Where gradients of this step may be put by the position of their leaf, instead of being fed.
+
+        `poll` must then be called when a segment is complete. None where each gradient asks for more than that.
+        """
+        if self._scale != 1 or self._arriving is not None or self._current is None:
+            return None
+        inbox = self._current.runner.inbox
+        return inbox if inbox is not None and inbox.is_open else None
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
@@ -271,45 +284,13 @@ class Engine:
         Raises:
             StepFailedError: Another rank has failed in this step.
         """
-        assert self._current is not None
-        runner, vote = self._current
-        for engine in self._in_front():  # to where all ranks are with the same gradients
-            engine.catch_up()
-        self._scaled_by()
-        absent = frozenset(runner.missing)
-        runner.drain()
-        unused = frozenset[str]()  # without a vote nobody knows: the zeros of this rank count as gradients
-        if vote is not None:
-            vote.cast(absent)
-            self._has_voted = True
-        runner.wait()
-        if vote is not None:
-            try:
-                unused = vote.outcome()
-                is_none = self._skips_unused and len(unused) == len(self.leaves)
-                if self._check_unused is not None and not is_none:
-                    self._check_unused(unused)
-            except CollectiveError:  # ranks are out of step
-                raise
-            except Exception:
-                self._give_up()
-                self._drop_behind()
-                raise
-            if is_none:
-                self._give_up()
-                self._next_weighing = self._weighing  # it is for a step
-                return Synchronized({}, unused)
-        mean, parts = runner.commit()  # only now is anything written over
-        self._state = tree.unflatten_any(self._structure, parts)
-        self._learn_order(unused)
-        self.is_open = False
-        return Synchronized(mean, unused)
+        with profiled("end"):
+            return self._end()
 
     def run(self, leaves: Leaves, *, keep: bool = False) -> Synchronized:
         """A whole step of gradients that are all there, begun by `start`. If it fails, it has failed on all ranks."""
         try:
-            for path in reversed(leaves):
-                self.feed(path, leaves[path], keep=keep)
+            self.feed_all({path: leaves[path] for path in reversed(leaves)}, keep=keep)
             return self.finish()
         except BaseException as error:
             self.fail(error)
@@ -370,6 +351,60 @@ class Engine:
             self._arrival, self._prepared = arrival, []
             self._memory.clear()
 
+    def _begin(self, scale: float) -> None:
+        parts, self._structure = tree.flatten_any(self._state)
+        try:
+            runner, vote = self._choose(parts)
+            groups = self._groups if runner.plan is None else runner.plan.phase.groups
+            runner.start(parts, {group: self._wire.size(group) for group in groups})
+        except BaseException as error:
+            self._broken = error if self._has_others() else None  # they may have begun
+            raise
+        ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
+        self._ahead = [(engine, engine._begun) for engine in ahead]
+        self._behind = []
+        for engine in ahead:
+            engine.is_followed_by(self)
+        self._weighing, self._next_weighing = self._next_weighing, None
+        self._scale = None if self._weighing is not None else scale
+        self._has_voted, self.is_open = False, True
+        self._begun += 1
+
+    def _end(self) -> Synchronized:
+        assert self._current is not None
+        runner, vote = self._current
+        for engine in self._in_front():  # to where all ranks are with the same gradients
+            engine.catch_up()
+        self._scaled_by()
+        absent = frozenset(runner.missing)
+        runner.drain()
+        unused = frozenset[str]()  # without a vote nobody knows: the zeros of this rank count as gradients
+        if vote is not None:
+            vote.cast(absent)
+            self._has_voted = True
+        runner.wait()
+        if vote is not None:
+            try:
+                unused = vote.outcome()
+                is_none = self._skips_unused and len(unused) == len(self.leaves)
+                if self._check_unused is not None and not is_none:
+                    self._check_unused(unused)
+            except CollectiveError:  # ranks are out of step
+                raise
+            except Exception:
+                self._give_up()
+                self._drop_behind()
+                raise
+            if is_none:
+                self._give_up()
+                self._next_weighing = self._weighing  # it is for a step
+                return Synchronized({}, unused)
+        mean, parts = runner.commit()  # only now is anything written over
+        self._state = tree.unflatten_any(self._structure, parts)
+        self._learn_order(unused)
+        self.is_open = False
+        return Synchronized(mean, unused)
+
     @property
     def _holds(self) -> bool:
         """Whether another engine's step goes first on a process group of this one."""
@@ -406,8 +441,10 @@ class Engine:
                 return prepared
         if self._has_plans:
             try:
+                begun = perf_counter()
                 plan = self._lower(self.sync, self.leaves, self._state, arrival=self._arrival, dropped=self._dropped)
                 self._current = self._prepare(plan)
+                _say_if_slow(self.sync, len(self.leaves), perf_counter() - begun)
                 self._prepared = [self._current, *self._prepared[: MAX_PHASES - 1]]
                 return self._current
             except LoweringError:
@@ -430,7 +467,11 @@ class Engine:
         # With a second round, the moment of a launch is a matter of polling. (CUDA is not polled.)
         wire = apart(self._wire, groups) if plan.rounds > 1 and not on_cuda else self._wire
         vote = Vote(plan.leaves, wire, groups, self._device)
-        return _Prepared(Planned(plan, wire, self._memory, observer(self._debug, plan)), vote)
+        # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
+        runner = Planned(
+            plan, wire, self._memory, clones_shared=self._overwrites_early, observer=observer(self._debug, plan)
+        )
+        return _Prepared(runner, vote)
 
     def _learn_order(self, unused: frozenset[str]) -> None:
         if self._arriving is None:
@@ -475,6 +516,11 @@ class Engines:
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
         self.last = engine
         return engine
+
+
+def _say_if_slow(sync: Sync, leaves: int, seconds: float) -> None:
+    if seconds > SLOW_SECONDS and rank(None) == 0:
+        _log.warning("lowered %r for %d leaves in %.1f s, which happens once in each phase", sync, leaves, seconds)
 
 
 def _dense_specs(leaves: Leaves) -> dict[str, LeafSpec]:

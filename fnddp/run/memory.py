@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, LeafSpec, Name, Payload, Received, Sent
+from fnddp.plan.ir import Collective, LeafSpec, Payload, Span
 from fnddp.torch_private import storage_use_count
 
 
@@ -13,20 +13,31 @@ class Buffer:
     Attributes:
         send: What it hands over, as long as the collective is wide; with a row for each rank if its kind says so.
         receive: What it fills; for a collective in place the same.
-        parts: Views of the payloads and of their results, by the names that a plan has for them.
+        sent: Views of the payloads, by their position.
+        received: Views of their results.
     """
 
     def __init__(self, collective: Collective) -> None:
         kind = collective.kind
         self.send = torch.empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
         self.receive = self.send if kind.is_in_place else self.send.new_empty(collective.receive_shape)
-        self.parts: dict[Name, Tensor] = {}
+        self.sent: list[Tensor] = []
+        self.received: list[Tensor] = []
         for i, payload in enumerate(collective.payloads):
-            sent, received = Sent(collective.index, i), Received(collective.index, i)
-            self.parts[sent] = _columns(self.send, payload).view(collective.sent_shape(i))
-            self.parts[received] = _columns(self.receive, payload).view(collective.received_shape(i))
+            self.sent.append(_columns(self.send, payload).view(collective.sent_shape(i)))
+            self.received.append(_columns(self.receive, payload).view(collective.received_shape(i)))
+        self._payloads = collective.payloads
+        self._spans: dict[Span, Tensor] = {}
         self._tensors = (self.send,) if kind.is_in_place else (self.send, self.receive)
         self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
+
+    def span(self, span: Span) -> Tensor:
+        """Payloads that lie side by side, as one tensor."""
+        if span not in self._spans:
+            first, last = self._payloads[span.first], self._payloads[span.last]
+            self._spans[span] = self.send.narrow(-1, first.offset, last.offset + last.width - first.offset)
+            self._own_uses[0] += 1
+        return self._spans[span]
 
     @property
     def is_held(self) -> bool:

@@ -7,20 +7,28 @@ order on all ranks, whatever the timing, and nothing blocks inside backward.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from operator import is_
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, Grad, Mean, Name, Part, Ranks, Segment
+from fnddp.plan.ir import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span
 from fnddp.plan.plan import Plan
+from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Buffer, Memory
-from fnddp.run.runner import require_expected
-from fnddp.show.trace import Observer, Unobserved
+from fnddp.run.runner import unexpected
+from fnddp.show.trace import Observer, Ranges
 from fnddp.torch_private import storage_use_count, without_autocast, without_modes
 from fnddp.tree import Leaves
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
+
+POLL_SECONDS = 2e-4
+"""How long collectives under way are left alone while gradients arrive that complete no segment."""
+
+T = TypeVar("T")
 
 
 class _Registers:
@@ -36,8 +44,12 @@ class _Registers:
         """The register of a value."""
         return self._indices.setdefault(name, len(self._indices))
 
-    def filled(self, given: Mapping[Name, Any]) -> list[Any]:
-        """All registers, with what is there before the first segment runs."""
+    def all(self, kind: type[T]) -> list[tuple[int, T]]:
+        """The registers of all values of a kind, and their names."""
+        return [(index, name) for name, index in self._indices.items() if isinstance(name, kind)]
+
+    def filled(self, given: Mapping[Any, Any]) -> list[Any]:
+        """All registers, with what is known before any step."""
         return [given.get(name) for name in self._indices]
 
 
@@ -64,33 +76,55 @@ class Planned:
         plan: What to run.
         wire: Who moves its collectives.
         memory: Where buffers come from; plans that follow each other may share them.
+        clones_shared: Whether gradients that share memory with something are copied before they are written over.
         observer: Whoever wants to know what is done when.
+
+    Attributes:
+        inbox: Where hooks may put gradients themselves, by the position of their leaf in the plan, instead of `feed`.
+            `advance` must then be called when it says that a segment is complete.
     """
 
-    def __init__(self, plan: Plan, wire: Wire, memory: Memory, observer: Observer | None = None) -> None:
+    def __init__(
+        self, plan: Plan, wire: Wire, memory: Memory, *, clones_shared: bool = False, observer: Observer | None = None
+    ) -> None:
         self.plan = plan
-        self.missing: dict[str, None] = {}
-        self._wire, self._memory = wire, memory
-        self._observer: Observer = observer or Unobserved()
+        self._wire, self._memory, self._clones_shared = wire, memory, clones_shared
+        self._observer: Observer = observer or Ranges()
         self._segments, self._collectives = plan.segments, plan.collectives
-        self._registers = _Registers(plan)
-        register = self._registers.of
-        self._codes = [_Code.of(segment, register) for segment in plan.segments]
-        self._means = {path: register(name) for path, name in plan.means.items()}
-        self._state = [(register(part), None) if isinstance(part, Name) else (None, part) for part in plan.state]
-        self._memories = {path: register(name) for path, name in plan.memories.items()}
+        registers = _Registers(plan)
+        self._codes = [_Code.of(segment, registers.of) for segment in plan.segments]
+        self._means = {path: registers.of(name) for path, name in plan.means.items()}
+        self._state = [(registers.of(part), None) if isinstance(part, Name) else (None, part) for part in plan.state]
+        self._memories = {path: registers.of(name) for path, name in plan.memories.items()}
+        self._parts, self._results, self._spans = registers.all(Part), registers.all(Mean), registers.all(Span)
+        self._sent, self._received, self._ranks = registers.all(Sent), registers.all(Received), registers.all(Ranks)
+        scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
+        self._constants = registers.filled({**plan.constants, **scratch})
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
         self._stream = None if device is None else memory.stream(device)
+        register_of = {name.path: index for index, name in registers.all(Grad)}
+        self._leaves = [
+            (path, leaf, register_of.get(path), path in plan.overwrites) for path, leaf in plan.leaves.items()
+        ]
         needed = {path: i for i, segment in enumerate(self._segments) for path in segment.needs}
-        returned = {name.path for name in (*plan.means.values(), *plan.state) if isinstance(name, Grad)}
-        self._grads = {path: (register(Grad(path)), needed.get(path)) for path in {*needed, *returned}}
-        self._needs = [len(segment.needs) for segment in self._segments]
-        self._lacking: list[int] = []  # gradients that each segment still waits for
+        self._positions = {path: position for position, path in enumerate(plan.leaves)}
+        # Behind the last segment there is one that needs what is only returned, and that is never complete.
+        nobody = len(self._segments)
+        lacking = [*(len(segment.needs) for segment in self._segments), len(plan.leaves) + 1]
+        self.inbox = Inbox([needed.get(path, nobody) for path in plan.leaves], lacking, device)
+        self._missing: dict[str, LeafSpec] = {}
         self._works: dict[int, Work] = {}
         self._values: list[Any] = []
         self._buffers: list[Buffer] = []
         self._next = len(self._segments)
         self._to_send = 0
+        self._polled = 0.0
+        self._filled_with: tuple[list[Buffer], list[Any]] | None = None
+
+    @property
+    def missing(self) -> dict[str, LeafSpec]:
+        self._look()
+        return self._missing
 
     @property
     def has_sent(self) -> bool:
@@ -100,39 +134,47 @@ class Planned:
         plan = self.plan
         self._observer.begins()
         self._buffers = [self._memory.take(collective) for collective in self._collectives]
-        given: dict[Name, Any] = {**plan.constants, **{Ranks(group): ranks[group] for group in plan.phase.groups}}
-        for buffer in self._buffers:
-            given |= buffer.parts
-        for path in plan.results:
-            given[Mean(path)] = self._memory.take_mean(path, plan.leaves[path])
-        for index, part in enumerate(parts):
-            is_read = index in plan.overwrites_state and storage_use_count(part) > 1  # by somebody else
-            given[Part(index)] = part.clone() if is_read else part
-        self._values = self._registers.filled(given)
+        values = self._filled(self._buffers)
+        for register, group in self._ranks:
+            values[register] = ranks[group.group]
+        for register, mean in self._results:
+            values[register] = self._memory.take_mean(mean.path, plan.leaves[mean.path])
+        for register, part in self._parts:
+            value = parts[part.index]
+            is_read = part.index in plan.overwrites_state and storage_use_count(value) > 1  # by somebody else
+            values[register] = value.clone() if is_read else value
+        self._values = values
         self._next, self._to_send = 0, len(self._collectives)
-        self._lacking = list(self._needs)
-        self.missing = dict.fromkeys(plan.leaves)
+        self._missing = plan.leaves.copy()
+        self.inbox.open()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def feed(self, path: str, grad: Tensor) -> None:
-        leaf = require_expected(path, grad, self.plan.leaves, self.missing)
-        del self.missing[path]
-        if path not in self._grads:
-            return
-        register, segment = self._grads[path]
-        if grad.stride() != leaf.stride:
-            grad = leaf.empty().copy_(grad)
-        if self._stream is not None and grad.is_cuda:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            grad.record_stream(self._stream)
-        self._values[register] = grad
-        if segment is not None:
-            self._lacking[segment] -= 1
+    def _filled(self, buffers: list[Buffer]) -> list[Any]:
+        """All registers, with constants and what lies in these buffers: mostly those of the last step."""
+        if self._filled_with is None or not all(map(is_, buffers, self._filled_with[0])):
+            values = self._constants.copy()
+            for register, sent in self._sent:
+                values[register] = buffers[sent.collective].sent[sent.position]
+            for register, received in self._received:
+                values[register] = buffers[received.collective].received[received.position]
+            for register, span in self._spans:
+                values[register] = buffers[span.collective].span(span)
+            self._filled_with = buffers, values
+        return self._filled_with[1].copy()
+
+    def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> bool:
+        leaf = self.missing.get(path)
+        if leaf is None or not leaf.is_like(grad):
+            raise unexpected(path, grad, self.plan.leaves, leaf)
+        if keep and path in self.plan.overwrites:
+            grad = grad.clone()
+        return self.inbox.put(self._positions[path], grad) or self._polls()
 
     def advance(self, *, block: bool = False) -> None:
         # Without autocast, which would compute factors in half precision where backward runs within it.
         with torch.no_grad(), without_autocast(), self._on_side_stream():
+            self._look()
             for index in self._works if self._stream is None else ():
                 self._is_completed(index)  # which carries on what takes several messages
             while self._next < len(self._segments) and self._is_ready(self._segments[self._next], block):
@@ -140,8 +182,8 @@ class Planned:
                 self._next += 1
 
     def drain(self) -> None:
-        for path in list(self.missing):
-            self.feed(path, self.plan.leaves[path].empty().zero_())
+        for path, leaf in list(self.missing.items()):
+            self.inbox.put(self._positions[path], leaf.empty().zero_())
         self.advance(block=True)
 
     def wait(self) -> None:
@@ -154,6 +196,7 @@ class Planned:
             for code in self._codes[self._next :]:
                 self._run(code)
         self._next = len(self._segments)
+        self.inbox.close()
         values, stream = self._values, self._stream
         # New tensors (not views, which would hold what they view): whoever holds one of them holds its memory.
         means = {path: values[register].data for path, register in self._means.items()}
@@ -187,11 +230,49 @@ class Planned:
     def forget(self) -> None:
         if self._stream is not None:  # before memory is freed that the side stream still writes to
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._values, self._buffers, self.missing = [], [], {}
+        self._values, self._buffers, self._missing = [], [], {}
+        self.inbox.close()
         self._next, self._to_send = len(self._segments), 0
 
+    def _look(self) -> None:
+        """Takes over the gradients that have been noted."""
+        if not self.inbox.noted:
+            return
+        noted, self.inbox.noted = self.inbox.noted, []
+        if self._stream is not None:
+            for stream in self.inbox.streams:
+                self._stream.wait_stream(stream)
+            self.inbox.streams.clear()
+        with torch.no_grad(), self._on_side_stream():
+            for position, grad in noted:
+                self._take_over(position, grad)
+
+    def _take_over(self, position: int, grad: Tensor) -> None:
+        path, leaf, register, is_overwritten = self._leaves[position]
+        is_missing = self._missing.pop(path, None) is not None
+        if not is_missing or not leaf.is_like(grad):
+            raise unexpected(path, grad, self.plan.leaves, leaf if is_missing else None)
+        if register is None:
+            return
+        if grad.stride() != leaf.stride:
+            grad = leaf.empty().copy_(grad)
+        elif is_overwritten and self._clones_shared and storage_use_count(grad) > 1:
+            grad = grad.clone()
+        if self._stream is not None and grad.is_cuda:
+            grad.record_stream(self._stream)
+        self._values[register] = grad
+
+    def _polls(self) -> bool:
+        """Now and then, whether the next segment can run. It also carries on what takes several messages."""
+        now = perf_counter()
+        if not self._works or self._stream is not None or now < self._polled + POLL_SECONDS:
+            return False
+        self._polled = now
+        done = [self._is_completed(index) for index in self._works]
+        return any(done) and self._next < len(self._segments) and self._is_ready(self._segments[self._next], False)
+
     def _is_ready(self, segment: Segment, block: bool) -> bool:
-        if self._lacking[self._next] or segment.commits:
+        if self.inbox.lacking[self._next] or segment.commits:
             return False
         if block or self._stream is not None:
             return True

@@ -1,12 +1,13 @@
 """What an engine asks of what runs a step."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
+from fnddp.run.inbox import Inbox
 from fnddp.tree import Leaves
 
 
@@ -17,8 +18,10 @@ class Runner(Protocol):
     written over that a step which fails must leave alone.
     """
 
-    missing: dict[str, None]
-    """The leaves that have not arrived in this step."""
+    @property
+    def missing(self) -> dict[str, LeafSpec]:
+        """The leaves that have not arrived in this step."""
+        ...
 
     @property
     def plan(self) -> Plan | None:
@@ -39,8 +42,21 @@ class Runner(Protocol):
         """
         ...
 
-    def feed(self, path: str, grad: Tensor) -> None:
+    @property
+    def inbox(self) -> Inbox | None:
+        """Where gradients may be put by their position instead of `feed`; None where there is no plan."""
+        ...
+
+    def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> bool:
         """Takes the gradient of a leaf. With a plan that donates, it is the runner's from now on.
+
+        Args:
+            path: Of the leaf.
+            grad: Its gradient.
+            keep: It stays the caller's, even with a plan that donates.
+
+        Returns:
+            Whether it is time for `advance`. That is not so for most: what runs for each gradient is short.
 
         Raises:
             ValueError: There is no such leaf, it has arrived already, or it differs from what the plan is for.
@@ -75,15 +91,28 @@ class Runner(Protocol):
         ...
 
 
-def require_expected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing: Container[str]) -> LeafSpec:
-    """What is known of the leaf at `path`. Raises a ValueError unless it is missing yet and `grad` is like it."""
-    leaf = leaves.get(path)
-    if leaf is None or path not in missing:
-        problem = "has arrived already in this step" if leaf is not None else "is not among the plan's leaves"
-        raise ValueError(f"gradient {path!r} {problem}")
-    if (grad.shape, grad.dtype, grad.device) != (leaf.shape, leaf.dtype, leaf.device):
-        raise ValueError(
-            f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {leaf} on "
-            f"{leaf.device}; lower the pipeline again for the new parameters"
-        )
-    return leaf
+class UnexpectedGradient(ValueError):
+    """A gradient is not of a leaf that is missing, or `is_unlike` it."""
+
+    def __init__(self, message: str, path: str, grad: Tensor, is_unlike: bool) -> None:
+        super().__init__(message)
+        self.path, self.grad, self.is_unlike = path, grad, is_unlike
+
+
+def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing: LeafSpec | None) -> UnexpectedGradient:
+    """What is wrong with a gradient.
+
+    Args:
+        path: Of the leaf that it is said to be of.
+        grad: It.
+        leaves: The plan's.
+        missing: The leaf at `path`, if it is one that has not arrived in this step.
+    """
+    if missing is None:
+        problem = "has arrived already in this step" if path in leaves else "is not among the plan's leaves"
+        return UnexpectedGradient(f"gradient {path!r} {problem}", path, grad, is_unlike=False)
+    message = (
+        f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {missing} on "
+        f"{missing.device}; lower the pipeline again for the new parameters"
+    )
+    return UnexpectedGradient(message, path, grad, is_unlike=True)

@@ -2,7 +2,21 @@
 
 from typing import Any
 
-from fnddp.plan.ir import Collective, Grad, Held, Mean, Name, Operation, Part, Ranks, Received, Sent, Temp
+from fnddp.plan.ir import (
+    Collective,
+    Grad,
+    Held,
+    Mean,
+    Name,
+    Operation,
+    Part,
+    Ranks,
+    Received,
+    Scratch,
+    Sent,
+    Span,
+    Temp,
+)
 
 
 def text(path: str) -> str:
@@ -21,8 +35,12 @@ def name(of: Name) -> str:
             return "ranks" if group is None else f"ranks of {group}"
         case Sent(collective, position) | Received(collective, position):
             return f"c{collective}[{position}]"
+        case Span(collective, first, last):
+            return f"c{collective}[{first}..{last}]"
         case Mean(path):
             return f"mean[{text(path)}]"
+        case Scratch():
+            return "scratch"
         case Held(own) | Temp(own):
             return own
 
@@ -30,13 +48,14 @@ def name(of: Name) -> str:
 def line(operation: Operation) -> str:
     """An operation: what it makes, of what, and where that lies."""
     made = name(operation.made)
+    more = f", and {operation.count - 1} more" if operation.count > 1 else ""
     if operation.spec is None and operation.function == "copy":
-        return f"{made} = {_argument(operation.arguments[0])}"
+        return f"{made} = {_argument(operation.arguments[0])}{more}"
     arguments = [_argument(argument) for argument in operation.arguments]
     arguments += [f"{key}={_argument(argument)}" for key, argument in operation.options]
     spec = "" if operation.spec is None else f": {operation.spec}"
     place = "" if operation.written is None else f" in {name(operation.written)}"
-    return f"{made}{spec} = {operation.function}({', '.join(arguments)}){place}"
+    return f"{made}{spec} = {operation.function}({', '.join(arguments)}){place}{more}"
 
 
 def dtype(collective: Collective) -> str:

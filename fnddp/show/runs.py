@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fnddp.plan.ir import Collective, Name, Operation, Received, Segment, Sent
+from fnddp.plan.ir import Collective, Name, Operation, Received, Segment, Sent, Span
 from fnddp.plan.schedule import Schedule
 
 
@@ -63,6 +63,8 @@ def _feeds(segments: Sequence[Segment]) -> list[bool]:
             pending |= {Sent(segment.launches.index, i) for i in range(len(segment.launches.payloads))}
         sends = segment.launches is not None or not pending.isdisjoint(segment.inputs)
         here = sends or not needed.isdisjoint(segment.outputs)
-        needed |= {name for name in segment.inputs if not isinstance(name, Sent | Received)} if here else set[Name]()
+        needed |= (
+            {name for name in segment.inputs if not isinstance(name, Sent | Span | Received)} if here else set[Name]()
+        )
         feeds.append(here)
     return feeds[::-1]

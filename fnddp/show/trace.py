@@ -1,4 +1,4 @@
-"""What FNDDP_DEBUG shows: 1 prints plans, 2 also times their steps and names them in profiler traces."""
+"""What runners do, for who watches: torch's profiler, and FNDDP_DEBUG, which prints plans and times their steps."""
 
 import os
 import sys
@@ -14,6 +14,7 @@ from fnddp.columns import columns
 from fnddp.plan.ir import Collective, Segment
 from fnddp.plan.schedule import Schedule
 from fnddp.show.text import show, size
+from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
 
 FIRST, EVERY = 3, 100  # steps that are shown of each plan: the first ones, and then one in so many
@@ -58,37 +59,45 @@ class Observer(Protocol):
         ...
 
 
-_NOTHING = nullcontext()
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Encloses what torch's profiler, if one is active, is to show as `fnddp NAME`."""
+    return record_function(f"fnddp {name}") if is_profiling() else _NONE
 
 
-class Unobserved:
-    """Nobody wants to know."""
+_NONE = nullcontext()
+
+
+class Ranges:
+    """Names what a runner does for torch's profiler."""
 
     def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return _NOTHING
+        """See `Observer`."""
+        return profiled(f"slot {segment.slot} {'decode' if segment.commits else 'encode'}")
 
     def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return _NOTHING
+        """See `Observer`."""
+        return profiled(f"{collective.name} launch")
 
     def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return _NOTHING
+        """See `Observer`."""
+        return profiled(f"{collective.name} wait")
 
     def begins(self) -> None:
-        pass
+        """See `Observer`."""
 
     def ends(self, plan: Schedule) -> None:
-        pass
+        """See `Observer`."""
 
 
 def observer(level: int, plan: Schedule) -> Observer:
     """The observer of a new plan, which is printed, as the debug level asks for it."""
     if level and groups.rank(None) == 0:
         print(show(plan), file=sys.stderr)
-    return Timer() if level == 2 else Unobserved()
+    return Timer() if level == 2 else Ranges()
 
 
-class Timer:
-    """Names what a runner does for profilers, and prints what it took.
+class Timer(Ranges):
+    """Also prints what it took.
 
     On the CPU times are the host's. A collective is complete when the runner notices. On CUDA they are those of
     events on the side stream, and a step that is shown waits for the device.
@@ -101,8 +110,7 @@ class Timer:
     @contextmanager
     def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> Generator[None]:
         """See `Observer`."""
-        kind = "decode" if segment.commits else "encode"
-        with record_function(f"fnddp slot {segment.slot} {kind}"):
+        with super().computes(segment, stream):
             begun = _mark(stream)
             yield
             self._computed[-1].append((begun, _mark(stream)))
@@ -110,7 +118,7 @@ class Timer:
     @contextmanager
     def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
         """See `Observer`."""
-        with record_function(f"fnddp {collective.name} launch"):
+        with super().launches(collective, stream):
             self._issued[collective.index] = _mark(stream)
             self._computed.append([])
             yield
@@ -118,7 +126,7 @@ class Timer:
     @contextmanager
     def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
         """See `Observer`."""
-        with record_function(f"fnddp {collective.name} wait"):
+        with super().waits(collective, stream):
             begun = _mark(stream)
             yield
             self._waited[collective.index] = begun, _mark(stream)

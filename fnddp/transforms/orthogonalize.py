@@ -1,12 +1,19 @@
-"""Orthonormal bases of tall, skinny matrices, batched: never NaN for finite input."""
+"""Orthonormal bases of tall, skinny matrices, and unit vectors: never NaN for finite input.
 
-from typing import Literal, TypeAlias
+What is small for each matrix (norms, Gram matrices, triangular factors) is computed for all of them at once, whatever
+their numbers of rows: matrices lie one below the other, and sums over the rows of each are sums over segments.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-Method: TypeAlias = Literal["qr", "gram_schmidt"]
-METHODS = ("qr", "gram_schmidt")
+Method: TypeAlias = Literal["cholesky", "qr", "gram_schmidt"]
+METHODS = ("cholesky", "qr", "gram_schmidt")
+
+_segment_reduce: Any = torch.segment_reduce
 
 
 def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
@@ -14,16 +21,109 @@ def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
 
     "qr" (Householder) completes the basis arbitrarily where columns are linearly dependent. "gram_schmidt" makes such
     columns zero: those whose norm, without the earlier columns' directions, is at most `epsilon` times what it was.
+    So does "cholesky".
 
     Args:
-        p: `[..., rows, rank]` with rank <= rows, float32, float64 or complex.
-        method: "qr" or "gram_schmidt".
-        epsilon: Relative; for "gram_schmidt" only. Higher drops more directions.
+        p: `[..., rows, rank]` with rank <= rows, float32, float64 or complex; `[rows, rank]` for "cholesky".
+        method: One of METHODS.
+        epsilon: Relative; not for "qr". Higher drops more directions.
     """
     if method == "qr":
         q, _ = torch.linalg.qr(p)
         return q
-    return _gram_schmidt(p, epsilon)
+    return _gram_schmidt(p, epsilon) if method == "gram_schmidt" else orthogonalize_all([p], epsilon, p.dtype)[0]
+
+
+def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.dtype) -> list[Tensor]:
+    """Orthonormal bases of the columns of all `matrices`, in a number of operations that does not grow with theirs.
+
+    Twice a Cholesky factorization of the Gram matrices, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
+    so that a condition number of 1e6 leaves 1e-12 of the orthogonality. What is added to their diagonals (epsilon
+    squared, where columns have unit norm) makes a column that depends on the others short instead of arbitrary, and it
+    is then dropped: it becomes zero.
+
+    Args:
+        matrices: `[rows, rank]` each, with any numbers of rows and one rank, dtype and device.
+        epsilon: Relative norm at or below which a column is dropped, without the earlier columns' directions.
+        dtype: Of the bases.
+    """
+    rank = matrices[0].shape[1]
+    # Inductor (torch 2.13) fuses products of rank 1 with what takes a part of their rows, and loses those behind the
+    # last whole block (`try_loop_split` in its codegen/cpp.py takes it that blocks divide the rows).
+    size = 1 if rank == 1 else max(_BLOCK, 1 << (rank - 1).bit_length())
+    blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
+    parts: list[Tensor] = []
+    zeros: dict[int, Tensor] = {}
+    positions: list[int] = []  # of the matrices among the parts: others fill blocks up
+    for matrix in matrices:
+        positions.append(len(parts))
+        parts.append(matrix)
+        missing = -matrix.shape[0] % size
+        if missing:
+            if missing not in zeros:
+                zeros[missing] = matrix.new_zeros((missing, rank))
+            parts.append(zeros[missing])
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
+    owners = torch.repeat_interleave(torch.tensor(blocks, device=x.device), output_size=sum(blocks))
+    if dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
+        largest = _per_segment("max", x.abs().amax(1), blocks)  # [matrices, rank]
+        x = x / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].unsqueeze(1)
+    eye = torch.eye(rank, dtype=wide, device=x.device)
+    for added in (epsilon**2, 0.0):
+        gram = _per_segment("sum", (x.mH @ x).flatten(1), blocks).unflatten(1, (rank, rank))
+        x = x @ _inverse_factor(gram, eye, max(added, _TINY))[owners]
+    pieces = x.reshape(-1, rank).to(dtype).split([part.shape[0] for part in parts])
+    return [pieces[position] for position in positions]
+
+
+_BLOCK = 32  # rows of a matrix that are summed together
+
+
+_TINY, _NOTHING = 1e-30, 1e-280  # of squares: of unit columns, and of any
+
+
+def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
+    """By what to multiply matrices with these Gram matrices from the right, to make their columns orthonormal."""
+    scale = _diagonal(gram).clamp(min=_NOTHING).rsqrt()  # one over the columns' norms: [matrices, rank]
+    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    factor, _ = torch.linalg.cholesky_ex(torch.add(unit, eye, alpha=added))
+    inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True) * scale.unsqueeze(-1)
+    # A column of which earlier ones leave as much as was added, or less, has become this short.
+    is_short = (_diagonal(inverse.mH @ gram @ inverse) > 0.5).logical_not()
+    return inverse.masked_fill(is_short.unsqueeze(-2), 0)
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.flatten(1)[:, :: matrices.shape[-1] + 1].real  # which Inductor takes without a warning
+
+
+def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
+    """Matrices side by side, with each row of each scaled to unit norm; a zero or non-finite one is the fallback's.
+
+    Args:
+        q: `[rank, columns]`, those of all matrices.
+        widths: How many columns each has.
+        fallback: Like `q`.
+    """
+    sizes = [*widths] * q.shape[0]
+    owners = torch.repeat_interleave(torch.tensor(sizes, device=q.device), output_size=q.numel())
+    if q.dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
+        largest = _per_segment("max", q.abs().flatten(), sizes)
+        q = q / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].view(q.shape)
+    magnitude = q.abs().to(torch.float64).flatten()
+    norm = _per_segment("sum", magnitude * magnitude, sizes).sqrt()
+    is_good = (norm > 0) & (norm < float("inf"))
+    inverse = norm.clamp(min=_NOTHING).reciprocal()
+    scaled = (q * inverse[owners].view(q.shape)).to(q.dtype)
+    return torch.where(is_good[owners].view(q.shape), scaled, fallback)
+
+
+def _per_segment(how: str, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The sum or the largest of the rows of each segment of `x`. In a fixed order, unlike a scatter on CUDA."""
+    if x.is_complex():
+        return torch.view_as_complex(_per_segment(how, torch.view_as_real(x), sizes))
+    return _segment_reduce(x, how, lengths=torch.tensor(sizes, device=x.device), axis=0, unsafe=True)
 
 
 def _gram_schmidt(p: Tensor, epsilon: float) -> Tensor:
@@ -39,21 +139,6 @@ def _gram_schmidt(p: Tensor, epsilon: float) -> Tensor:
         unit = torch.where(norm > epsilon * before, rest / _nonzero(norm), torch.zeros_like(rest))
         basis = torch.cat([basis, unit], dim=-1)
     return basis
-
-
-def normalize_columns(q: Tensor, fallback: Tensor) -> Tensor:
-    """The columns of `q` scaled to unit norm; a zero or non-finite column is replaced by that of `fallback`.
-
-    Args:
-        q: `[..., columns, rank]`.
-        fallback: The same shape.
-    """
-    largest = q.abs().amax(dim=-2, keepdim=True)
-    tiny = torch.finfo(largest.dtype).tiny
-    # Scaled first, so that squares of tiny or huge entries neither vanish nor overflow.
-    scaled = q / largest.clamp(min=tiny)
-    unit = scaled / torch.linalg.vector_norm(scaled, dim=-2, keepdim=True).clamp(min=tiny)
-    return torch.where((largest > 0) & (largest < float("inf")), unit, fallback)
 
 
 def _nonzero(scale: Tensor) -> Tensor:

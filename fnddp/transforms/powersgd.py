@@ -1,16 +1,15 @@
 """PowerSGD: the mean gradient as a product of two thin matrices."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from fnddp import random, tree
+from fnddp.buckets import BUCKET_CAPS, assign_buckets
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
-from fnddp.transforms.orthogonalize import METHODS, normalize_columns, orthogonalize
+from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
@@ -47,11 +46,12 @@ class powersgd(Sync):
         warm_start: Use the last Q as the next query (one step of a power iteration per exchange). Without it a fresh
             random query is drawn each step: worse, but needs no state.
         min_compression_rate: Compress only if n * m > (n + m) * rank * min_compression_rate. 0 compresses all matrices.
-        orthogonalization: "qr", or "gram_schmidt" (fewer kernels for rank 1 or 2).
-        epsilon: Relative norm at or below which Gram-Schmidt takes a column for linearly dependent and drops it.
+        orthogonalization: "cholesky", for all leaves at once in a few operations whatever their shapes; or, leaf by
+            leaf, "qr" or "gram_schmidt". They span the same columns up to rounding, but where columns are linearly
+            dependent: "qr" completes the basis arbitrarily, the others drop them. Within torch.compile "cholesky" is
+            "gram_schmidt".
+        epsilon: Relative norm at or below which a column is taken for linearly dependent and dropped.
         seed: Of the random queries; the same on all ranks.
-        batch_same_shape: Compute equally shaped matrices in one batched product: faster for many small layers on a
-            GPU, at the price of a stacked copy.
 
     Raises:
         ValueError: An option is out of range; at the exchange: the state is of another tree.
@@ -59,7 +59,8 @@ class powersgd(Sync):
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
     Deviations: queries are scaled to unit columns, which changes no output but keeps P in the range of the gradients
-    (fp16 wires), and a zero column keeps its old query. torch's `powerSGD_hook` is
+    (fp16 wires), and a zero column keeps its old query; Q and queries are kept and sent transposed, as both products
+    read them. torch's `powerSGD_hook` is
     `warmup(error_feedback(powersgd(allreduce, rank=1)), steps=1000)`.
 
     >>> from fnddp import allreduce
@@ -75,10 +76,9 @@ class powersgd(Sync):
     rank: int = 1
     warm_start: bool = True
     min_compression_rate: float = 2
-    orthogonalization: str = "qr"
+    orthogonalization: str = "cholesky"
     epsilon: float = 1e-6
     seed: int = 0
-    batch_same_shape: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,10 +98,15 @@ class powersgd(Sync):
             leaf, (n, m) = leaves[path].detach(), _matrix_shape(leaves[path])
             p_like[path], q_like[path] = (
                 leaf.new_empty((n, self._rank_of(leaf))),
-                leaf.new_empty((m, self._rank_of(leaf))),
+                leaf.new_empty((self._rank_of(leaf), m)),
             )
+        q: Leaves = {}
+        for paths in self._stacks(leaves) if self.warm_start else ():
+            # Laid out as after any later exchange: torch.compile makes one graph for both.
+            rows = _rows([self._draw(path, leaves[path], step=0) for path in paths])
+            q |= zip(paths, _columns(rows, [_matrix_shape(leaves[path])[1] for path in paths]), strict=True)
         return PowerSGDState(
-            q={path: self._draw(path, leaves[path], step=0) for path in low_rank} if self.warm_start else {},
+            q={path: q[path] for path in low_rank} if self.warm_start else {},
             step=0,
             p_round=self.inner.init(p_like),
             q_round=self.inner.init(q_like),
@@ -110,38 +115,41 @@ class powersgd(Sync):
     def exchange(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
         require_leaves("powersgd", leaves)
         require_state("powersgd", state, PowerSGDState)
-        groups = self._group(leaves)
-        query = self._queries(leaves, state)
-
-        m = {group: _stack(_matrix(leaves[path]) for path in paths) for group, paths in groups.items()}
-        q = {group: _stack(query[path] for path in paths) for group, paths in groups.items()}
-        p = {group: _times(m[group], q[group]) for group in groups}  # p: [rows, rank], or a stack of them
+        stacks = self._stacks(leaves)
+        if self.warm_start:
+            low_rank = {path: leaves[path] for paths in stacks for path in paths}
+            shapes = {path: (_matrix_shape(leaf)[1], self._rank_of(leaf)) for path, leaf in low_rank.items()}
+            check_entries("powersgd", state.q, shapes)
+        # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
+        # lie transposed, those of a stack side by side.
+        query = [_rows(self._queries(leaves, state, paths)) for paths in stacks]  # each: [rank, all columns]
+        m = {path: _matrix(leaves[path]) for paths in stacks for path in paths}
+        widths = [[m[path].shape[1] for path in paths] for paths in stacks]
+        p: Leaves = {}
+        for paths, rows, sizes in zip(stacks, query, widths, strict=True):
+            for path, columns in zip(paths, rows.mH.split(sizes), strict=True):
+                p[path] = (m[path] @ columns).to(leaves[path].dtype)  # p: [rows, rank]
 
         # Leaves that are not compressed travel whole with P and are empty with Q: both rounds have the same paths.
-        p_round = self.inner.exchange({**leaves, **_unstack(p, groups, leaves)}, state.p_round)
-        p_hat = {
-            group: orthogonalize(
-                _stack(_compute(p_round.mean[path]) for path in paths), self.orthogonalization, self.epsilon
-            )
-            for group, paths in groups.items()
-        }
-        q = {group: _transposed_times(m[group], p_hat[group]) for group in groups}  # q: [columns, rank]
+        p_round = self.inner.exchange({**leaves, **p}, state.p_round)
+        p_hat = {k: v for paths in stacks for k, v in zip(paths, self._bases(leaves, paths, p_round.mean), strict=True)}
+        q = {path: (p_hat[path].mH @ m[path]).to(leaves[path].dtype) for path in m}  # q: [rank, columns]
         empty = {path: _nothing_like(leaf) for path, leaf in leaves.items()}
-        q_round = self.inner.exchange({**empty, **_unstack(q, groups, leaves)}, state.q_round)
+        q_round = self.inner.exchange({**empty, **q}, state.q_round)
 
         mean, sent = dict(p_round.mean), dict(p_round.sent)
-        for group, paths in groups.items():
-            for product, q_of in ((mean, q_round.mean), (sent, q_round.sent)):
-                q_group = _stack(_compute(q_of[path]) for path in paths)
-                for path, matrix in zip(paths, _split(p_hat[group] @ q_group.mH), strict=True):
-                    product[path] = _leaf(matrix, leaves[path])
-        # state.q is empty without warm start
-        next_q = {path: normalize_columns(_compute(q_round.mean[path]), fallback=query[path]) for path in state.q}
+        for path in m:
+            mean[path] = _leaf(p_hat[path] @ _compute(q_round.mean[path]), leaves[path])
+            sent[path] = _leaf(p_hat[path] @ _compute(q_round.sent[path]), leaves[path])
+        following: Leaves = {}
+        for paths, rows, sizes in zip(stacks, query, widths, strict=True) if self.warm_start else ():
+            means = _compute(torch.cat([q_round.mean[path] for path in paths], dim=1))
+            following |= zip(paths, _columns(unit_rows(means, sizes, fallback=rows), sizes), strict=True)
         return Exchange(
             mean=mean,
             sent=sent,
             state=PowerSGDState(
-                q=next_q,
+                q={path: following[path] for path in state.q},  # empty without warm start
                 step=state.step if self.warm_start else state.step + 1,
                 p_round=p_round.state,
                 q_round=q_round.state,
@@ -157,29 +165,35 @@ class powersgd(Sync):
     def _rank_of(self, leaf: Tensor) -> int:
         return min(self.rank, *_matrix_shape(leaf))
 
-    def _group(self, leaves: Leaves) -> dict[str, list[str]]:
-        """Paths of the low-rank leaves by what can be computed in one batch, named by the group's first leaf."""
-        groups: dict[str, list[str]] = {}
-        first: dict[object, str] = {}
+    def _bases(self, leaves: Leaves, paths: list[str], p: Leaves) -> list[Tensor]:
+        if self.orthogonalization == "cholesky":
+            dtype = _compute_dtype(leaves[paths[0]].dtype)
+            return orthogonalize_all([p[path] for path in paths], self.epsilon, dtype)
+        return [orthogonalize(_compute(p[path]), self.orthogonalization, self.epsilon) for path in paths]
+
+    def _stacks(self, leaves: Leaves) -> list[list[str]]:
+        """Paths of leaves whose small factors are computed together.
+
+        No more than share a bucket of gradients, by default, since the others' factors are not there at that time.
+        """
+        buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
+        stacks: dict[object, list[str]] = {}
         for path, leaf in leaves.items():
             if self._is_low_rank(leaf):
-                same = (_matrix_shape(leaf), leaf.dtype, leaf.device) if self.batch_same_shape else path
-                groups.setdefault(first.setdefault(same, path), []).append(path)
-        return groups
+                same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
+                stacks.setdefault(same, []).append(path)
+        return list(stacks.values())
 
-    def _queries(self, leaves: Leaves, state: PowerSGDState) -> Leaves:
-        paths = [path for path, leaf in leaves.items() if self._is_low_rank(leaf)]
-        if self.warm_start:
-            shapes = {path: (_matrix_shape(leaves[path])[1], self._rank_of(leaves[path])) for path in paths}
-            check_entries("powersgd", state.q, shapes)
-            return {path: state.q[path] for path in paths}
-        return {path: self._draw(path, leaves[path], state.step) for path in paths}
+    def _queries(self, leaves: Leaves, state: PowerSGDState, paths: list[str]) -> list[Tensor]:
+        if not self.warm_start:
+            return [self._draw(path, leaves[path], state.step) for path in paths]
+        return [state.q[path] for path in paths]
 
     def _draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
         _, m = _matrix_shape(leaf)
         like = leaf.detach().new_empty(0, dtype=_compute_dtype(leaf.dtype))
         q = random.normal((m, self._rank_of(leaf)), name=path, seed=self.seed, step=step, like=like)
-        return normalize_columns(q, fallback=q)
+        return q / torch.linalg.vector_norm(q, dim=0, keepdim=True)
 
 
 def _matrix_shape(leaf: Tensor) -> tuple[int, int]:
@@ -207,27 +221,11 @@ def _nothing_like(leaf: Tensor) -> Tensor:
     return leaf.detach().new_empty(0)
 
 
-def _stack(tensors: Iterable[Tensor]) -> Tensor:
-    tensors = list(tensors)
-    return torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+def _rows(columns: list[Tensor]) -> Tensor:
+    """Matrices transposed and side by side; laid out alike, however they are."""
+    return torch.cat([each.mH for each in columns], dim=1).resolve_conj()
 
 
-def _split(stack: Tensor) -> list[Tensor]:
-    return list(stack) if stack.ndim > 2 else [stack]
-
-
-def _unstack(stacks: dict[str, Tensor], groups: dict[str, list[str]], like: Leaves) -> Leaves:
-    return {
-        path: matrix.to(like[path].dtype)
-        for group, paths in groups.items()
-        for path, matrix in zip(paths, _split(stacks[group]), strict=True)
-    }
-
-
-# Both products read m along its rows: on a CPU three to five times faster than m @ q and m.T @ p.
-def _times(m: Tensor, q: Tensor) -> Tensor:
-    return m @ q if m.ndim > 2 else linear(m, q.mT.contiguous())
-
-
-def _transposed_times(m: Tensor, p: Tensor) -> Tensor:
-    return (p.mH @ m).mH
+def _columns(rows: Tensor, widths: list[int]) -> list[Tensor]:
+    """The inverse of `_rows`: views, but of complex numbers."""
+    return [columns.resolve_conj() for columns in rows.mH.split(widths)]

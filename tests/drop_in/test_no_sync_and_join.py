@@ -84,10 +84,11 @@ def check_join_by_hand(rank: int, text: str, counts: list[int], divide: bool) ->
                 p -= 0.1 * mean[name]
     assert_equal_on_ranks(model.state_dict())
     # On three ranks a ring adds in an order that depends on where an element lies; a rounding to float16 may then
-    # go another way, which error feedback carries along.
+    # go another way, which error feedback carries along; most of it into the directions of least weight.
     tolerance = {"rtol": 0, "atol": 0} if n == 2 else {"rtol": 0, "atol": 1e-3}
+    of_state = {**tolerance, "atol": 5 * tolerance["atol"]}
     torch.testing.assert_close(dict(model.module.named_parameters()), dict(plain.named_parameters()), **tolerance)
-    torch.testing.assert_close(fnddp.state_dict(model.sync_state), fnddp.state_dict(state), **tolerance)
+    torch.testing.assert_close(fnddp.state_dict(model.sync_state), fnddp.state_dict(state), **of_state)
     step(model, batch(rank, 99))  # all goes on as before, without a factor
     mean, _ = by_hand(sync, plain, state, batch(rank, 99))
     torch.testing.assert_close([p.grad for p in model.parameters()], list(mean.values()), **tolerance)

@@ -110,7 +110,7 @@ def parts(sizes: Sizes) -> list[Row]:
     state = sync.init(grads)
     plan = lower(sync, grads, state=state, donation=Donation("yes", True))
     timer = Timer()
-    runner = Planned(plan, C10D, Memory(), timer)
+    runner = Planned(plan, C10D, Memory(), observer=timer)
     other = {path: torch.empty_like(grad) for path, grad in grads.items()}
     encode: list[float] = []
     decode: list[float] = []

@@ -112,7 +112,7 @@ TRAINED = [
     "allreduce",
     "bf16(allreduce)",
     "error_feedback(powersgd(fp16(allreduce), rank=4))",
-    "error_feedback(powersgd(allreduce, rank=2, batch_same_shape=True, orthogonalization='gram_schmidt'))",
+    "error_feedback(powersgd(allreduce, rank=2, orthogonalization='gram_schmidt'))",
 ]
 
 

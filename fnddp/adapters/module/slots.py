@@ -66,6 +66,11 @@ class Slots:
         self._parameters, self._frozen, self._ignored = trained.parameters, trained.frozen, trained.others
         self._look_up(module)
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the module holds any."""
+        return any(self._buffers)
+
     def swapped(self) -> dict[str, Tensor]:
         """What lies where another parameter was, by its name."""
         known = self._parameters
@@ -113,6 +118,7 @@ class Slots:
             for name, part in parts.items()
             if name
         ]
+        self._buffers = [torch_private.buffers_in(part) for part in parts.values()]
         self._sizes: list[tuple[dict[str, Any], int]] = [
             (held, len(held))
             for part in parts.values()

@@ -6,13 +6,15 @@ hands its gradient over, in one of two ways: as `parameter.grad`, once it is acc
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.module.autograd import Ending, Requests, WeakHook
+from fnddp.adapters.module.autograd import Ending, Quick, Requests, WeakHook
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
 from fnddp.adapters.module.torch.log import Log
@@ -21,8 +23,10 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Synchronized
+from fnddp.run.runner import UnexpectedGradient
 from fnddp.state import describe
 from fnddp.sync import State, Sync
+from fnddp.torch_private import optimizers_in_backward
 from fnddp.tree import Leaves
 from fnddp.wire.protocol import Wire
 
@@ -93,14 +97,16 @@ class Steps:
         self._ending: Callable[[], object] | None = None
         self._is_finishing = False
         self._successor: Steps | None = None
-        self._hooks = [
-            hook
-            for name, parameter in self.parameters.items()
-            for hook in (
-                parameter.register_hook(WeakHook(self, Steps._arrives, name)),
-                parameter.register_post_accumulate_grad_hook(WeakHook(self, Steps._accumulated, name)),
-            )
-        ]
+        self._quick = Quick()
+        carry_on = weakref.WeakMethod(self._carry_on)
+        self._hooks: list[Any] = []
+        for position, name in enumerate(self.engine.leaves):
+            parameter = self.parameters[name]
+            arrives, accumulated = WeakHook(self, Steps._arrives, name), WeakHook(self, Steps._accumulated, name)
+            self._hooks += [
+                parameter.register_hook(self._quick.before(arrives)),
+                parameter.register_post_accumulate_grad_hook(self._quick.after(position, accumulated, carry_on)),
+            ]
 
     @property
     def sync(self) -> Sync:
@@ -174,6 +180,8 @@ class Steps:
         self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
         self._begin()
+        if not self._asked:
+            self._quick.open(self._task, self.engine.inbox, [name in self._kept for name in self.engine.leaves])
         self._log.backward_starts()
         ending = Ending(self._finish)
         self._ending = weakref.ref(ending)
@@ -276,11 +284,24 @@ class Steps:
         return placeholder
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
-        expected = self.engine.leaves[name]
-        if (grad.dtype, grad.device, grad.shape) != (expected.dtype, expected.device, expected.shape):
-            raise _changed(name, grad, expected)
-        self.engine.feed(name, grad, keep=keep)
+        with self._named():
+            self.engine.feed(name, grad, keep=keep)
         self._log.fed(self.engine)
+
+    def _carry_on(self) -> None:
+        with self._named():
+            self.engine.poll()
+        self._log.fed(self.engine)
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Says of an unexpected gradient what the user of a module knows of it."""
+        try:
+            yield
+        except UnexpectedGradient as error:
+            if not error.is_unlike:
+                raise
+            raise _changed(error.path, error.grad, self.engine.leaves[error.path]) from None
 
     def _finish(self) -> None:
         """At the end of a backward."""
@@ -288,7 +309,9 @@ class Steps:
         was_armed = self.is_armed
         try:
             self._is_finishing = True
-            for name in sorted(self._waiting()):
+            with self._named():
+                waiting = sorted(self._waiting())
+            for name in waiting:
                 self._accumulated(name, self.parameters[name])
             done = self._run()
         except BaseException as error:
@@ -307,8 +330,12 @@ class Steps:
             self._require_returned(placeholders, done.unused)
         else:
             self.unsynchronized = set()
+            is_plain = not (placeholders or self._kept or self._sparse or done.unused)
             for name, mean in done.mean.items():
-                if name not in done.unused:
+                parameter = self.parameters[name]
+                if is_plain and mean.stride() == parameter.stride() and not optimizers_in_backward(parameter):
+                    parameter.grad = mean
+                elif name not in done.unused:
                     self._set_grad(name, placeholders.get(name, mean))
         self._at_end()
         self._log.step_ends(self.engine, done.unused)
@@ -332,7 +359,7 @@ class Steps:
             grad.copy_(mean)  # others may hold it, as a part of a flat buffer
         else:
             parameter.grad = mean
-        optimizers = torch_private.optimizers_in_backward(parameter)
+        optimizers = optimizers_in_backward(parameter)
         for optimizer in optimizers:
             optimizer.step()
         if optimizers:
@@ -348,7 +375,7 @@ class Steps:
 
     def _run(self) -> Synchronized:
         # So torch calls it in profiles: it is here that ranks learn what none of them has used.
-        with self._log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
+        with self._named(), self._log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
             return self.engine.finish()
 
     def _is_none(self, done: Synchronized) -> bool:
@@ -363,6 +390,7 @@ class Steps:
     def _close(self) -> None:
         self.is_armed = self._is_finishing = False
         self._placeholders, self._ending = {}, None
+        self._quick.close()
 
 
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
@@ -370,7 +398,7 @@ def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 
     They are those of `torch.distributed.optim._apply_optimizer_in_backward`. As in torch, gradients are None then.
     """
-    theirs = [parameter for parameter in parameters if torch_private.optimizers_in_backward(parameter)]
+    theirs = [parameter for parameter in parameters if optimizers_in_backward(parameter)]
     if theirs:
         torch_private.take_over_optimizers_in_backward(theirs)
 

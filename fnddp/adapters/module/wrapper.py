@@ -300,6 +300,7 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._slots.require_known(self.module)
         if not self._log.has_stepped:
             take_over_optimizers(self._trained.parameters.values())
         if self._synchronizes:
@@ -330,7 +331,7 @@ class DistributedDataParallel(TorchNames):
                     tensor.register_hook(self._steps.start)
 
     def _sync_buffers(self, location: HookLocation) -> None:
-        if not self._buffers_of_module.runs_at(location):
+        if not self._slots.has_buffers or not self._buffers_of_module.runs_at(location):
             return
         if dist.is_initialized():
             self._steps.require_same_world()
@@ -353,7 +354,6 @@ class DistributedDataParallel(TorchNames):
 
         They are put there by torch.func.functional_call, or for good.
         """
-        self._slots.require_known(self.module)
         swapped = self._slots.swapped()
         if not torch.is_grad_enabled():
             return {}

@@ -3,10 +3,11 @@
 from fnddp.plan.passes.combine import combine
 from fnddp.plan.passes.drop import drop
 from fnddp.plan.passes.emit import emit
+from fnddp.plan.passes.foreach import foreach
 from fnddp.plan.passes.fuse import fuse
 from fnddp.plan.passes.order import order
 from fnddp.plan.passes.place import place
 from fnddp.plan.passes.simplify import simplify
 
-PASSES = (drop, simplify, fuse, combine, order, place, emit)
+PASSES = (drop, simplify, fuse, combine, order, place, foreach, emit)
 """What turns a traced pipeline into segments."""

@@ -5,7 +5,7 @@ compute something also need the same dtype, the others are bytes. They are indep
 depend on each other, one is deeper. XLA's all-reduce combiner does the same; the buckets are those of torch's DDP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import is_collective, launch, sorted_topologically, take, tensor_nodes, value
+from fnddp.plan.graph import is_collective, is_light, launch, sorted_topologically, take, tensor_nodes, value
 from fnddp.plan.ir import Collective, LoweringError, Payload
 from fnddp.torch_private import functional_collectives
 from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
@@ -93,7 +93,7 @@ def combine(draft: Draft) -> Draft:
 
     def leaves_of(node: fx.Node) -> list[str]:
         mask = reach[node].leaves & ours
-        return sorted((path for i, path in enumerate(paths) if mask >> i & 1), key=arrival.__getitem__)
+        return sorted((paths[i] for i in _bits(mask)), key=arrival.__getitem__)
 
     groups: dict[tuple[Key, str | None, str | None], list[Traced]] = {}
     for traced in _traced(draft):
@@ -111,6 +111,13 @@ def combine(draft: Draft) -> Draft:
             _replace(graph, members, collective)
     sorted_topologically(graph)
     return draft
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def _traced(draft: Draft) -> list[Traced]:
@@ -131,10 +138,11 @@ def _traced(draft: Draft) -> list[Traced]:
     return found
 
 
-def _alignment(traced: Traced) -> tuple[int, int]:
-    # As aligned as its own size allows, without gaps: vector instructions and views as other dtypes ask for it.
+def _alignment(traced: Traced) -> tuple[int, bool, int]:
+    # As aligned as its own size allows, without gaps: vector instructions and views as other dtypes ask for it. Light
+    # ones side by side, since what is done to all of them is done to the memory that they share.
     numel = value(traced.payload).numel()
-    return value(traced.payload).dtype.itemsize, min(numel & -numel, 64)
+    return value(traced.payload).dtype.itemsize, not is_light(traced.payload), min(numel & -numel, 64)
 
 
 def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[str], n: int) -> Collective:

@@ -1,17 +1,19 @@
-"""Pass 8: the code of every segment, as a function of named values."""
+"""Pass 9: the code of every segment, as a function of named values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fnddp.plan.draft import Cut, Draft, Placement
-from fnddp.plan.graph import launch, launch_of, output_nodes, take, take_of, value
-from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received, Segment, Sent, Temp
+from fnddp.plan.draft import Cut, Draft
+from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
+from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
+from fnddp.plan.passes.foreach import is_in_place, is_whole, operand_of
 from fnddp.plan.passes.place import COPIES, ELEMENTWISE, PRODUCTS
+from fnddp.plan.script import Script, Variable
+from fnddp.torch_private import FOREACH, foreach_copy
 
 aten: Any = torch.ops.aten
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what they compute
@@ -22,7 +24,7 @@ def emit(draft: Draft) -> Draft:
     assert draft.placement is not None
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
-    written = [_Code(cut, draft.placement, draft.names) for cut in draft.cuts]
+    written = [_Code(cut, draft) for cut in draft.cuts]
     last_read = {name: i for i, code in enumerate(written) for name in code.inputs}
     segments: list[Segment] = []
     for i, (cut, code) in enumerate(zip(draft.cuts, written, strict=True)):
@@ -36,7 +38,7 @@ def emit(draft: Draft) -> Draft:
                 inputs=tuple(code.inputs),
                 outputs=tuple(name_of(node, draft.names) for node in outputs),
                 frees=tuple(frees),
-                run=code.function(outputs),
+                run=code.script.function(code.inputs.values(), [code.made[node] for node in outputs]),
                 launches=None if cut.launches is None else launch_of(cut.launches)[1],
                 operations=tuple(code.operations),
                 commits=cut.commits,
@@ -56,7 +58,7 @@ def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
 
 
 def _persists(name: Name) -> bool:
-    return isinstance(name, Sent | Received | Mean)
+    return isinstance(name, Sent | Span | Received | Mean | Scratch)
 
 
 class _Code:
@@ -66,90 +68,176 @@ class _Code:
         inputs: What it reads or writes of what is there, and what stands for it.
         made: What it computes, and what stands for it.
         operations: The same, to be shown.
+        script: The code.
     """
 
-    def __init__(self, cut: Cut, placement: Placement, names: dict[fx.Node, Name]) -> None:
-        self.inputs: dict[Name, fx.Node] = {}
-        self.made: dict[fx.Node, fx.Node] = {}
+    def __init__(self, cut: Cut, draft: Draft) -> None:
+        assert draft.placement is not None
+        self.inputs: dict[Name, Variable] = {}
+        self.made: dict[fx.Node, Variable] = {}
         self.operations: list[Operation] = []
-        self._graph = fx.Graph()
-        self._placement, self._names = placement, names
+        self.script = Script()
+        self._placement, self._names = draft.placement, draft.names
+        joined: set[fx.Node] = set()
         for node in cut.nodes:
-            if node.target is not take:
+            if node in draft.batches:
+                self._compute_all(draft.batches[node])
+                joined.update(draft.batches[node])
+            elif node.target is not take and node not in joined:
                 self._compute(node)
+                if not is_light(node):
+                    self._pack(node)
         if cut.launches is not None:
             self._pack_the_rest(cut.launches)
 
-    def function(self, outputs: Sequence[fx.Node]) -> Callable[..., tuple[Any, ...]]:
-        """The code, as a function of `inputs` that returns `outputs`."""
-        self._graph.output(tuple(self.made[node] for node in outputs))
-        code = self._graph.python_code("self")
-        scope = dict(code.globals)
-        exec(compile(code.src, "<segment of a fnddp plan>", "exec"), scope)
-        return partial(scope["forward"], None)
-
     def _compute(self, node: fx.Node) -> None:
-        target = self._placement.targets.get(node)
+        target, function = self._placement.targets.get(node), _target(node)
+        arguments, options = self._values(node.args), self._values(node.kwargs)
         if target is None:
-            self.made[node] = self._graph.node_copy(node, self._value)
+            self.made[node] = self.script.call(function, arguments, options)
+        elif node.target in COPIES:
+            self.made[node] = self.script.call(aten.copy_.default, [self._destination(target, node), arguments[0]])
         else:
-            self.made[node] = self._into(node, self._destination(target, node))
-        self._say(node, target)
-        for place in self._placement.payloads.get(node, ()):
-            if Sent(*place) != target:
-                self._copy(node, _collective_of(node, place), place[1])
+            writing = ELEMENTWISE.get(node.target) or PRODUCTS[node.target]
+            into = {"out": self._destination(target, node)}
+            self.made[node] = self.script.call(writing, arguments, {**options, **into})
+        self._say(node)
 
-    def _destination(self, target: fx.Node | Name, node: fx.Node) -> fx.Node:
+    def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
+        """Operations that are alike, as one."""
+        first = nodes[0]
+        operands = [self._values(node.args[0]) for node in nodes]
+        rest = self._values(first.args[1:])
+        if len(first.args) > 1 and is_tensor(first.args[1]):
+            rest = [[self._values(node.args[1]) for node in nodes]]
+        options = self._values(first.kwargs)
+        if first not in self._placement.targets:
+            results = self.script.call_for(len(nodes), FOREACH[first.target][0], [operands, *rest], options)
+            self.made.update(zip(nodes, results, strict=True))
+            self._say(first, len(nodes))
+            return
+        places = operands.copy()
+        elsewhere = [i for i, node in enumerate(nodes) if not is_in_place(node, self._placement)]
+        for i in elsewhere:
+            places[i] = self._destination(self._placement.targets[nodes[i]], nodes[i])
+        if elsewhere:
+            self.script.call(foreach_copy, [[places[i] for i in elsewhere], [operands[i] for i in elsewhere]])
+            copied = nodes[elsewhere[0]]
+            place = name_of(self._placement.targets[copied], self._names)
+            self._say_copied(place, operand_of(copied), len(elsewhere))
+        self.made.update(zip(nodes, places, strict=True))
+        if first.target in COPIES:
+            return
+        if is_whole(first, self._placement):
+            for span in _spans(self._placement.targets[node] for node in nodes):
+                memory = self._input(span)
+                self.script.call(ELEMENTWISE[first.target], [memory, *rest], {**options, "out": memory})
+                self.operations.append(Operation(span, None, _function(first), (span, *self._shown(first.args[1:]))))
+        else:
+            self.script.call(FOREACH[first.target][1], [places, *rest], options)
+            self._say(first, len(nodes))
+
+    def _destination(self, target: Any, node: fx.Node) -> Variable:
         where = self._value(target) if isinstance(target, fx.Node) else self._input(target)
-        if isinstance(target, Sent) or (isinstance(target, fx.Node) and value(target).shape == value(node).shape):
+        if isinstance(target, Sent | Scratch) or (
+            isinstance(target, fx.Node) and value(target).shape == value(node).shape
+        ):
             return where
-        return self._graph.call_function(aten.view.default, (where, list(value(node).shape)))
+        return self.script.call(aten.view.default, [where, list(value(node).shape)])
 
-    def _into(self, node: fx.Node, destination: fx.Node) -> fx.Node:
-        arguments: Any = fx.map_arg(node.args, self._value)
-        options: Any = fx.map_arg(node.kwargs, self._value)
-        if node.target in COPIES:
-            return self._graph.call_function(aten.copy_.default, (destination, arguments[0]))
-        writing = ELEMENTWISE.get(node.target) or PRODUCTS[node.target]
-        return self._graph.call_function(writing, arguments, {**options, "out": destination})
+    def _pack(self, source: fx.Node) -> None:
+        """Copies a large result into the buffers that it is sent in."""
+        for place in self._placement.payloads.get(source, ()):
+            if Sent(*place) != self._placement.targets.get(source):
+                self._copy_into([(source, _collective_of(source, place), place[1])])
 
     def _pack_the_rest(self, launched: fx.Node) -> None:
+        """Copies what is not in the buffer: small results, gradients, parts of the state, results of collectives."""
         sources, collective = launch_of(launched)
-        for position, source in enumerate(sources):
-            # A gradient, a part of the state, or the result of another collective: no segment has computed it.
-            if source.op != "call_function" or source.target in (launch, take):
-                self._copy(source, collective, position)
+        rest = [
+            (source, collective, position)
+            for position, source in enumerate(sources)
+            if self._placement.targets.get(source) != Sent(collective.index, position)
+            and (is_light(source) or source.op != "call_function" or source.target in (launch, take))
+        ]
+        self._copy_into([place for place in rest if is_light(place[0])])
+        for place in rest:
+            if not is_light(place[0]):
+                self._copy_into([place])
 
-    def _copy(self, source: fx.Node, collective: Collective, position: int) -> None:
-        sent, made = Sent(collective.index, position), self._value(source)
-        shape = collective.sent_shape(position)
-        if shape != tuple(value(source).shape):
-            made = self._graph.call_function(aten.reshape.default, (made, list(shape)))
-        self._graph.call_function(aten.copy_.default, (self._input(sent), made))
-        self.operations.append(Operation(sent, None, "copy", (name_of(source, self._names),)))
+    def _copy_into(self, copies: Sequence[tuple[fx.Node, Collective, int]]) -> None:
+        if not copies:
+            return
+        places: list[Variable] = []
+        values: list[Variable] = []
+        for source, collective, position in copies:
+            made, shape = self._value(source), collective.sent_shape(position)
+            if shape != tuple(value(source).shape):
+                made = self.script.call(aten.reshape.default, [made, list(shape)])
+            places.append(self._input(Sent(collective.index, position)))
+            values.append(made)
+        if len(copies) > 1:
+            self.script.call(foreach_copy, [places, values])
+        else:
+            self.script.call(aten.copy_.default, [places[0], values[0]])
+        source, collective, position = copies[0]
+        self._say_copied(Sent(collective.index, position), source, len(copies))
 
-    def _value(self, node: fx.Node) -> fx.Node:
+    def _values(self, arguments: Any) -> Any:
+        to_variable: Any = self._value
+        return fx.map_arg(arguments, to_variable)
+
+    def _value(self, node: fx.Node) -> Variable:
         return self.made[node] if node in self.made else self._input(name_of(node, self._names))
 
-    def _input(self, name: Name) -> fx.Node:
+    def _input(self, name: Name) -> Variable:
         if name not in self.inputs:
-            self.inputs[name] = self._graph.placeholder(f"x{len(self.inputs)}")
+            self.inputs[name] = self.script.variable()
         return self.inputs[name]
 
-    def _say(self, node: fx.Node, target: fx.Node | Name | None) -> None:
-        written = name_of(target, self._names)
+    def _say(self, node: fx.Node, count: int = 1) -> None:
+        written = name_of(self._placement.targets.get(node), self._names)
         is_only_sent = isinstance(written, Sent) and all(user.target is launch for user in node.users)
         made: Any = value(node)
         self.operations.append(
             Operation(
                 made=written if is_only_sent else Temp(node.name),
                 spec=LeafSpec.of(made) if isinstance(made, torch.Tensor) else None,
-                function=getattr(node.target, "__name__", str(node.target)).partition(".")[0],
-                arguments=tuple(_named(argument, self._names) for argument in node.args),
+                function=_function(node),
+                arguments=self._shown(node.args),
                 options=tuple((key, a) for key, a in node.kwargs.items() if key in _SHOWN and a != 1),
                 written=None if is_only_sent else written,
+                count=count,
             )
         )
+
+    def _say_copied(self, place: Name, source: Any, count: int) -> None:
+        self.operations.append(Operation(place, None, "copy", (name_of(source, self._names),), count=count))
+
+    def _shown(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(_named(argument, self._names) for argument in arguments)
+
+
+def _spans(places: Iterable[Any]) -> Iterator[Span]:
+    """Payloads, as tensors of all that lie side by side."""
+    last: Span | None = None
+    for place in sorted(places, key=lambda place: (place.collective, place.position)):
+        if last is not None and (last.collective, last.last + 1) == (place.collective, place.position):
+            last = Span(last.collective, last.first, place.position)
+        else:
+            if last is not None:
+                yield last
+            last = Span(place.collective, place.position, place.position)
+    if last is not None:
+        yield last
+
+
+def _target(node: fx.Node) -> Any:
+    return node.target
+
+
+def _function(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
 
 
 def _collective_of(node: fx.Node, place: tuple[int, int]) -> Collective:

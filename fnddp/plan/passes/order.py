@@ -5,15 +5,31 @@ what the next round needs of its result is computed one slot later. So a bucket'
 bucket's first: a software pipeline, in which the wire is busy with one bucket while the other is computed. What no
 collective needs, means and the next state, comes last, when all collectives are complete and the step can no longer
 fail on another rank: until then nothing is written over, and no encoding stands behind a wait.
+
+Operations on small tensors cost what it costs to call them, so alike ones run side by side, to be joined by a later
+pass: those of a bucket wait for its last gradient. Operations on large tensors cost their pass over memory, so each
+runs as soon as it can, while what it reads is in the cache and what it makes is soon free.
 """
 
+import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from fnddp.plan.draft import Cut, Draft
-from fnddp.plan.graph import launch, launch_of, output_nodes, placeholders, take, take_of, tensor_nodes
+from fnddp.plan.graph import (
+    is_light,
+    kind_of,
+    launch,
+    launch_of,
+    output_nodes,
+    placeholders,
+    take,
+    take_of,
+    tensor_nodes,
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -26,14 +42,14 @@ class Position:
     slot: int
     depth: int
     arrival: float
-    only_for_mean: bool
-    index: int
+    only_for_mean: bool = False
+    launched: int = -1  # the number of the collective
 
 
 def order(draft: Draft) -> Draft:
     """Sorts the nodes of a combined graph and cuts them where something must be there first, or is sent."""
     graph, paths = draft.graph, draft.paths
-    positions = _positions(graph, paths, draft.request.buckets)
+    positions, reading = _positions(graph, paths, draft.request.buckets)
     outputs = output_nodes(graph)
     feeding = _ancestors([node for node in graph.nodes if node.target is launch])
     remembering = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
@@ -42,34 +58,87 @@ def order(draft: Draft) -> Draft:
         if node not in feeding:
             positions[node] = replace(at, slot=end, depth=0, only_for_mean=node not in remembering)
     leaf_of = dict(zip(placeholders(graph), paths, strict=False))
-    cuts = _cut(sorted(tensor_nodes(graph), key=positions.__getitem__), positions, leaf_of, end)
-    return replace(draft, cuts=tuple(cuts))
+    runs: dict[Position, list[fx.Node]] = {}
+    for node in tensor_nodes(graph):
+        runs.setdefault(positions[node], []).append(node)
+    nodes = [node for position in sorted(runs) for node in _side_by_side(runs[position], reading)]
+    return replace(draft, cuts=tuple(_cut(nodes, positions, leaf_of, end)))
 
 
-def _positions(graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]) -> dict[fx.Node, Position]:
-    arrival = {path: place for place, path in enumerate(buckets)}
+def _positions(
+    graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
+) -> tuple[dict[fx.Node, Position], dict[fx.Node, float]]:
+    """When each node runs, and the last leaf that it depends on, by its place in the order of arrival."""
+    arrival = {path: float(place) for place, path in enumerate(buckets)}
+    last_of = {bucket: arrival[path] for path, bucket in buckets.items()}
+    end_of = {arrival[path]: last_of[bucket] for path, bucket in buckets.items()}
     leaves = iter(paths)
     at: dict[fx.Node, Position] = {}
-    for index, node in enumerate(graph.nodes):
+    reading: dict[fx.Node, float] = {}
+    for node in graph.nodes:
         inputs = [at[source] for source in node.all_input_nodes]
         slot = max((position.slot for position in inputs), default=0)
         depth = max((position.depth for position in inputs), default=0)
         latest = max((position.arrival for position in inputs), default=-1.0)
+        launched = -1
+        reading[node] = max((reading[source] for source in node.all_input_nodes), default=-1.0)
         if node.op == "placeholder":
             path = next(leaves, None)  # the others come after the leaves
             if path is not None:
                 slot, latest = buckets[path], arrival[path]
+                reading[node] = latest
         elif node.target is launch:
             _, collective = launch_of(node)
-            slot, depth, latest = collective.slot, collective.depth, float("inf")
-            index = collective.index
+            slot, depth, latest, launched = collective.slot, collective.depth, float("inf"), collective.index
         elif node.target is take:
-            launched, position = take_of(node)
-            payloads, collective = launch_of(launched)
+            launching, position = take_of(node)
+            payloads, collective = launch_of(launching)
             slot, depth = collective.slot + 1, collective.depth + 1
-            latest = at[payloads[position]].arrival
-        at[node] = Position(slot, depth, latest, False, index)
-    return at
+            latest, reading[node] = at[payloads[position]].arrival, reading[payloads[position]]
+        elif node.op == "call_function" and is_light(node):
+            latest = end_of.get(latest, latest)
+        at[node] = Position(slot, depth, latest, launched=launched)
+    return at, reading
+
+
+def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) -> list[fx.Node]:
+    """`nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf."""
+    index = {node: i for i, node in enumerate(nodes)}
+    lacking = {node: sum(source in index for source in node.all_input_nodes) for node in nodes}
+    kinds = {node: kind_of(node) for node in nodes if is_light(node)}
+    waiting = Counter(kinds.values())
+    heavy: list[tuple[float, int]] = []
+    light: dict[object, list[fx.Node]] = {}  # by kind, those that can run
+    done: list[fx.Node] = []
+
+    def is_ready(node: fx.Node) -> None:
+        if node in kinds:
+            light.setdefault(kinds[node], []).append(node)
+        else:
+            heapq.heappush(heavy, (reading[node], index[node]))
+
+    def run(node: fx.Node) -> None:
+        done.append(node)
+        for user in node.users:
+            if user in lacking:
+                lacking[user] -= 1
+                if not lacking[user]:
+                    is_ready(user)
+
+    for node in nodes:
+        if not lacking[node]:
+            is_ready(node)
+    while heavy or light:
+        if heavy:
+            run(nodes[heapq.heappop(heavy)[1]])
+            continue
+        # Of a kind all together, if that can be; otherwise of one that holds others up.
+        kind = next((kind for kind, ready in light.items() if len(ready) == waiting[kind]), next(iter(light)))
+        ready = light.pop(kind)
+        waiting[kind] -= len(ready)
+        for node in sorted(ready, key=lambda node: (reading[node], index[node])):
+            run(node)
+    return done
 
 
 @dataclass
@@ -81,6 +150,7 @@ class _Open:
     needs: list[str] = field(default_factory=list[str])
     waits: list[int] = field(default_factory=list[int])
     nodes: list[fx.Node] = field(default_factory=list[fx.Node])
+    position: Position | None = None  # of the last of them
 
     def closed(self, launches: fx.Node | None = None) -> Cut:
         return Cut(self.slot, tuple(self.needs), tuple(self.waits), tuple(self.nodes), launches, self.commits)
@@ -100,11 +170,13 @@ def _cut(
         waits: set[int] = launched - waited if commits else set()
         if node.target is take:
             waits |= {launch_of(take_of(node)[0])[1].index} - waited
-        if current is not None and (((needs or waits) and current.nodes) or commits != current.commits):
+        stands_behind = current is not None and current.nodes and current.position != at[node]
+        if current is not None and (((needs or waits) and stands_behind) or commits != current.commits):
             cuts.append(current.closed())
             current = None
         if current is None:
             current = _Open(at[node].slot, commits)
+        current.position = at[node]
         arrived.update(needs)
         waited |= waits
         current.needs += [leaf_of[source] for source in needs]

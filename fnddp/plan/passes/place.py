@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fnddp.plan.draft import Donation, Draft, Placement
-from fnddp.plan.graph import is_view, launch, launch_of, output_nodes, placeholders, take, value
+from fnddp.plan.graph import is_view, launch, launch_of, output_nodes, placeholders, value
 from fnddp.plan.ir import Collective, Mean, Name, Sent
 
 aten: Any = torch.ops.aten
@@ -119,7 +119,7 @@ class _Memories:
         if self._last_read.get(memory, -1) < now:
             return True
         reads = [source for source in node.all_input_nodes if self.memory(source) == memory]
-        in_place = reads == [node.args[0]] and _same_layout(value(reads[0]), value(node))
+        in_place = len(reads) == 1 and _is_first_only(node, reads[0]) and _same_layout(value(reads[0]), value(node))
         return self._last_read[memory] == now and node.target in ELEMENTWISE and in_place
 
     def is_ours(self, memory: Memory) -> bool:
@@ -136,16 +136,27 @@ class _Memories:
         return Placement(
             payloads=self._payloads,
             targets=self._targets,
+            lies_in=self._lies_in,
             overwritten=frozenset(self._overwritten),
+            scratch={},
             results=frozenset(self._results),
             memories={path: memory for path, memory in memories.items() if memory is not None},
-            peak_bytes=self._peak_bytes(),
         )
 
     def _payload(self, node: fx.Node) -> Sent | None:
-        """The one payload that `node` is, for nobody else to read. A product would be slower with gaps between rows."""
-        places = self._payloads.get(node, [])
-        if len(places) != 1 or len(node.users) != 1 or node.target in PRODUCTS:
+        """The one payload that `node` is, or is made to be by what writes over it, for nobody else to read.
+
+        A product would be slower with gaps between rows.
+        """
+        if len(node.users) != 1 or node.target in PRODUCTS:
+            return None
+        (user,) = node.users
+        is_written_over = (
+            user.target in ELEMENTWISE and _is_first_only(user, node) and _same_layout(value(node), value(user))
+        )
+        written = user if is_written_over and len(user.users) == 1 else node
+        places = self._payloads.get(written, [])
+        if len(places) != 1:
             return None
         index, position = places[0]
         fits = self._collectives[index].sent_shape(position) == tuple(value(node).shape)
@@ -158,21 +169,6 @@ class _Memories:
         if _is_node(mean) and self.memory(mean) == Mean(path):
             return Mean(path)
         return self.remembered.get(path) if self.is_kept(Mean(path)) else Mean(path)
-
-    def _peak_bytes(self) -> int:
-        persistent = sum(_buffer_bytes(collective) for collective in self._collectives.values())
-        persistent += sum(_nbytes(value(self.leaf_at[path])) for path in self._results)
-        computed = {node for node in self.nodes if node.target is not launch and node.target is not take}
-        now = peak = 0
-        freed: dict[float, int] = {}
-        for node, when in self.when.items():
-            if node in computed and node not in self._lies_in and node not in self._targets:
-                now += _nbytes(value(node))
-                peak = max(peak, now)
-                last = self._last_read.get(node, when)
-                freed[last] = freed.get(last, 0) + _nbytes(value(node))
-            now -= freed.pop(when, 0)
-        return persistent + peak
 
 
 def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
@@ -254,18 +250,12 @@ def _read_together(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict
     }
 
 
+def _is_first_only(user: fx.Node, node: fx.Node) -> bool:
+    return user.args[0] is node and user.args.count(node) == 1
+
+
 def _is_node(output: Any) -> bool:
     return isinstance(output, fx.Node)
-
-
-def _buffer_bytes(collective: Collective) -> int:
-    received = [] if collective.kind.is_in_place else [collective.receive_shape]
-    return sum(torch.Size(shape).numel() * collective.dtype.itemsize for shape in [collective.send_shape, *received])
-
-
-def _nbytes(made: Any) -> int:
-    parts = made if isinstance(made, tuple | list) else [made]
-    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
 def _same_kind(a: Any, b: Any) -> bool:

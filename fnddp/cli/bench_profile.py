@@ -1,0 +1,58 @@
+"""Where the host's time goes in a step: what torch's profiler sees of each arm, by what it is for."""
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from fnddp.cli.bench_arms import Arm
+
+PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode", "end")
+"""In the order in which they come."""
+
+OPERATIONS: str = "operations"
+"""Operations of aten in a step, nested ones counted, too."""
+
+STEPS = 5
+
+_HOOKED = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+
+
+def profiled(arm: Arm) -> dict[str, float]:
+    """Milliseconds that a step of `arm` spends in each of PARTS, and the number of its operations: medians.
+
+    Each is without the parts within it. "hooks" is what autograd does with the gradient of a parameter that is there,
+    and whatever hangs on it: all of torch's own reducer, too. What a wrapper does around a step is in none of them.
+    """
+    steps = [_step(arm) for _ in range(STEPS)]
+    return {key: median([step[key] for step in steps]) for key in (*PARTS, OPERATIONS)}
+
+
+def _step(arm: Arm) -> dict[str, float]:
+    arm.clear()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        arm.step()
+    spent = dict.fromkeys((*PARTS, OPERATIONS), 0.0)
+    for event in profiler.events() or ():
+        part = _part(event)
+        if part is not None:
+            milliseconds = event.time_range.elapsed_us() / 1e3
+            spent[part] += milliseconds
+            around = next((outer for parent in _parents(event) if (outer := _part(parent)) is not None), None)
+            if around is not None:
+                spent[around] -= milliseconds
+        spent[OPERATIONS] += event.name.startswith("aten::")
+    return spent
+
+
+def _part(event: Any) -> str | None:
+    if event.name == _HOOKED:
+        return "hooks"
+    last = event.name.rpartition(" ")[2]
+    return last if event.name.startswith("fnddp ") and last in PARTS else None
+
+
+def _parents(event: Any) -> Iterator[Any]:
+    while (event := event.cpu_parent) is not None:
+        yield event

@@ -1,0 +1,123 @@
+"""Pass 8: what is done to many small tensors alike is one operation.
+
+On a small tensor an operation costs what it costs to call it, so those of a segment that are alike except for their
+leaf become one of torch's `_foreach` operations, which gives the same bits. (On a large tensor they would only be
+further from the cache.) The order has put them side by side; here it is checked that none writes what another reads.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from fnddp.plan.draft import Draft, Placement
+from fnddp.plan.graph import is_light, is_tensor, kind_of, launch, launch_of, output_nodes, value
+from fnddp.plan.ir import LeafSpec, Scratch, Sent
+from fnddp.plan.passes.place import COPIES
+from fnddp.torch_private import FOREACH
+
+aten: Any = torch.ops.aten
+
+
+def foreach(draft: Draft) -> Draft:
+    """Finds the operations that are run as one."""
+    assert draft.placement is not None
+    placement = draft.placement
+    returned = {placement.memory(node) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
+    batches: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    copies: list[fx.Node] = []
+    for cut in draft.cuts:
+        for members in _alike(cut.nodes, placement, returned):
+            batches[members[0]] = members
+            copies += [node for node in members if node.target in COPIES and node not in placement.targets]
+    # A copy needs a place; those that stay within a step have memory that is there already, whatever it is.
+    places = {node: Scratch(node.name) for node in copies}
+    placement = replace(
+        placement,
+        targets={**placement.targets, **places},
+        scratch={place: LeafSpec.of(value(node)) for node, place in places.items()},
+    )
+    return replace(draft, batches=batches, placement=placement)
+
+
+def is_in_place(node: fx.Node, placement: Placement) -> bool:
+    """Whether an operation writes over its first operand."""
+    target, operand = placement.targets.get(node), operand_of(node)
+    if target is None or not isinstance(operand, fx.Node):
+        return False
+    return placement.memory(node) == placement.memory(operand)
+
+
+def operand_of(node: fx.Node) -> Any:
+    """Its first one."""
+    return node.args[0]
+
+
+def _alike(nodes: Sequence[fx.Node], placement: Placement, returned: set[Any]) -> Iterator[tuple[fx.Node, ...]]:
+    """Neighbours that are the same operation on other tensors, by the kind of place that they write to."""
+
+    def kind(node: fx.Node) -> object:
+        return kind_of(node) if _may_be_joined(node, placement, returned) else node
+
+    for _, neighbours in groupby(nodes, kind):
+        for together in _independent(neighbours, placement):
+            batches: dict[object, list[fx.Node]] = {}
+            for node in together:
+                over_operand = not is_whole(node, placement) and is_in_place(node, placement)
+                batches.setdefault((type(placement.targets.get(node)), over_operand), []).append(node)
+            yield from (tuple(batch) for batch in batches.values() if len(batch) > 1)
+
+
+def _may_be_joined(node: fx.Node, placement: Placement, returned: set[Any]) -> bool:
+    if not is_light(node) or not isinstance(value(node), torch.Tensor):
+        return False
+    if node.target in COPIES:
+        return node in placement.targets or placement.memory(node) not in returned
+    if node.kwargs and not is_tensor(node.args[-1]) and not is_whole(node, placement):
+        return False  # alpha, and a number
+    tensors = [value(arg) for arg in node.args if is_tensor(arg)]
+    is_plain = all((t.shape, t.dtype, t.device) == _like(node) for t in tensors)
+    return node.target in FOREACH and is_plain and _has_same_bits(node, placement)
+
+
+def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
+    """CUDA multiplies by the inverse of a number where it divides one tensor by it, and divides each of many."""
+    by_number = node.target is aten.div.Tensor and not is_tensor(node.args[1])
+    return not by_number or value(node).device.type != "cuda" or is_whole(node, placement)
+
+
+def is_whole(node: fx.Node, placement: Placement) -> bool:
+    """Whether an operation with a number may be done to several results at once, as one tensor: in a buffer."""
+    by_number = node.target in FOREACH and not is_tensor(node.args[1])
+    # Where nothing is computed on the way, a buffer is bytes.
+    is_sent = any(user.target is launch and launch_of(user)[1].kind.computes for user in node.users)
+    return by_number and is_sent and isinstance(placement.targets.get(node), Sent)
+
+
+def _like(node: fx.Node) -> tuple[Any, ...]:
+    return value(node).shape, value(node).dtype, value(node).device
+
+
+def _independent(nodes: Iterable[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
+    """Runs of neighbours of which none makes or writes what another reads.
+
+    Nor may one write what it reads itself, but for its first operand: that is copied to its place before it runs.
+    """
+    run: list[fx.Node] = []
+    written: set[Any] = set()
+    read: set[Any] = set()
+    for node in nodes:
+        memory, first = placement.memory(node), operand_of(node)
+        others = {placement.memory(source) for source in node.all_input_nodes if source is not first}
+        operands = others | ({placement.memory(first)} if isinstance(first, fx.Node) else set())
+        if memory in read or memory in others or operands & written:
+            yield run
+            run, written, read = [], set(), set()
+        if memory not in others:
+            run.append(node)
+            written.add(memory)
+            read |= operands
+    yield run

@@ -1,0 +1,178 @@
+"""Writes down what is done to fake tensors, as a graph of aten operations and collectives.
+
+What make_fx does, for programs that are long because they have many leaves. It spends its time on proxies, and on
+asking again what an operation makes that has been asked for another leaf of the same shape.
+"""
+
+import operator
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnddp.plan.ir import LoweringError
+from fnddp.torch_private import (
+    Fakes,
+    TorchDispatchMode,
+    constant_of,
+    decomposed,
+    is_dense_fake,
+    like_of,
+    makes_one_tensor,
+    number_nodes,
+    out_of_place,
+    storage_key,
+)
+
+aten: Any = torch.ops.aten
+
+_CONSTANTS = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations while it is entered, within the mode of the fake tensors that they are done to.
+
+    Attributes:
+        graph: What was recorded. A node's `meta["val"]` is the fake tensor, or the symbolic number, that it stands for.
+        held: Tensors with values that were met on the way, by the names of their `get_attr` nodes.
+    """
+
+    def __init__(self, fakes: Fakes) -> None:
+        super().__init__()
+        self._fakes = fakes
+        self.graph = fx.Graph()
+        self.held: dict[str, Tensor] = {}
+        self._inputs = 0
+        self._whole: set[Any] = set()  # operations that are not made of others
+        self._nodes: dict[int, list[fx.Node]] = {}  # the one of each tensor, by its id: nodes keep them alive
+        self._detached: list[Tensor] = []  # tensors that have the node of another
+        self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
+        self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
+        self._results: dict[Any, Any] = {}  # what operations make, by what is known of their arguments
+        self._owners: dict[int, int] = {}  # how many of the tensors share a storage
+
+    def add_input(self, value: Any) -> fx.Node:
+        """A placeholder for a fake tensor, or for a symbolic number."""
+        self._inputs += 1
+        node = self.graph.placeholder(f"input_{self._inputs}")
+        node.meta["val"] = value
+        if isinstance(value, Tensor):
+            self._stands_for(node, value)
+        elif isinstance(value, torch.SymInt):
+            self._numbers[value.node.expr] = node
+        return node
+
+    def finish(self, outputs: list[Any]) -> fx.Graph:
+        """The graph, which returns `outputs`."""
+        self.graph.output([self._argument(output) for output in outputs])
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question, for the device
+            return func(*args, **kwargs)
+        if func not in self._whole:
+            with self:
+                simpler = decomposed(func, args, kwargs)
+            if simpler is not NotImplemented:
+                return simpler
+            self._whole.add(func)
+        if func is aten.detach.default:
+            return self._same(args[0], func(*args, **kwargs))
+        function = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        read = [self._argument(arg) for arg in args], {key: self._argument(arg) for key, arg in kwargs.items()}
+        made = self._made(func, args, kwargs)
+        if func._schema.is_mutable:
+            function = self._pure(func, args, made)
+        if isinstance(made, Tensor):
+            self._stands_for(self._called(function, *read, made), made)
+        elif isinstance(made, tuple | list) and any(isinstance(each, Tensor) for each in made):
+            whole = self._called(function, *read, made)
+            for i, each in enumerate(made):
+                if isinstance(each, Tensor):
+                    self._stands_for(self._called(operator.getitem, [whole, i], {}, each), each)
+        return made
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation makes: once asked, always known, but where it makes views, or writes in place."""
+        if not makes_one_tensor(func):
+            return func(*args, **kwargs)
+        key = func, self._like(args), self._like(tuple(sorted(kwargs.items())))
+        if key in self._results:
+            return self._fakes.dense(*self._results[key])
+        made = func(*args, **kwargs)
+        if is_dense_fake(made):
+            self._results[key] = made.shape, made.stride(), made.dtype, made.device
+        return made
+
+    def _like(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self._likes.get(id(argument)) or (id(argument),)
+        if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return argument.node.expr
+        if isinstance(argument, tuple | list):
+            return tuple(map(self._like, argument))
+        return type(argument), argument  # 1, 1.0 and True are not the same
+
+    def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
+        packet = getattr(function, "overloadpacket", function)
+        node = self.graph.create_node("call_function", function, tuple(args), kwargs, name=packet.__name__)
+        node.meta["val"] = made
+        return node
+
+    def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
+        self._likes[id(tensor)] = like_of(tensor)
+        if id(tensor) in self._nodes:  # it was written to
+            self._nodes[id(tensor)][0] = node
+            return
+        self._nodes[id(tensor)] = [node]
+        key = storage_key(tensor)
+        self._owners[key] = self._owners.get(key, 0) + 1
+
+    def _same(self, tensor: Tensor, detached: Tensor) -> Tensor:
+        self._argument(tensor)
+        self._nodes[id(detached)], self._likes[id(detached)] = self._nodes[id(tensor)], self._likes[id(tensor)]
+        self._detached.append(detached)
+        return detached
+
+    def _pure(self, func: Any, args: Any, made: Any) -> Any:
+        """For an operation in place on memory that nobody else sees the one that makes a new tensor."""
+        pure = out_of_place(func)
+        if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
+            raise LoweringError(f"it writes with {func} to memory that others read")
+        return pure
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._nodes[id(value)][0] if id(value) in self._nodes else self._hold(value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self._number(value)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._argument, value))
+        if not isinstance(value, _CONSTANTS):
+            raise LoweringError(f"it holds a {type(value).__name__}, which has a state")
+        return value
+
+    def _number(self, symbolic: Any) -> Any:
+        expression = symbolic.node.expr
+        if expression not in self._numbers:
+            made = number_nodes(self.graph, expression, self._numbers)
+            if not isinstance(made, fx.Node):
+                return made
+            for node in self.graph.nodes:  # those on the way stand for numbers that nobody asks for
+                node.meta.setdefault("val", symbolic)
+            self._numbers[expression] = made
+        return self._numbers[expression]
+
+    def _hold(self, tensor: Tensor) -> fx.Node:
+        """A tensor with values, of the pipeline's own."""
+        value = constant_of(tensor)
+        if value is None:
+            raise LoweringError("it uses a tensor without values that another trace has made")
+        name = f"_tensor_constant{len(self.held)}"
+        self.held[name] = value
+        node = self.graph.create_node("get_attr", name)
+        node.meta["val"] = tensor
+        self._stands_for(node, tensor)
+        return node
