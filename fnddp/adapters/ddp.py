@@ -28,7 +28,7 @@ class Handle:
             default group.
     """
 
-    def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire) -> None:
+    def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
         self.sync = sync
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
@@ -44,6 +44,7 @@ class Handle:
             learns_order=False,
             groups=[group_name(model.process_group)],
             wire=wire,
+            backend=backend,
         )
         fix = "wrap the module and register the pipeline again"
         self._world = World(group_name(model.process_group), "register: the pipeline was registered", fix)
@@ -175,7 +176,7 @@ class _Bucket:
         self.future.set_result(result)
 
 
-def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D) -> Handle:
+def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> Handle:
     """Makes an existing DDP model synchronize its gradients with `sync`.
 
     Gradients are handed over as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
@@ -195,6 +196,8 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D) -
         model: The wrapped module.
         sync: The pipeline. Reducers that name no group use the model's.
         wire: Who moves gradients between ranks; torch.distributed by default.
+        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Returns:
         A handle whose `state` can be saved (`fnddp.state_dict(handle.state)`) and set.
@@ -228,9 +231,10 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D) -
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
-        handle = Handle(model, sync.over(group, unnamed_only=True), wire)
+        handle = Handle(model, sync.over(group, unnamed_only=True), wire, backend)
         handles.append(handle)
-        return description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]
+        described = description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]
+        return {"the backend": str(backend), **described}
 
     agree(set_up, group)
     (handle,) = handles

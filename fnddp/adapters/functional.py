@@ -19,7 +19,12 @@ from fnddp.wire.protocol import Wire
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], sync: Sync, has_aux: bool = False, *, wire: Wire = C10D
+    loss_fn: Callable[..., Any],
+    sync: Sync,
+    has_aux: bool = False,
+    *,
+    wire: Wire = C10D,
+    backend: str | None = None,
 ) -> Callable[..., tuple[Any, Tree, State]]:
     """Differentiates `loss_fn` and synchronizes the result, while the backward pass runs.
 
@@ -38,6 +43,8 @@ def value_and_grad(
         sync: The pipeline.
         has_aux: Whether `loss_fn` returns auxiliary data beside the loss.
         wire: Who moves bytes; torch.distributed by default.
+        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Returns:
         `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params` is any pytree of floating-point tensors;
@@ -55,7 +62,7 @@ def value_and_grad(
     >>> step(params, allreduce.init(params), torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])}, ())
     """
-    engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire)
+    engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
 
     def run(params: Tree, state: State, *batch: Any, **kwargs: Any) -> tuple[Any, Tree, State]:
         leaves, spec = tree.flatten(params)

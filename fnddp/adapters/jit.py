@@ -24,6 +24,8 @@ class jit:
     Args:
         sync: The pipeline. One that cannot be lowered runs as it is.
         wire: Who moves bytes; torch.distributed by default.
+        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Attributes:
         sync: The pipeline.
@@ -35,10 +37,10 @@ class jit:
     ({'w': tensor([1.0000, 0.3333])}, ())
     """
 
-    def __init__(self, sync: Sync, *, wire: Wire = C10D) -> None:
+    def __init__(self, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> None:
         self.sync = sync
         self._eager = over(wire, sync)
-        self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire)
+        self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
 
     def init(self, grads: Tree) -> State:
         """See `Sync.init`."""

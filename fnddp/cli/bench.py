@@ -38,6 +38,7 @@ def run(
     out: Path,
     seed: int,
     is_profiled: bool,
+    backend: str | None,
 ) -> int:
     """Times training steps with each of `pipelines` and each peer, prints a table, writes `ratios.png`, `results.json`.
 
@@ -54,6 +55,7 @@ def run(
         out: Folder for the files, made if need be.
         seed: Of initial parameters and the order of arms.
         is_profiled: Also say where the time of a step goes.
+        backend: Who runs the segments of plans.
 
     Returns:
         The exit code of the command.
@@ -67,7 +69,7 @@ def run(
         check_machine(device, link)
         peers = check_peers(against, device, ranks, console)
         check_folder(out)
-        setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed, is_profiled)
+        setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed, is_profiled, backend)
         times = _measure(setup, ranks, link, console)
         size = sum(p.numel() for p in parameters.values())
         done = Run(setup, ranks, link, size, shlex.join(["fnddp", *sys.argv[1:]]), times)

@@ -37,6 +37,7 @@ class Setup:
         pairs: Timed rounds; each runs every arm once.
         seed: Of the parameters and of the order of arms in a round.
         is_profiled: Whether to say where the time of a step goes.
+        backend: Who runs the segments of our plans.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Setup:
     pairs: int = 30
     seed: int = 0
     is_profiled: bool = False
+    backend: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -98,17 +100,17 @@ def make_arms(setup: Setup, rank: int, device: torch.device) -> list[Arm]:
     ours = [
         _functional(setup, module(), task.loss, batch, sync)
         if setup.functional
-        else _module(_wrap(module(), sync, setup.engine), task.loss, batch)
+        else _module(_wrap(module(), sync, setup), task.loss, batch)
         for sync in setup.pipelines
     ]
     return ours + [_peer(peer, setup, module(), task.loss, batch) for peer in setup.peers]
 
 
-def _wrap(module: nn.Module, sync: Sync, engine: str) -> nn.Module:
-    if engine == "ddp":
-        return fnddp.DistributedDataParallel(module, sync=sync)
+def _wrap(module: nn.Module, sync: Sync, setup: Setup) -> nn.Module:
+    if setup.engine == "ddp":
+        return fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend)
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    fnddp.register(wrapped, sync)
+    fnddp.register(wrapped, sync, backend=setup.backend)
     return wrapped
 
 
@@ -152,7 +154,7 @@ def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync:
             grads, state = sync(grads, state)
         return value, grads, state
 
-    run = train_step if sync is None or setup.compiled else fnddp.value_and_grad(loss_fn, sync)
+    run = train_step if sync is None or setup.compiled else fnddp.value_and_grad(loss_fn, sync, backend=setup.backend)
     if setup.compiled:
         run = torch.compile(run, fullgraph=True)
     # The next step's state, and the last one's gradients, so that their memory is as in training.

@@ -79,6 +79,7 @@ class Run:
             "ranks": self.ranks,
             "link": self.link,
             "engine": "compiled" if self.setup.compiled else self.setup.engine,
+            "run_by": self.setup.backend or "python",
             "device": torch.cuda.get_device_name() if self.setup.device == "cuda" else "cpu",
             "backend": "nccl" if self.setup.device == "cuda" else "gloo",
             "pairs": self.setup.pairs,

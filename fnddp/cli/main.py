@@ -180,6 +180,9 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the parameters and the arms' order")
     bench.add_argument("--profile", action="store_true", help="also say where the host's time goes in a step")
+    bench.add_argument(
+        "--backend", choices=("inductor", "cudagraphs"), help="who runs what plans compute; Python by default"
+    )
     bench.set_defaults(command="bench", run=_bench)
 
 
@@ -199,6 +202,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         seed=arguments.seed,
         is_profiled=arguments.profile,
+        backend=arguments.backend,
     )
 
 

@@ -22,6 +22,7 @@ class Request:
         donation: What a step may write over.
         dropped: Leaves without gradients on any rank. What is only theirs is neither computed nor sent.
         world: Who moves bytes, and how large groups are.
+        backend: Who runs segments; None for Python.
     """
 
     sync: Sync
@@ -31,6 +32,7 @@ class Request:
     donation: "Donation"
     dropped: frozenset[str]
     world: World
+    backend: str | None
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,14 @@ class Received:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The buffer that a collective sends, or else the one that it fills."""
+
+    collective: int
+    is_sent: bool
+
+
+@dataclass(frozen=True)
 class Mean:
     """Memory of the plan's own for the mean of a leaf, which persists across steps."""
 
@@ -113,7 +121,7 @@ class Temp:
     name: str
 
 
-Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Mean | Scratch | Temp
+Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Whole | Mean | Scratch | Temp
 """What a value of a plan is called."""
 
 

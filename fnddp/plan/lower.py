@@ -13,6 +13,7 @@ from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import trace
 from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
+from fnddp.plan.schedule import checked_backend
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
 from fnddp.wire.groups import World, within
@@ -30,6 +31,7 @@ def lower(
     bucket_cap_mb: float = 25,
     first_bucket_mb: float = 1,
     donation: Donation = KEEP,
+    backend: str | None = None,
 ) -> Plan:
     """Lowers a pipeline to a static schedule: what one rank computes and sends in one step, in which order.
 
@@ -47,10 +49,12 @@ def lower(
             many MiB. A bucket's payloads travel together.
         first_bucket_mb: The same for the first bucket.
         donation: What a step may write over; nothing, unless an adapter owns gradients or state.
+        backend: Who runs the segments: None for Python, "inductor", or "cudagraphs". See `docs/compile.md`.
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
-        ValueError: `arrival` does not name the leaves of `params`, or a size is not positive.
+        ValueError: `arrival` does not name the leaves of `params`, a size is not positive, or the backend is none for
+            these parameters.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -75,6 +79,7 @@ def lower(
         arrival=arrival,
         bucket_caps=(first_bucket_mb * MB, bucket_cap_mb * MB),
         donation=donation,
+        backend=backend,
     )
 
 
@@ -88,6 +93,7 @@ def lower_leaves(
     bucket_caps: Sequence[float],
     donation: Donation,
     dropped: Collection[str] = frozenset(),
+    backend: str | None = None,
 ) -> Plan:
     """`lower`, for leaves by path, and buckets of any number of sizes, in bytes.
 
@@ -98,8 +104,9 @@ def lower_leaves(
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
+    checked_backend(backend, [leaf.device for leaf in leaves.values()])
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
-    draft = trace(Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world))
+    draft = trace(Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend))
     for step in PASSES:
         draft = step(draft)
     return _finished(draft)
@@ -125,4 +132,5 @@ def _finished(draft: Draft) -> Plan:
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
         scratch=dict(placement.scratch),
         peak_bytes=peak_bytes(draft),
+        backend=request.backend,
     )

@@ -1,6 +1,7 @@
 """The data of a plan: what `run` runs, `cost` costs and `show` shows."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,24 @@ import torch
 from fnddp.plan.draft import Phase
 from fnddp.plan.ir import Collective, Held, LeafSpec, Name, Scratch, Segment
 from fnddp.sync import Sync
+
+BACKENDS = ("inductor", "cudagraphs")
+"""Who can run segments, beside Python."""
+
+
+def checked_backend(backend: str | None, devices: Iterable[torch.device]) -> str | None:
+    """`backend`, if it can run a plan whose gradients are on `devices`.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend == "cudagraphs" and (others := {device.type for device in devices} - {"cuda", "meta"}):
+        raise ValueError(
+            f"backend='cudagraphs' needs gradients on CUDA devices, got some on {', '.join(sorted(others))}"
+        )
+    return backend
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +50,7 @@ class Schedule:
         scratch: Memory of the plan's own for temporary results, which persists across steps.
         peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
             collectives, temporaries, and what it returns.
+        backend: Who runs segments: None for Python, or one of BACKENDS.
     """
 
     sync: Sync
@@ -47,6 +67,7 @@ class Schedule:
     constants: dict[Held, torch.Tensor]
     scratch: dict[Scratch, LeafSpec]
     peak_bytes: int
+    backend: str | None
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

@@ -4,7 +4,6 @@ It owns the pipeline's state, keeps a plan for each phase, learns the order in w
 step on all ranks alike: either all of them have the result, or all of them raise.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -20,9 +19,11 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import lower_leaves
 from fnddp.plan.plan import Plan
+from fnddp.plan.schedule import checked_backend
 from fnddp.run import turns
 from fnddp.run.eager import Eager
 from fnddp.run.inbox import Inbox
+from fnddp.run.log import tell
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
 from fnddp.run.runner import Runner
@@ -33,7 +34,7 @@ from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync, groups_of, require_weighable
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D, apart
-from fnddp.wire.groups import World, identity, rank
+from fnddp.wire.groups import World, identity
 from fnddp.wire.protocol import CollectiveError, Wire
 from fnddp.wire.weights import scaled
 
@@ -41,8 +42,6 @@ SLOW_SECONDS = 2
 """A lowering that takes longer is told of, since the step that waits for it looks like one that hangs."""
 
 MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
-
-_log = logging.getLogger("fnddp")
 
 
 class Synchronized(NamedTuple):
@@ -83,6 +82,7 @@ class Engine:
             anything is written over. If it raises, the step has failed on all ranks, and the next one works.
         groups: Process groups whose ranks end a step together, where the pipeline does not say which it reaches.
         wire: Who moves bytes.
+        backend: Who runs segments: see `lower`. A pipeline without a plan is then an error.
 
     Attributes:
         positions: Of the leaves, by path.
@@ -103,6 +103,7 @@ class Engine:
         check_unused: Callable[[frozenset[str]], None] | None = None,
         groups: Collection[str | None] = (),
         wire: Wire = C10D,
+        backend: str | None = None,
     ) -> None:
         self.sync = sync
         self.leaves = dict(leaves)
@@ -116,7 +117,10 @@ class Engine:
         self._check_unused = check_unused
         self._overwrites_early = donation.gradients == "yes"
         world = World(None if wire is C10D else wire)
-        self._lower: Any = partial(lower_leaves, world=world, bucket_caps=bucket_caps, donation=donation)
+        self._lower: Any = partial(
+            lower_leaves, world=world, bucket_caps=bucket_caps, donation=donation, backend=backend
+        )
+        self._needs_plans = checked_backend(backend, [leaf.device for leaf in self.leaves.values()]) is not None
         self._world = world
         self._device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
         self._memory = Memory()
@@ -448,6 +452,8 @@ class Engine:
                 self._prepared = [self._current, *self._prepared[: MAX_PHASES - 1]]
                 return self._current
             except LoweringError:
+                if self._needs_plans:
+                    raise
                 self._has_plans = False  # in no later phase either: a trace takes longer than a step
         vote = Vote(self.leaves, self._wire, self._groups, self._device) if self._knows_groups else None
         self._current = _Prepared(Eager(self.sync, self.leaves, self._structure, self._world), vote)
@@ -496,13 +502,18 @@ class Engines:
         donation: What a step may write over.
         learns_order: See `Engine`.
         wire: Who moves bytes.
+        backend: Who runs segments.
     """
 
-    def __init__(self, sync: Sync, *, donation: Donation, learns_order: bool, wire: Wire = C10D) -> None:
+    def __init__(
+        self, sync: Sync, *, donation: Donation, learns_order: bool, wire: Wire = C10D, backend: str | None = None
+    ) -> None:
         self.last: Engine | None = None
         self._groups = sorted({None, *groups_of(sync)}, key=str)
         self._wire = wire
-        self._make: Any = partial(Engine, sync, donation=donation, learns_order=learns_order, wire=wire)
+        self._make: Any = partial(
+            Engine, sync, donation=donation, learns_order=learns_order, wire=wire, backend=backend
+        )
         self._engines: dict[Any, Engine] = {}
 
     def of(self, leaves: Leaves, state: State) -> Engine:
@@ -519,8 +530,8 @@ class Engines:
 
 
 def _say_if_slow(sync: Sync, leaves: int, seconds: float) -> None:
-    if seconds > SLOW_SECONDS and rank(None) == 0:
-        _log.warning("lowered %r for %d leaves in %.1f s, which happens once in each phase", sync, leaves, seconds)
+    if seconds > SLOW_SECONDS:
+        tell("lowered %r for %d leaves in %.1f s, which happens once in each phase", sync, leaves, seconds)
 
 
 def _dense_specs(leaves: Leaves) -> dict[str, LeafSpec]:

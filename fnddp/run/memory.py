@@ -1,10 +1,33 @@
 """Memory that persists across steps: the flat buffers of collectives, and means."""
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, LeafSpec, Payload, Span
+from fnddp.plan.ir import Collective, LeafSpec, Received, Sent, Span, Whole
 from fnddp.torch_private import storage_use_count
+
+Lying: TypeAlias = Sent | Received | Span | Whole
+"""What lies in the memory of a collective."""
+
+
+def whole_of(name: Lying) -> Whole:
+    """The buffer that it lies in."""
+    return name if isinstance(name, Whole) else Whole(name.collective, is_sent=not isinstance(name, Received))
+
+
+def view_of(memory: Tensor, collective: Collective, name: Lying) -> Tensor:
+    """What `name` calls, as a view of the buffer that it lies in."""
+    if isinstance(name, Whole):
+        return memory
+    if isinstance(name, Span):
+        first, last = collective.payloads[name.first], collective.payloads[name.last]
+        return memory.narrow(-1, first.offset, last.offset + last.width - first.offset)
+    payload = collective.payloads[name.position]
+    shape = (collective.sent_shape if isinstance(name, Sent) else collective.received_shape)(name.position)
+    # Its columns, in its dtype. Without gaps if there are no others.
+    return memory.narrow(-1, payload.offset, payload.width).view(payload.dtype).view(shape)
 
 
 class Buffer:
@@ -13,41 +36,33 @@ class Buffer:
     Attributes:
         send: What it hands over, as long as the collective is wide; with a row for each rank if its kind says so.
         receive: What it fills; for a collective in place the same.
-        sent: Views of the payloads, by their position.
-        received: Views of their results.
     """
 
     def __init__(self, collective: Collective) -> None:
-        kind = collective.kind
+        self._collective = collective
         self.send = torch.empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
-        self.receive = self.send if kind.is_in_place else self.send.new_empty(collective.receive_shape)
-        self.sent: list[Tensor] = []
-        self.received: list[Tensor] = []
-        for i, payload in enumerate(collective.payloads):
-            self.sent.append(_columns(self.send, payload).view(collective.sent_shape(i)))
-            self.received.append(_columns(self.receive, payload).view(collective.received_shape(i)))
-        self._payloads = collective.payloads
-        self._spans: dict[Span, Tensor] = {}
-        self._tensors = (self.send,) if kind.is_in_place else (self.send, self.receive)
+        is_in_place = collective.kind.is_in_place
+        self.receive = self.send if is_in_place else self.send.new_empty(collective.receive_shape)
+        self._tensors = (self.send,) if is_in_place else (self.send, self.receive)
+        self._views: dict[Lying, Tensor] = {}
         self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
 
-    def span(self, span: Span) -> Tensor:
-        """Payloads that lie side by side, as one tensor."""
-        if span not in self._spans:
-            first, last = self._payloads[span.first], self._payloads[span.last]
-            self._spans[span] = self.send.narrow(-1, first.offset, last.offset + last.width - first.offset)
-            self._own_uses[0] += 1
-        return self._spans[span]
+    def view(self, name: Lying) -> Tensor:
+        """What `name` calls."""
+        if isinstance(name, Whole):
+            return self.send if name.is_sent else self.receive
+        if name not in self._views:
+            index = 0 if whole_of(name).is_sent else -1
+            memory = self._tensors[index]
+            before = storage_use_count(memory)
+            self._views[name] = view_of(memory, self._collective, name)
+            self._own_uses[index] += storage_use_count(memory) - before
+        return self._views[name]
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody reads it."""
+        """Whether somebody else reads it."""
         return any(storage_use_count(t) > own for t, own in zip(self._tensors, self._own_uses, strict=True))
-
-
-def _columns(buffer: Tensor, payload: Payload) -> Tensor:
-    """The columns of `buffer` that are the payload's, in its dtype. Without gaps if there are no others."""
-    return buffer.narrow(-1, payload.offset, payload.width).view(payload.dtype)
 
 
 class Memory:

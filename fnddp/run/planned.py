@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span
+from fnddp.plan.ir import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span, Whole
 from fnddp.plan.plan import Plan
+from fnddp.run.backends import segments_of
 from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Buffer, Memory
 from fnddp.run.runner import unexpected
@@ -34,9 +35,9 @@ T = TypeVar("T")
 class _Registers:
     """Where values are kept during a step: a list is faster than a dict of names."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, segments: Sequence[Segment]) -> None:
         self._indices: dict[Name, int] = {}
-        for segment in plan.segments:
+        for segment in segments:
             for name in (*segment.inputs, *segment.outputs):
                 self.of(name)
 
@@ -90,14 +91,14 @@ class Planned:
         self.plan = plan
         self._wire, self._memory, self._clones_shared = wire, memory, clones_shared
         self._observer: Observer = observer or Ranges()
-        self._segments, self._collectives = plan.segments, plan.collectives
-        registers = _Registers(plan)
-        self._codes = [_Code.of(segment, registers.of) for segment in plan.segments]
+        self._segments, self._collectives = segments_of(plan), plan.collectives
+        registers = _Registers(self._segments)
+        self._codes = [_Code.of(segment, registers.of) for segment in self._segments]
         self._means = {path: registers.of(name) for path, name in plan.means.items()}
         self._state = [(registers.of(part), None) if isinstance(part, Name) else (None, part) for part in plan.state]
         self._memories = {path: registers.of(name) for path, name in plan.memories.items()}
-        self._parts, self._results, self._spans = registers.all(Part), registers.all(Mean), registers.all(Span)
-        self._sent, self._received, self._ranks = registers.all(Sent), registers.all(Received), registers.all(Ranks)
+        self._parts, self._results, self._ranks = registers.all(Part), registers.all(Mean), registers.all(Ranks)
+        self._lying = [each for kind in (Sent, Received, Span, Whole) for each in registers.all(kind)]
         scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
         self._constants = registers.filled({**plan.constants, **scratch})
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
@@ -154,12 +155,8 @@ class Planned:
         """All registers, with constants and what lies in these buffers: mostly those of the last step."""
         if self._filled_with is None or not all(map(is_, buffers, self._filled_with[0])):
             values = self._constants.copy()
-            for register, sent in self._sent:
-                values[register] = buffers[sent.collective].sent[sent.position]
-            for register, received in self._received:
-                values[register] = buffers[received.collective].received[received.position]
-            for register, span in self._spans:
-                values[register] = buffers[span.collective].span(span)
+            for register, name in self._lying:
+                values[register] = buffers[name.collective].view(name)
             self._filled_with = buffers, values
         return self._filled_with[1].copy()
 

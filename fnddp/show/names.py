@@ -16,6 +16,7 @@ from fnddp.plan.ir import (
     Sent,
     Span,
     Temp,
+    Whole,
 )
 
 
@@ -37,6 +38,8 @@ def name(of: Name) -> str:
             return f"c{collective}[{position}]"
         case Span(collective, first, last):
             return f"c{collective}[{first}..{last}]"
+        case Whole(collective, _):
+            return f"c{collective}"
         case Mean(path):
             return f"mean[{text(path)}]"
         case Scratch():

@@ -32,7 +32,8 @@ def header(plan: Schedule) -> list[str]:
     return [
         repr(plan.sync),
         f"{count(len(plan.leaves), 'leaf', 'leaves')}, {count(parameters(plan), 'parameter')}, {size(nbytes)}, "
-        f"{count(buckets, 'bucket')}; {', '.join(groups) or 'no collectives'}",
+        f"{count(buckets, 'bucket')}; {', '.join(groups) or 'no collectives'}"
+        f"{'' if plan.backend is None else f'; run by {plan.backend}'}",
     ]
 
 

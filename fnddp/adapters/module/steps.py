@@ -61,6 +61,7 @@ class Steps:
         bucket_caps: Sequence[float],
         group: str | None,
         wire: Wire,
+        backend: str | None,
         promises: Promises,
         log: Log,
         sparse: Collection[str],
@@ -79,6 +80,7 @@ class Steps:
             check_unused=promises.check,
             groups=[group],
             wire=wire,
+            backend=backend,
         )
         self.is_armed = False
         self.scale = 1.0

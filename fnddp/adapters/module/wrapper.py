@@ -79,6 +79,8 @@ class DistributedDataParallel(TorchNames):
         sync: The pipeline.
         wire: Who moves gradients between ranks; torch.distributed by default. Another one must know the group of the
             pipeline. Buffers are made equal, and ranks join, by torch.distributed alone.
+        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Attributes:
         module: The wrapped module.
@@ -124,6 +126,7 @@ class DistributedDataParallel(TorchNames):
         *,
         sync: Sync = allreduce,
         wire: Wire = C10D,
+        backend: str | None = None,
     ) -> None:
         arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
@@ -156,7 +159,7 @@ class DistributedDataParallel(TorchNames):
             forward_sync_buffers=sync_in_forward,
         )
         super().__init__(module, trained, given)
-        self._wire = wire
+        self._wire, self._backend = wire, backend
         self._install(*self._agreed(sync, verify=init_sync))
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()
@@ -416,7 +419,7 @@ class DistributedDataParallel(TorchNames):
         caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
         return (
             f"buckets of {caps} MiB, static_graph={self.static_graph}, "
-            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}"
+            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, backend={self._backend}"
         )
 
     def _install(self, pipeline: Sync, initial: State) -> None:
@@ -431,6 +434,7 @@ class DistributedDataParallel(TorchNames):
             bucket_caps=self._bucket_caps,
             group=self._group,
             wire=self._wire,
+            backend=self._backend,
             promises=self._promises,
             log=self._log,
             sparse=[name for name, parameter in self._trained.parameters.items() if parameter in have_sparse],

@@ -78,6 +78,7 @@ class _Code:
         self.operations: list[Operation] = []
         self.script = Script()
         self._placement, self._names = draft.placement, draft.names
+        self._is_compiled = draft.request.backend == "inductor"
         joined: set[fx.Node] = set()
         for node in cut.nodes:
             if node in draft.batches:
@@ -98,10 +99,15 @@ class _Code:
         elif node.target in COPIES:
             self.made[node] = self.script.call(aten.copy_.default, [self._destination(target, node), arguments[0]])
         else:
-            writing = ELEMENTWISE.get(node.target) or PRODUCTS[node.target]
-            into = {"out": self._destination(target, node)}
-            self.made[node] = self.script.call(writing, arguments, {**options, **into})
+            self.made[node] = self._write(node, arguments, options, self._destination(target, node))
         self._say(node)
+
+    def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
+        """What `node` computes, into a place that is there."""
+        if self._is_compiled:  # which makes one of the two, and takes no `out` with gaps
+            return self.script.call(aten.copy_.default, [place, self.script.call(_target(node), arguments, options)])
+        writing = ELEMENTWISE.get(node.target) or PRODUCTS[node.target]
+        return self.script.call(writing, arguments, {**options, "out": place})
 
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
         """Operations that are alike, as one."""
@@ -131,7 +137,7 @@ class _Code:
         if is_whole(first, self._placement):
             for span in _spans(self._placement.targets[node] for node in nodes):
                 memory = self._input(span)
-                self.script.call(ELEMENTWISE[first.target], [memory, *rest], {**options, "out": memory})
+                self._write(first, [memory, *rest], options, memory)
                 self.operations.append(Operation(span, None, _function(first), (span, *self._shown(first.args[1:]))))
         else:
             self.script.call(FOREACH[first.target][1], [places, *rest], options)

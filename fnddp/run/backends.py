@@ -1,0 +1,141 @@
+"""Who runs the segments of a plan: Python, or on request what Inductor or a CUDA graph makes of them.
+
+Either is made when a segment is first run, once for each plan, and the same on all ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fnddp.plan.ir import Name, Segment, Temp, Whole
+from fnddp.plan.schedule import Schedule
+from fnddp.run.log import tell
+from fnddp.run.memory import Lying, view_of, whole_of
+
+Run: TypeAlias = Callable[..., Sequence[Any]]
+"""What gives the outputs of a segment for its inputs."""
+
+
+def segments_of(plan: Schedule) -> tuple[Segment, ...]:
+    """The segments of `plan` as its backend runs them."""
+    if plan.backend == "inductor":
+        building = _Building(plan)
+        wholes = [_of_wholes(segment, plan) for segment in plan.segments]
+        return tuple(replace(each, run=_Compiled(each.run, building)) if each.operations else each for each in wholes)
+    if plan.backend == "cudagraphs":
+        return tuple(
+            replace(each, run=Captured(each.run)) if _stays_within(each, plan) else each for each in plan.segments
+        )
+    return plan.segments
+
+
+def _of_wholes(segment: Segment, plan: Schedule) -> Segment:
+    """`segment` as a function of whole buffers, and not of their parts: Inductor takes no inputs that overlap."""
+
+    def whole(name: Name) -> Name:
+        if not isinstance(name, Lying):
+            return name
+        is_in_place = plan.collectives[name.collective].kind.is_in_place
+        return Whole(name.collective, is_sent=is_in_place or whole_of(name).is_sent)
+
+    inputs = tuple(dict.fromkeys(map(whole, segment.inputs)))
+    position = {name: i for i, name in enumerate(inputs)}
+    views = [
+        (position[whole(name)], partial(view_of, collective=plan.collectives[name.collective], name=name))
+        if isinstance(name, Lying)
+        else (position[name], None)
+        for name in segment.inputs
+    ]
+
+    def run(*given: Any) -> Sequence[Any]:
+        return segment.run(*[given[i] if view is None else view(given[i]) for i, view in views])
+
+    return replace(segment, inputs=inputs, run=run)
+
+
+class _Building:
+    """Says what compiling a plan has taken, once all of it is compiled."""
+
+    def __init__(self, plan: Schedule) -> None:
+        self._sync = plan.sync
+        self._count = self._left = sum(bool(segment.operations) for segment in plan.segments)
+        self._seconds = 0.0
+
+    def took(self, seconds: float) -> None:
+        self._seconds += seconds
+        self._left -= 1
+        if not self._left:
+            tell("compiled %d segments of %r in %.1f s", self._count, self._sync, self._seconds)
+
+
+class _Compiled:
+    """A segment that Inductor compiles when it is first run."""
+
+    def __init__(self, run: Run, building: _Building) -> None:
+        self._run: Run = torch.compile(run, fullgraph=True)
+        self._building: _Building | None = building
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        if self._building is None:
+            return self._run(*inputs)
+        begun = perf_counter()
+        outputs = self._run(*inputs)
+        self._building.took(perf_counter() - begun)
+        self._building = None
+        return outputs
+
+
+class Captured:
+    """A segment as a CUDA graph, replayed where its inputs lie where they lay when it was captured.
+
+    A graph reads and writes fixed addresses. Buffers, and what one captured segment hands to another, stay where they
+    are; gradients do once the caching allocator has settled. Where an input has moved the segment runs as it is, and
+    what lies there twice in a row is captured.
+
+    Args:
+        run: The segment. Its results are for this step alone: the next replay writes over them.
+        capture: See `capture`.
+    """
+
+    def __init__(self, run: Run, capture: "Capture | None" = None) -> None:
+        self._run, self._capture = run, capture or captured
+        self._graphs: dict[Any, tuple[Callable[[], None], Sequence[Any]]] = {}
+        self._last: Any = None  # where the inputs of the last run lay that was not replayed
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        where = tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in inputs)
+        if where in self._graphs:
+            replay, outputs = self._graphs[where]
+            replay()
+            return outputs
+        if where != self._last or len(self._graphs) == _MAX_GRAPHS:
+            self._last = where
+            return self._run(*inputs)
+        self._graphs[where] = self._capture(self._run, inputs)
+        return self(*inputs)
+
+
+Capture: TypeAlias = Callable[[Run, Sequence[Any]], tuple[Callable[[], None], Sequence[Any]]]
+
+_MAX_GRAPHS = 4  # of a segment; each holds the memory of its temporaries
+
+
+def captured(run: Run, inputs: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
+    """A CUDA graph of `run(*inputs)` on the current stream: what replays it, and where it leaves its results."""
+    graph = torch.cuda.CUDAGraph()
+    # Backward goes on allocating on other streams, and maybe in other threads.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        outputs = run(*inputs)
+    return graph.replay, outputs
+
+
+def _stays_within(segment: Segment, plan: Schedule) -> bool:
+    """Whether a segment computes something, and gives nothing that outlives the step."""
+    returned = {*plan.means.values(), *plan.memories.values(), *plan.state}
+    makes = [name for name in segment.outputs if isinstance(name, Temp)]
+    return bool(segment.operations) and not segment.commits and returned.isdisjoint(makes)

@@ -1,0 +1,13 @@
+"""What the library says without being asked, through the logger `fnddp`."""
+
+import logging
+
+from fnddp.wire.groups import rank
+
+_log = logging.getLogger("fnddp")
+
+
+def tell(message: str, *arguments: object) -> None:
+    """Warns, on the first rank."""
+    if rank(None) == 0:
+        _log.warning(message, *arguments)
