@@ -30,6 +30,7 @@ from fnddp.laws import DONATIONS, bits, make_engine
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import launch, tensor_nodes
 from fnddp.plan.ir import Grad, LeafSpec, Mean, Part, Ranks, Received, Sent, Span
+from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.passes.combine import combine
 from fnddp.plan.passes.drop import drop
 from fnddp.plan.passes.fuse import fuse
@@ -633,3 +634,31 @@ def test_a_launch_runs_as_it_stands():
 
     a, b = run_threads(2, body)[0]
     assert (a.tolist(), b.shape, b[0].tolist()) == ([3.0, 3.0], (3, 2), [2.0, 2.0])
+
+
+def test_a_plan_for_the_learnt_order_needs_no_other_trace(monkeypatch):
+    """And it is the one that a trace of its own would give, also in another phase."""
+    traced: list[Request] = []
+
+    def counted(request: Request) -> Draft:
+        traced.append(request)
+        return trace(request)
+
+    monkeypatch.setattr("fnddp.plan.lower.trace", counted)
+    sync = fnddp.parse("warmup(error_feedback(powersgd(fp16(allreduce), rank=2)), steps=2)")
+    leaves = grads("model", 0, 0)
+    specs = {path: LeafSpec.of(leaf) for path, leaf in tree.flatten(leaves)[0].items()}
+    state, traces = sync.init(leaves), Traces()
+
+    def plan(order: list[str], step: int, traces: Traces | None) -> str:
+        given = state._replace(step=step)
+        caps = (100.0, 5000.0)
+        options = {"world": World(size=2), "bucket_caps": caps, "donation": Donation("yes", state=True)}
+        return lower_leaves(sync, specs, given, arrival=order, traces=traces, **options).show(code=True)
+
+    orders = [list(specs), list(specs)[::-1]]
+    shown = [plan(order, step, traces) for step in (0, 1, 2, 3) for order in orders]
+    assert len(traced) == 2
+    monkeypatch.undo()
+    assert shown == [plan(order, step, None) for step in (0, 1, 2, 3) for order in orders]
+    assert len(set(shown)) == 4

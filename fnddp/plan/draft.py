@@ -144,3 +144,12 @@ class Draft:
     @property
     def paths(self) -> list[str]:
         return list(self.request.leaves)
+
+
+def copied(traced: Draft, request: Request) -> Draft:
+    """A trace, with a graph of its own, for another request."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    outputs = graph.graph_copy(traced.graph, copies)
+    graph.output(outputs)
+    names = {copies[node]: name for node, name in traced.names.items()}
+    return Draft(request, graph, traced.held, names, traced.phase)

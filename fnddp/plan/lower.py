@@ -5,7 +5,7 @@ from typing import Any
 
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
-from fnddp.plan.draft import Donation, Draft, Request
+from fnddp.plan.draft import Donation, Draft, Phase, Request, copied
 from fnddp.plan.graph import output_nodes
 from fnddp.plan.ir import Grad, Held, LeafSpec, Part
 from fnddp.plan.passes import PASSES
@@ -16,7 +16,7 @@ from fnddp.plan.plan import Plan
 from fnddp.plan.schedule import checked_backend
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
-from fnddp.wire.groups import World, within
+from fnddp.wire.groups import World, within, world_size
 
 KEEP = Donation()
 
@@ -94,22 +94,50 @@ def lower_leaves(
     donation: Donation,
     dropped: Collection[str] = frozenset(),
     backend: str | None = None,
+    traces: "Traces | None" = None,
 ) -> Plan:
     """`lower`, for leaves by path, and buckets of any number of sizes, in bytes.
 
     Args:
         world: Who moves bytes, and how large groups are.
         dropped: Leaves without gradients on any rank. What is only theirs is neither computed nor sent.
+        backend: Who runs segments.
+        traces: Of the same pipeline, leaves, and kind of state.
     """
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
     checked_backend(backend, [leaf.device for leaf in leaves.values()])
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
-    draft = trace(Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend))
+    request = Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend)
+    draft = trace(request) if traces is None else traces.of(request)
     for step in PASSES:
         draft = step(draft)
     return _finished(draft)
+
+
+class Traces:
+    """The last trace that was made: a plan with other buckets, or other leaves to drop, needs no other."""
+
+    def __init__(self) -> None:
+        self._last: Draft | None = None
+
+    def of(self, request: Request) -> Draft:
+        """A trace for `request`, which passes may change."""
+        if self._last is None or not self._last.phase.holds(_numbers(self._last.phase, request)):
+            self._last = trace(request)
+        return copied(self._last, request)
+
+    def clear(self) -> None:
+        """Forgets it."""
+        self._last = None
+
+
+def _numbers(phase: Phase, request: Request) -> list[int]:
+    """What a phase depends on."""
+    parts, _ = tree.flatten_any(request.state)
+    with within(request.world):
+        return [*(parts[i] for i in phase.counters), *map(world_size, phase.groups)]
 
 
 def _finished(draft: Draft) -> Plan:

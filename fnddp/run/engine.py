@@ -17,7 +17,7 @@ from fnddp import tree
 from fnddp.buckets import BUCKET_CAPS
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, LoweringError
-from fnddp.plan.lower import lower_leaves
+from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.plan.schedule import checked_backend
 from fnddp.run import turns
@@ -120,6 +120,7 @@ class Engine:
         self._lower: Any = partial(
             lower_leaves, world=world, bucket_caps=bucket_caps, donation=donation, backend=backend
         )
+        self._traces = Traces()
         self._needs_plans = checked_backend(backend, [leaf.device for leaf in self.leaves.values()]) is not None
         self._world = world
         self._device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
@@ -446,7 +447,16 @@ class Engine:
         if self._has_plans:
             try:
                 begun = perf_counter()
-                plan = self._lower(self.sync, self.leaves, self._state, arrival=self._arrival, dropped=self._dropped)
+                plan = self._lower(
+                    self.sync,
+                    self.leaves,
+                    self._state,
+                    arrival=self._arrival,
+                    dropped=self._dropped,
+                    traces=self._traces,
+                )
+                if self._arrival is not None:  # there will be no other
+                    self._traces.clear()
                 self._current = self._prepare(plan)
                 _say_if_slow(self.sync, len(self.leaves), perf_counter() - begun)
                 self._prepared = [self._current, *self._prepared[: MAX_PHASES - 1]]
