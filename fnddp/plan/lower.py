@@ -1,6 +1,8 @@
 """`lower`: from a pipeline and parameters to a plan, pass by pass."""
 
-from collections.abc import Collection, Mapping, Sequence
+import gc
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fnddp import tree
@@ -110,10 +112,23 @@ def lower_leaves(
     checked_backend(backend, [leaf.device for leaf in leaves.values()])
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
     request = Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend)
-    draft = trace(request) if traces is None else traces.of(request)
-    for step in PASSES:
-        draft = step(draft)
-    return _finished(draft)
+    with _without_gc():
+        draft = trace(request) if traces is None else traces.of(request)
+        for step in PASSES:
+            draft = step(draft)
+        return _finished(draft)
+
+
+@contextmanager
+def _without_gc() -> Generator[None]:
+    """A graph is hundreds of thousands of objects that stay: the collector would look through them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Traces:
