@@ -81,6 +81,23 @@ def test_a_pipeline_without_a_plan_is_an_error_then() -> None:
         fnddp.jit(sync, backend="inductor")(GRADS, ())
 
 
+def test_torch_compile_takes_segments_for_different_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no more than eight versions of one."""
+    given: list[Any] = []
+
+    def compiled(run: Any, **_: Any) -> Any:
+        given.append(run)
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    model = {f"{i}": torch.empty(40, 30, device="meta") for i in range(6)}
+    plan = lower(LOW_RANK, model, world_size=2, bucket_cap_mb=0.001, first_bucket_mb=0.001, backend="inductor")
+    segments_of(plan)
+    segments_of(plan)
+    assert len(given) > 20
+    assert len({id(run.__code__) for run in given}) == len(given)
+
+
 def test_what_is_returned_is_not_captured() -> None:
     """The next replay would write over it."""
     plan = lower(LOW_RANK, META, world_size=2, backend="cudagraphs")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -55,7 +56,9 @@ def _of_wholes(segment: Segment, plan: Schedule) -> Segment:
     def run(*given: Any) -> Sequence[Any]:
         return segment.run(*[given[i] if view is None else view(given[i]) for i, view in views])
 
-    return replace(segment, inputs=inputs, run=run)
+    # With a code of its own: torch.compile limits how many versions it makes of one.
+    own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+    return replace(segment, inputs=inputs, run=own)
 
 
 class _Building:
@@ -99,7 +102,7 @@ class Captured:
 
     Args:
         run: The segment. Its results are for this step alone: the next replay writes over them.
-        capture: See `capture`.
+        capture: See `captured`.
     """
 
     def __init__(self, run: Run, capture: "Capture | None" = None) -> None:
@@ -108,7 +111,7 @@ class Captured:
         self._last: Any = None  # where the inputs of the last run lay that was not replayed
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        where = tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in inputs)
+        where = tuple((each.data_ptr(), each.stride()) if isinstance(each, Tensor) else each for each in inputs)
         if where in self._graphs:
             replay, outputs = self._graphs[where]
             replay()
