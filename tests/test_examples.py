@@ -30,14 +30,14 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 def said(process: subprocess.Popen[str]) -> str:
     try:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 0, err
     return out
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_alone() -> None:
     processes = {name: start(EXAMPLES / name) for name in SAYS}  # together: most of their time is imports
     for name, process in processes.items():
@@ -46,7 +46,7 @@ def test_alone() -> None:
         assert "world size 1" in text
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", SAYS)
 def test_under_torchrun(name: str) -> None:
     text = said(start(*TORCHRUN, EXAMPLES / name))

@@ -71,7 +71,7 @@ def run_graph(draft: Draft, inputs: list[Any]) -> list[Any]:
 def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
     nbytes = {path: leaves[path].nbytes for path in reversed(leaves)}
     buckets = assign_buckets(nbytes, caps=(200, 500))
-    return trace(Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World()))
+    return trace(Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World(), None))
 
 
 # Every pass gives a graph that still runs.

@@ -12,13 +12,13 @@ from fnddp.plan.graph import output_nodes
 from fnddp.plan.ir import Grad, Held, LeafSpec, Part
 from fnddp.plan.passes import PASSES
 from fnddp.plan.passes.emit import name_of
-from fnddp.plan.passes.trace import trace
+from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
 from fnddp.plan.schedule import checked_backend
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
-from fnddp.wire.groups import World, within, world_size
+from fnddp.wire.groups import World, within
 
 KEEP = Donation()
 
@@ -136,11 +136,13 @@ class Traces:
 
     def __init__(self) -> None:
         self._last: Draft | None = None
+        self._sizes: dict[str | None, int] = {}
 
     def of(self, request: Request) -> Draft:
         """A trace for `request`, which passes may change."""
-        if self._last is None or not self._last.phase.holds(_numbers(self._last.phase, request)):
-            self._last = trace(request)
+        sizes = sizes_of(request)
+        if self._last is None or sizes != self._sizes or not _holds(self._last.phase, request, sizes):
+            self._last, self._sizes = trace(request), sizes
         return copied(self._last, request)
 
     def clear(self) -> None:
@@ -148,11 +150,9 @@ class Traces:
         self._last = None
 
 
-def _numbers(phase: Phase, request: Request) -> list[int]:
-    """What a phase depends on."""
+def _holds(phase: Phase, request: Request, sizes: Mapping[str | None, int]) -> bool:
     parts, _ = tree.flatten_any(request.state)
-    with within(request.world):
-        return [*(parts[i] for i in phase.counters), *map(world_size, phase.groups)]
+    return phase.holds([*(parts[i] for i in phase.counters), *sizes.values()])
 
 
 def _finished(draft: Draft) -> Plan:

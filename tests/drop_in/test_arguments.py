@@ -36,11 +36,11 @@ from tests.test_register import COMPRESSED, Branches, batch, make_model
 
 
 @since_213
-def test_arguments_are_torchs_sync_and_wire():
+def test_arguments_are_torchs_and_three_more():
     ours, theirs = (list(inspect.signature(cls).parameters.values()) for cls in (DDP, TorchDDP))
     positional = [(p.name, p.default, p.kind) for p in ours if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert positional == [(p.name, p.default, p.kind) for p in theirs]
-    assert [p.name for p in ours if p.kind is inspect.Parameter.KEYWORD_ONLY] == ["sync", "wire"]
+    assert [p.name for p in ours if p.kind is inspect.Parameter.KEYWORD_ONLY] == ["sync", "wire", "backend"]
 
 
 def test_public_names_are_there():

@@ -41,18 +41,16 @@ def trace(request: Request) -> Draft:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
     parts, spec = tree.flatten_any(request.state)
     fakes = Fakes()
-    with within(request.world):
-        groups = [] if is_alone() else list(groups_of(sync))
-        sizes = [world_size(group) for group in groups]
+    sizes = sizes_of(request)
     with fakes.mode:
         grads = [leaf.empty() for leaf in leaves.values()]
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
-    divisors = [fakes.number(size) for size in sizes]
+    divisors = [fakes.number(size) for size in sizes.values()]
 
     recorder = Recorder(fakes)
     for value in [*grads, *state, *divisors]:
         recorder.add_input(value)
-    world = World(request.world.wire, True, request.world.size, dict(zip(groups, divisors, strict=True)))
+    world = World(request.world.wire, True, request.world.size, dict(zip(sizes, divisors, strict=True)))
     try:
         # Without modes such as a WireCounter, which sees what is sent.
         with (
@@ -79,8 +77,14 @@ def trace(request: Request) -> Draft:
             ) from error
         raise
     remove_dead(graph)
-    inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Ranks, groups)]
+    inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Ranks, sizes)]
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
-    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(groups), fakes.holds()))
+    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()))
+
+
+def sizes_of(request: Request) -> dict[str | None, int]:
+    """The groups over which means are taken, and how many ranks they have: rows of payloads are shaped for those."""
+    with within(request.world):
+        return {} if is_alone() else {group: world_size(group) for group in groups_of(request.sync)}
