@@ -95,16 +95,16 @@ def test_torch_compile_takes_segments_for_different_functions(monkeypatch: pytes
     segments_of(plan)
     segments_of(plan)
     assert len(given) > 20
-    assert len({id(run.__code__) for run in given}) == len(given)
+    assert len({id(run.__code__) for run in given}) == len({run.__code__.co_name for run in given}) == len(given)
 
 
-def test_what_is_returned_is_not_captured() -> None:
-    """The next replay would write over it."""
-    plan = lower(LOW_RANK, META, world_size=2, backend="cudagraphs")
-    segments = segments_of(plan)
-    assert [isinstance(segment.run, Captured) for segment in segments] == [not each.commits for each in segments]
-    assert segments[-1].commits
-    assert segments[-1].run is plan.segments[-1].run
+def test_only_what_fills_buffers_is_captured() -> None:
+    """The next replay would write over all else, or the graph would hold a gradient's memory."""
+    for sync, expected in ((allreduce, [True, False]), (fnddp.fp16(allreduce), [True, False]), (LOW_RANK, None)):
+        plan = lower(sync, META, world_size=2, backend="cudagraphs")
+        captured = [isinstance(segment.run, Captured) for segment in segments_of(plan)]
+        assert captured == [bool(each.operations) and not each.outputs for each in plan.segments]
+        assert expected is None or captured == expected
 
 
 class Recorded:

@@ -196,7 +196,27 @@ def turned(x: Tensor) -> Tensor:
     return y[0]
 
 
+def sent_in_two_ways(leaves: Leaves, parity: int) -> Leaves:
+    """Every other one in a buffer of bytes."""
+    added = summed({path: leaf for i, (path, leaf) in enumerate(leaves.items()) if i % 2 == parity})
+    return {path: added[path] if path in added else collectives.all_to_all(leaf) for path, leaf in leaves.items()}
+
+
+def doubled_rows(x: Tensor) -> Tensor:
+    return torch.stack([x, x + 1]) * 2
+
+
 APPLIED = {
+    "doubled in buffers of bytes and numbers": {
+        "before": doubled_rows,
+        "send": lambda leaves: sent_in_two_ways(leaves, 0),
+        "after": lambda rows: rows.sum(0),
+    },
+    "doubled in buffers of numbers and bytes": {
+        "before": doubled_rows,
+        "send": lambda leaves: sent_in_two_ways(leaves, 1),
+        "after": lambda rows: rows.sum(0),
+    },
     "halves in a buffer of bytes": {
         "before": lambda x: x / 2,
         "send": gathered,

@@ -67,6 +67,7 @@ def run(
         parameters = check_model(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
         check_machine(device, link)
+        check_backend(backend, device, compiled)
         peers = check_peers(against, device, ranks, console)
         check_folder(out)
         setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed, is_profiled, backend)
@@ -107,6 +108,14 @@ def check_machine(device: str, link: str | None) -> None:
         raise WrongArgument("--device cuda, but there is no CUDA device here")
     if device == "cuda" and link is not None:
         raise WrongArgument("--link shapes what gloo sends; leave it out with --device cuda")
+
+
+def check_backend(backend: str | None, device: str, compiled: bool) -> None:
+    """Raises a WrongArgument if `backend` would not be used."""
+    if backend is not None and compiled:
+        raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
+    if backend == "cudagraphs" and device != "cuda":
+        raise WrongArgument("--backend cudagraphs needs --device cuda")
 
 
 def check_peers(against: str, device: str, ranks: int, console: Console) -> list[str]:

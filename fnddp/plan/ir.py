@@ -94,7 +94,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Whole:
-    """The buffer that a collective sends, or else the one that it fills."""
+    """The buffer that a collective sends, or else the one that it fills: for backends that take no parts of one."""
 
     collective: int
     is_sent: bool

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from fnddp import tree
@@ -142,7 +143,9 @@ class Traces:
         """A trace for `request`, which passes may change."""
         sizes = sizes_of(request)
         if self._last is None or sizes != self._sizes or not _holds(self._last.phase, request, sizes):
-            self._last, self._sizes = trace(request), sizes
+            made = trace(request)
+            self._last = replace(made, request=replace(request, state=None))  # whose tensors it would hold
+            self._sizes = sizes
         return copied(self._last, request)
 
     def clear(self) -> None:

@@ -1,11 +1,9 @@
-"""Who runs the segments of a plan: Python, or on request what Inductor or a CUDA graph makes of them.
-
-Either is made when a segment is first run, once for each plan, and the same on all ranks.
-"""
+"""Who runs the segments of a plan: Python, or on request what Inductor or a CUDA graph makes of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from time import perf_counter
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -13,13 +11,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Name, Segment, Temp, Whole
+from fnddp.plan.ir import Name, Segment, Whole
 from fnddp.plan.schedule import Schedule
 from fnddp.run.log import tell
 from fnddp.run.memory import Lying, view_of, whole_of
 
 Run: TypeAlias = Callable[..., Sequence[Any]]
 """What gives the outputs of a segment for its inputs."""
+
+
+_count = count()
 
 
 def segments_of(plan: Schedule) -> tuple[Segment, ...]:
@@ -30,7 +31,7 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
         return tuple(replace(each, run=_Compiled(each.run, building)) if each.operations else each for each in wholes)
     if plan.backend == "cudagraphs":
         return tuple(
-            replace(each, run=Captured(each.run)) if _stays_within(each, plan) else each for each in plan.segments
+            replace(each, run=Captured(each.run)) if _only_fills_buffers(each) else each for each in plan.segments
         )
     return plan.segments
 
@@ -56,8 +57,9 @@ def _of_wholes(segment: Segment, plan: Schedule) -> Segment:
     def run(*given: Any) -> Sequence[Any]:
         return segment.run(*[given[i] if view is None else view(given[i]) for i, view in views])
 
-    # With a code of its own: torch.compile limits how many versions it makes of one.
-    own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+    # With a code and a name of its own: torch.compile limits how many versions it makes of one, and takes sizes for
+    # variables in which versions differ.
+    own = FunctionType(run.__code__.replace(co_name=f"segment_{next(_count)}"), globals(), closure=run.__closure__)
     return replace(segment, inputs=inputs, run=own)
 
 
@@ -96,12 +98,11 @@ class _Compiled:
 class Captured:
     """A segment as a CUDA graph, replayed where its inputs lie where they lay when it was captured.
 
-    A graph reads and writes fixed addresses. Buffers, and what one captured segment hands to another, stay where they
-    are; gradients do once the caching allocator has settled. Where an input has moved the segment runs as it is, and
-    what lies there twice in a row is captured.
+    A graph reads and writes fixed addresses. Buffers stay where they are; gradients do once the caching allocator has
+    settled. Where an input has moved the segment runs as it is, and what lies there twice in a row is captured.
 
     Args:
-        run: The segment. Its results are for this step alone: the next replay writes over them.
+        run: The segment.
         capture: See `captured`.
     """
 
@@ -137,8 +138,10 @@ def captured(run: Run, inputs: Sequence[Any]) -> tuple[Callable[[], None], Seque
     return graph.replay, outputs
 
 
-def _stays_within(segment: Segment, plan: Schedule) -> bool:
-    """Whether a segment computes something, and gives nothing that outlives the step."""
-    returned = {*plan.means.values(), *plan.memories.values(), *plan.state}
-    makes = [name for name in segment.outputs if isinstance(name, Temp)]
-    return bool(segment.operations) and not segment.commits and returned.isdisjoint(makes)
+def _only_fills_buffers(segment: Segment) -> bool:
+    """Whether a segment computes something, and hands nothing on but what lies in buffers.
+
+    What else it made would lie in the memory of the graph, where the next replay writes; or in that of an input, which
+    the graph would then hold, so that no later input ever lies there.
+    """
+    return bool(segment.operations) and not segment.outputs

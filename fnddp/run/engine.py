@@ -455,7 +455,7 @@ class Engine:
                     dropped=self._dropped,
                     traces=self._traces,
                 )
-                if self._arrival is not None:  # there will be no other
+                if self._arrival is not None:  # the order is known
                     self._traces.clear()
                 self._current = self._prepare(plan)
                 _say_if_slow(self.sync, len(self.leaves), perf_counter() - begun)
@@ -541,7 +541,12 @@ class Engines:
 
 def _say_if_slow(sync: Sync, leaves: int, seconds: float) -> None:
     if seconds > SLOW_SECONDS:
-        tell("lowered %r for %d leaves in %.1f s, which happens once in each phase", sync, leaves, seconds)
+        tell(
+            "lowered %r for %d leaves in %.1f s, which happens once for each phase and order of gradients",
+            sync,
+            leaves,
+            seconds,
+        )
 
 
 def _dense_specs(leaves: Leaves) -> dict[str, LeafSpec]:

@@ -48,8 +48,7 @@ class powersgd(Sync):
         min_compression_rate: Compress only if n * m > (n + m) * rank * min_compression_rate. 0 compresses all matrices.
         orthogonalization: "cholesky", for all leaves at once in a few operations whatever their shapes; or, leaf by
             leaf, "qr" or "gram_schmidt". They span the same columns up to rounding, but where columns are linearly
-            dependent: "qr" completes the basis arbitrarily, the others drop them. Within torch.compile "cholesky" is
-            "gram_schmidt".
+            dependent: "qr" completes the basis arbitrarily, the others drop them.
         epsilon: Relative norm at or below which a column is taken for linearly dependent and dropped.
         seed: Of the random queries; the same on all ranks.
 

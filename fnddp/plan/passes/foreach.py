@@ -66,8 +66,9 @@ def _alike(nodes: Sequence[fx.Node], placement: Placement, returned: set[Any]) -
         for together in _independent(neighbours, placement):
             batches: dict[object, list[fx.Node]] = {}
             for node in together:
-                over_operand = not is_whole(node, placement) and is_in_place(node, placement)
-                batches.setdefault((type(placement.targets.get(node)), over_operand), []).append(node)
+                whole = is_whole(node, placement)
+                over_operand = not whole and is_in_place(node, placement)
+                batches.setdefault((type(placement.targets.get(node)), whole, over_operand), []).append(node)
             yield from (tuple(batch) for batch in batches.values() if len(batch) > 1)
 
 
