@@ -16,7 +16,7 @@ from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
-from fnddp.plan.schedule import checked_backend
+from fnddp.plan.schedule import require_backend
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
 from fnddp.wire.groups import World, within
@@ -71,6 +71,7 @@ def lower(
             f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
         )
     leaves, _ = tree.flatten(params)
+    require_backend(backend, [leaf.device for leaf in leaves.values()])
     world = World(size=world_size)
     with within(world):
         state = sync.init(leaves) if state is None else state
@@ -110,7 +111,6 @@ def lower_leaves(
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
-    checked_backend(backend, [leaf.device for leaf in leaves.values()])
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
     request = Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend)
     with _without_gc():

@@ -15,19 +15,14 @@ BACKENDS = ("inductor", "cudagraphs")
 """Who can run segments, beside Python."""
 
 
-def checked_backend(backend: str | None, devices: Iterable[torch.device]) -> str | None:
-    """`backend`, if it can run a plan whose gradients are on `devices`.
-
-    Raises:
-        ValueError: It cannot.
-    """
+def require_backend(backend: str | None, devices: Iterable[torch.device]) -> None:
+    """Raises a ValueError if `backend` cannot run a plan whose gradients are on `devices`."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "cudagraphs" and (others := {device.type for device in devices} - {"cuda", "meta"}):
         raise ValueError(
             f"backend='cudagraphs' needs gradients on CUDA devices, got some on {', '.join(sorted(others))}"
         )
-    return backend
 
 
 @dataclass(frozen=True, repr=False)

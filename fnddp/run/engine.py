@@ -19,7 +19,7 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
-from fnddp.plan.schedule import checked_backend
+from fnddp.plan.schedule import require_backend
 from fnddp.run import turns
 from fnddp.run.eager import Eager
 from fnddp.run.inbox import Inbox
@@ -121,7 +121,8 @@ class Engine:
             lower_leaves, world=world, bucket_caps=bucket_caps, donation=donation, backend=backend
         )
         self._traces = Traces()
-        self._needs_plans = checked_backend(backend, [leaf.device for leaf in self.leaves.values()]) is not None
+        require_backend(backend, [leaf.device for leaf in self.leaves.values()])
+        self._needs_plans = backend is not None
         self._world = world
         self._device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
         self._memory = Memory()
