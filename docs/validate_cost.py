@@ -1,8 +1,10 @@
-"""Compares predicted with measured all_reduce times on shaped links, and prints docs/cost.md's table. Needs root.
+"""Compares predicted with measured times on shaped links, and prints docs/cost.md's tables. Needs root.
 
-python docs/validate_cost.py [rate ...]        # 200mbit 1gbit
+python docs/validate_cost.py [rate ...]                       # 200mbit 1gbit: all_reduces of two hosts, as plans issue
+python docs/validate_cost.py --hosts 2 4 8 -- [rate ...]      # 100mbit 200mbit 1gbit: kinds, on so many hosts
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -16,13 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
+from fnddp import Link
 from fnddp.cli.launch import run_ranks
 from fnddp.cli.network import shaped_hosts
 from fnddp.cost.estimate import estimate
+from fnddp.wire.c10d import C10D
+from fnddp.wire.kinds import Kind, named
+from fnddp.wire.protocol import waited
 
 MB = 10**6
 FLOAT32, FLOAT16 = torch.float32, torch.float16
-BURST = 256 * 1024 * 1448 / 1514  # the token bucket of shaped_hosts, less the headers of TCP over Ethernet
+SHARE = 1448 / 1514  # of a packet is payload, the rest headers of TCP over Ethernet
+BURST = 256 * 1024 * SHARE  # the token bucket of shaped_hosts
 # Payloads of collectives that are issued together, as a plan does.
 PLANS = {
     **{f"{size} MB": [(size * MB, FLOAT32)] for size in (1, 2, 4, 8, 16)},
@@ -36,7 +43,57 @@ PAUSE = 0.2  # seconds: between training steps, backward lets the token bucket f
 CALLS = 5
 
 
-def main(rates: list[str]) -> None:
+KINDS = ("all_reduce", "all_gather", "all_to_all")
+
+
+def kinds(rates: list[str], hosts: list[int], sizes: list[int]) -> None:
+    """One row for each number of hosts, kind and size; measured, predicted and error at each rate."""
+    found: dict[tuple[int, str, int], list[str]] = {}
+    errors: list[float] = []
+    for n in hosts:
+        for rate in rates:
+            with shaped_hosts(n, rate) as namespaces:
+                for event in run_ranks(n, compare_kinds, sizes, rate, hosts=namespaces):
+                    kind, size, measured, predicted = event
+                    errors.append(predicted / measured - 1)
+                    cell = f"{measured * 1e3:.1f} | {predicted * 1e3:.1f} | {errors[-1]:+.1%}"
+                    found.setdefault((n, kind, size), []).append(cell)
+                    print(f"{n} hosts, {rate}, {kind}, {size} MB: {cell}", file=sys.stderr, flush=True)
+    print(f"| hosts | kind | MB | {' | '.join(f'{rate}, ms | predicted | error' for rate in rates)} |")
+    print(f"|--:|---|--:|{'--:|' * 3 * len(rates)}")
+    for (n, kind, size), cells in found.items():
+        print(f"| {n} | {kind} | {size} | {' | '.join(cells)} |")
+    close = sum(abs(error) <= 0.05 for error in errors)
+    print(f"\nlargest error: {max(map(abs, errors)):.1%}; {close} of {len(errors)} within 5 %")
+
+
+def compare_kinds(sizes: list[int], rate: str) -> Iterator[Any]:
+    """On every rank: yields kind, MB, and measured and predicted seconds.
+
+    MB are of the result: an all_gather's payload is 1/n of that. The slowest rank's median counts. Nothing is fitted:
+    the link is the rate, less headers.
+    """
+    torch.set_num_threads(1)
+    n = dist.get_world_size()
+    link = Link(Link.parse(rate).bandwidth * SHARE)
+    for kind in map(named, KINDS):
+        for size in sizes:
+            width = size * MB // 4 // n
+            send = torch.zeros((width,) if kind.name == "all_gather" else (n, width))
+            receive = send if kind.is_in_place else torch.zeros(n, width)
+            seconds = [timed(kind, send, receive) for _ in range(CALLS + 1)][1:]  # the first one drains the bucket
+            medians: list[Any] = [None] * n
+            dist.all_gather_object(medians, statistics.median(seconds))
+            yield kind.name, size, max(medians), link.seconds(kind, send.nbytes, n)
+
+
+def timed(kind: Kind, send: Tensor, receive: Tensor) -> float:
+    begin = time.perf_counter()
+    waited(C10D.start(kind, send, receive, "sum" if kind.computes else None, None))
+    return time.perf_counter() - begin
+
+
+def plans(rates: list[str]) -> None:
     errors: list[float] = []
     for rate in rates:
         with shaped_hosts(2, rate) as hosts:
@@ -91,5 +148,17 @@ def run(buffers: list[Tensor]) -> float:
     return time.perf_counter() - begin
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rates", nargs="*")
+    parser.add_argument("--hosts", nargs="+", type=int)
+    parser.add_argument("--mb", nargs="+", type=int, default=[1, 4, 10])
+    arguments = parser.parse_args()
+    if arguments.hosts:
+        kinds(arguments.rates or ["100mbit", "200mbit", "1gbit"], arguments.hosts, arguments.mb)
+    else:
+        plans(arguments.rates or ["200mbit", "1gbit"])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["200mbit", "1gbit"])
+    main()

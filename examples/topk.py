@@ -13,7 +13,7 @@ from fnddp.group import Group, group_name
 
 
 @fnddp.transform
-class topk(fnddp.Sync):
+class largest(fnddp.Sync):
     """Sends the largest `ratio` of each leaf's elements, 8 bytes for each. Biased: wrap it in `error_feedback`."""
 
     ratio: float
@@ -23,7 +23,7 @@ class topk(fnddp.Sync):
     groups = property(lambda self: frozenset({group_name(self.group)}))
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> fnddp.Sync:
-        return self if unnamed_only and self.group is not None else topk(self.ratio, group_name(group))
+        return self if unnamed_only and self.group is not None else largest(self.ratio, group_name(group))
 
     def init(self, grads: tree.Tree) -> State:
         return ()
@@ -49,7 +49,7 @@ def main() -> None:
     launched = dist.is_torchelastic_launched()
     if launched:  # without a process group the world is this process
         dist.init_process_group("gloo")
-    sync = fnddp.error_feedback(topk(0.05))
+    sync = fnddp.error_feedback(largest(0.05))
     laws.check(sync, grads=laws.model, on="gloo")
     if collectives.rank(None) == 0:
         plan = fnddp.lower(sync, {"w": torch.empty(4096, 4096, device="meta")}, world_size=1024)

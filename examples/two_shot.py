@@ -17,7 +17,7 @@ BLOCK = 64  # elements that share a scale
 
 
 @fnddp.transform
-class two_shot(fnddp.Sync):
+class int8_two_shot(fnddp.Sync):
     """A mean of int8 blocks: two bytes an element, whatever the number of ranks. Wrap it in `error_feedback`."""
 
     group: Group = None
@@ -26,7 +26,7 @@ class two_shot(fnddp.Sync):
     groups = property(lambda self: frozenset({group_name(self.group)}))
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> fnddp.Sync:
-        return self if unnamed_only and self.group is not None else two_shot(group_name(group))
+        return self if unnamed_only and self.group is not None else int8_two_shot(group_name(group))
 
     def init(self, grads: tree.Tree) -> State:
         return ()
@@ -65,7 +65,7 @@ def main() -> None:
     launched = dist.is_torchelastic_launched()
     if launched:  # without a process group the world is this process
         dist.init_process_group("gloo")
-    sync = fnddp.error_feedback(two_shot())
+    sync = fnddp.error_feedback(int8_two_shot())
     laws.check(sync, grads=laws.model, on="gloo")
     if collectives.rank(None) == 0:
         plan = fnddp.lower(sync, {"w": torch.empty(4096, 4096, device="meta")}, world_size=1024)

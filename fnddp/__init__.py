@@ -6,62 +6,120 @@ from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.agreement import RankMismatchError, verify
+from fnddp.codec import Codec
+from fnddp.codecs.dct_topk import dct_topk
+from fnddp.codecs.fp8 import fp8
+from fnddp.codecs.majority_vote import majority_vote
+from fnddp.codecs.natural import natural
+from fnddp.codecs.qsgd import qsgd
+from fnddp.codecs.quantize import quantize
+from fnddp.codecs.sign import sign
+from fnddp.codecs.terngrad import terngrad
+from fnddp.codecs.topk import topk
 from fnddp.compositions import batched_powersgd
+from fnddp.cost.compute import measure_backward, measure_segments
 from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
+from fnddp.cost.step import Compute
+from fnddp.memory.ef21 import ef21
 from fnddp.memory.error_feedback import error_feedback
+from fnddp.memory.momentum_correction import momentum_correction
 from fnddp.parse import parse
 from fnddp.plan.ir import LoweringError
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
+from fnddp.reducers.all_gather import all_gather, allgather
 from fnddp.reducers.all_reduce import all_reduce, allreduce
+from fnddp.reducers.hierarchical import hierarchical
+from fnddp.reducers.none import none
+from fnddp.reducers.two_shot import two_shot
 from fnddp.run.vote import StepFailedError
+from fnddp.schedules.delayed import delayed
+from fnddp.schedules.every import every
+from fnddp.schedules.measure import measure
 from fnddp.schedules.partition import partition
+from fnddp.schedules.skip_nonfinite import skip_nonfinite
+from fnddp.schedules.switch import switch
 from fnddp.schedules.warmup import warmup
+from fnddp.simulate import simulate
+from fnddp.simulate_training import simulate_training
 from fnddp.state import load_state_dict, state_dict
 from fnddp.sync import Exchange, Local, Replicated, State, Sync, transform
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import bf16, cast, fp16
+from fnddp.transforms.clip_by_global_norm import clip_by_global_norm
 from fnddp.transforms.powersgd import powersgd
+from fnddp.transforms.random_block import random_block
+from fnddp.transforms.random_k import random_k
 from fnddp.transforms.squared import squared
 from fnddp.wire.counter import WireCounter
 from fnddp.wire.protocol import CollectiveError
 
 __all__ = [
+    "Codec",
     "CollectiveError",
+    "Compute",
     "DistributedDataParallel",
     "Exchange",
     "Handle",
     "Link",
+    "Local",
     "LoweringError",
     "Plan",
-    "Local",
     "RankMismatchError",
     "Replicated",
     "State",
     "StepFailedError",
     "Sync",
     "WireCounter",
+    "all_gather",
     "all_reduce",
+    "allgather",
     "allreduce",
     "batched_powersgd",
     "bf16",
     "bucketize",
     "cast",
+    "clip_by_global_norm",
+    "dct_topk",
+    "delayed",
+    "ef21",
     "error_feedback",
+    "every",
     "fp16",
+    "fp8",
     "from_hook",
+    "hierarchical",
     "jit",
     "load_state_dict",
     "lower",
+    "majority_vote",
+    "measure",
+    "measure_backward",
     "measure_link",
+    "measure_segments",
+    "momentum_correction",
+    "natural",
+    "none",
     "parse",
     "partition",
     "powersgd",
+    "qsgd",
+    "quantize",
+    "random_block",
+    "random_k",
     "register",
+    "sign",
+    "simulate",
+    "simulate_training",
+    "skip_nonfinite",
     "squared",
     "state_dict",
+    "switch",
+    "terngrad",
+    "topk",
     "transform",
+    "two_shot",
     "value_and_grad",
     "verify",
     "warmup",

@@ -5,7 +5,8 @@ pipeline runs on. Without a process group the world has one rank and a collectiv
 loses what it loses, in a plain Python process.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fnddp.tree import Leaves, is_inexact
 from fnddp.wire import guards
 from fnddp.wire.counter import count_payload
 from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name, rank, ranks, world_size
+from fnddp.wire.in_order import sum_in_rank_order
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
 from fnddp.wire.protocol import Wire, waited
 from fnddp.wire.weights import scale_of
@@ -24,11 +26,15 @@ from fnddp.wire.weights import scale_of
 __all__ = [
     "OPS",
     "all_gather",
+    "all_gather_leaves",
     "all_reduce",
     "all_to_all",
+    "all_to_all_leaves",
     "rank",
     "ranks",
     "reduce_scatter",
+    "reduce_scatter_leaves",
+    "sum_in_rank_order",
     "world_size",
 ]
 
@@ -38,8 +44,10 @@ _WIRE_OP = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
 OPS = tuple(_WIRE_OP)
 
 
-def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
-    """Reduces every leaf over the ranks of `group`: all are issued, in the order of their paths, then all are awaited.
+def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
+    """Reduces every leaf over the ranks of a group: all are issued, in the order of their paths, then all are awaited.
+
+    Over several groups, one after the other, it reduces over all ranks that they connect, such as those of a mesh.
 
     A mean is divided before it is summed, so what fits the dtype never overflows in the sum (torch's hooks do the
     same). Integers travel as int64, which their sum must fit; their mean is rounded to the nearest, halves up, and the
@@ -50,18 +58,27 @@ def all_reduce(leaves: Leaves, op: str, group: str | None) -> Leaves:
         ValueError: "max" or "min" of complex numbers.
     """
     guards.refuse_differentiation()
-    n = ranks(group) if op == "mean" else 1
+    n = math.prod([ranks(group) for group in groups]) if op == "mean" else 1
     # By path, not by insertion: dicts that were filled in another order on another rank still match.
     paths = sorted(leaves)
     wires = [_encode(path, leaves[path], op, n) for path in paths]
-    reduced = dict(zip(paths, _exchanged(ALL_REDUCE, wires, _WIRE_OP[op], group), strict=True))
+    for group in groups:
+        wires = _exchanged(ALL_REDUCE, wires, _WIRE_OP[op], group)
+    reduced = dict(zip(paths, wires, strict=True))
     return {path: _decode(reduced[path], leaf, op, n) for path, leaf in leaves.items()}
 
 
 def all_gather(tensor: Tensor, group: str | None = None) -> Tensor:
     """Every rank's `tensor`, of one shape and dtype on all, in rank order: `[ranks, *shape]`."""
-    (gathered,) = _carried(ALL_GATHER, tensor.unsqueeze(0), group)
-    return gathered.reshape(world_size(group), *tensor.shape)
+    return all_gather_leaves({"": tensor}, group)[""]
+
+
+def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
+    """`all_gather` of every leaf, in the order of their paths."""
+    paths = sorted(leaves)
+    gathered = _carried(ALL_GATHER, [leaves[path].unsqueeze(0) for path in paths], group)
+    n = world_size(group)
+    return {path: rows.reshape(n, *leaves[path].shape) for path, rows in zip(paths, gathered, strict=True)}
 
 
 def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
@@ -70,9 +87,16 @@ def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
     Raises:
         ValueError: `tensor` does not have a row for each rank.
     """
-    _require_rows("all_to_all", tensor, group)
-    (received,) = _carried(ALL_TO_ALL, tensor, group)
-    return received.reshape(tensor.shape)
+    return all_to_all_leaves({"": tensor}, group)[""]
+
+
+def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
+    """`all_to_all` of every leaf, in the order of their paths."""
+    paths = sorted(leaves)
+    for path in paths:
+        _require_rows("all_to_all", leaves[path], group)
+    received = _carried(ALL_TO_ALL, [leaves[path] for path in paths], group)
+    return {path: rows.reshape(leaves[path].shape) for path, rows in zip(paths, received, strict=True)}
 
 
 def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
@@ -81,9 +105,17 @@ def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
     Raises:
         ValueError: `tensor` does not have a row for each rank.
     """
-    _require_rows("reduce_scatter", tensor, group)
-    (part,) = _exchanged(REDUCE_SCATTER, [layout.to_wire(tensor)], "sum", group)
-    return layout.from_wire(part[0], tensor[0])
+    return reduce_scatter_leaves({"": tensor}, group)[""]
+
+
+def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
+    """`reduce_scatter` of every leaf: all are issued, in the order of their paths, then all are awaited."""
+    paths = sorted(leaves)
+    for path in paths:
+        _require_rows("reduce_scatter", leaves[path], group)
+    wires = [layout.to_wire(leaves[path]) for path in paths]
+    parts = dict(zip(paths, _exchanged(REDUCE_SCATTER, wires, "sum", group), strict=True))
+    return {path: layout.from_wire(parts[path][0], leaf[0]) for path, leaf in leaves.items()}
 
 
 def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.device) -> float | Tensor:
@@ -110,23 +142,30 @@ def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
         raise ValueError(f"{name}: expected a row for each of {n} ranks, got a tensor of shape {tuple(tensor.shape)}")
 
 
-def _carried(kind: Kind, tensor: Tensor, group: str | None) -> list[Tensor]:
-    """The results of a kind that computes nothing: rows of `tensor` travel as bytes, so that any dtype may."""
-    wire = layout.to_wire(tensor)
+def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
+    """The results of a kind that computes nothing: rows of `tensors` travel as bytes, so that any dtype may."""
+    wires = [layout.to_wire(tensor) for tensor in tensors]
     world = current()
-    if world is not None and world.traced:  # a plan lays payloads of all dtypes out in one buffer by itself
-        results = _exchanged(kind, [wire], None, group)
-        return [_from_wire(result, tensor) for result in results]
+    if world is not None and not world.carries_bytes:  # a plan lays payloads of all dtypes out in one buffer by itself
+        results = _exchanged(kind, wires, None, group)
+    else:
+        n = world_size(group)
+        received = _exchanged(kind, [_as_bytes(wire) for wire in wires], None, group)
+        results = [
+            result.reshape(-1).view(wire.dtype).reshape(_joined_shape(kind, wire, n))
+            for result, wire in zip(received, wires, strict=True)
+        ]
+    return [_from_wire(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
+
+
+def _as_bytes(wire: Tensor) -> Tensor:
     # A view as bytes needs a last stride of 1, which a single element of a strided tensor does not have.
     flat = wire.reshape(wire.shape[0], -1).contiguous()
-    as_bytes = flat.unsqueeze(-1).view(torch.uint8).reshape(wire.shape[0], -1)
-    results = _exchanged(kind, [as_bytes], None, group)
-    shape = _joined_shape(kind, wire, world_size(group))
-    return [_from_wire(result.reshape(-1).view(wire.dtype).reshape(shape), tensor) for result in results]
+    return flat.unsqueeze(-1).view(torch.uint8).reshape(wire.shape[0], -1)
 
 
 def _from_wire(wire: Tensor, like: Tensor) -> Tensor:
-    return torch.view_as_complex(wire) if like.is_complex() else wire
+    return layout.as_complex(wire) if like.is_complex() else wire
 
 
 def _exchanged(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
@@ -134,7 +173,9 @@ def _exchanged(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: st
 
     Rows that come from the ranks, or stay here, are joined along the first dimension of the payload.
     """
-    guards.refuse_batching()
+    world = current()
+    if world is None or world.simulated is None:
+        guards.refuse_batching()
     n = world_size(group)
     results = {i: p.new_empty(_joined_shape(kind, p, n)) for i, p in enumerate(payloads) if not p.numel()}
     travelling = {i: payload for i, payload in enumerate(payloads) if payload.numel()}
@@ -146,9 +187,16 @@ def _moved(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None
     if is_alone():
         return [payload.clone() for payload in payloads]  # a result never shares memory with an input
     world = current()
+    if world is not None and world.simulated is not None:
+        received = [world.simulated.moved(kind, payload, op, group) for payload in payloads]
+        return [each.reshape(_joined_shape(kind, payload, n)) for each, payload in zip(received, payloads, strict=True)]
     if world is not None and world.wire is not None and not world.traced:
         return _over(world.wire, kind, payloads, op, group, n)
-    name = group or DEFAULT_GROUP if world is not None and world.traced else live_name(group)
+    is_traced = world is not None and world.traced
+    name = group or DEFAULT_GROUP if is_traced else live_name(group)
+    if not (kind.computes or is_traced):
+        # torch 2.13 corrupts memory where many functional all_gathers of a gloo group are under way at once.
+        return [_wait(kind.trace(payload, op, n, name)) for payload in payloads]
     issued = [kind.trace(payload, op, n, name) for payload in payloads]
     return [_wait(each) for each in issued]
 

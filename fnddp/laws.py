@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp import tree
+from fnddp.codec import Codec
 from fnddp.memory.error_feedback import error_feedback
 from fnddp.parse import parse
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.ranks import RankFailed, run_threads
 from fnddp.run.engine import Engine, Synchronized
+from fnddp.simulate import simulate
 from fnddp.state import describe, load_state_dict, parts, state_dict
-from fnddp.sync import REPLICATED, State, Sync, registry
+from fnddp.sync import REPLICATED, Exchange, State, Sync, registry
 from fnddp.torch_private import TorchDispatchMode, tree_leaves
 from fnddp.tree import Leaves, Tree
 from fnddp.wire.weights import scale_of, scaled
@@ -97,10 +99,14 @@ def check_on_rank(rank: int, sync: Sync, grads: Grads) -> None:
 
 def applies(law: Law, sync: Sync) -> bool:
     """Whether `law` is about pipelines such as `sync`. (Law 5 is about those that lose nothing: `loses_nothing`.)"""
+    if not sync.ops and law in (law_2_all_ranks_get_the_same_bits, law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
+        return False  # nothing is reduced
     if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
-        return len(sync.ops) <= 1
+        return len(sync.ops) == 1 and sync.accounts
     if law is law_8_error_feedback_loses_nothing:
-        return sync.ops <= {"mean"}
+        return sync.ops == {"mean"} and sync.accounts
+    if law is law_10_simulated_is_real:
+        return sync.traceable and sync.groups is not None and sync.groups <= {None}
     if law is law_11_weighted_is_pooled:
         return sync.ops == {"mean"} and (sync.groups is None or len(sync.groups) == 1)
     return law is not law_9_text_parses_back or _is_registered(sync)
@@ -145,14 +151,22 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
 
 @_stated
 def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
-    """The mean has the tree, shapes, dtypes and devices of the gradients, and the next state those of the last one."""
+    """The mean has the tree, shapes, dtypes and devices of the gradients, and the next state those of the last one.
+
+    In the place of a leaf without an update in a step, of a pipeline that skips, the mean has None.
+    """
     example = grads(rank, 0)
+    leaves, spec = tree.flatten(example)
     want, state = _specs(example), sync.init(example)
     want_state = _state_specs(state)
     for step in range(STEPS):
         mean, state = sync(grads(rank, step), state)
-        _require(tree.structure(mean) == tree.structure(example), f"step {step}: the mean is a {tree.structure(mean)}")
-        _require_equal(_specs(mean), want, f"step {step}: leaf", "in the mean")
+        got = _specs(mean)
+        updated = {path: leaf if path in got else None for path, leaf in leaves.items()}
+        expected = tree.structure(tree.unflatten(spec, updated))
+        _require(tree.structure(mean) == expected, f"step {step}: the mean is a {tree.structure(mean)}")
+        wanted = {path: like for path, like in want.items() if path in got or not sync.skips}
+        _require_equal(got, wanted, f"step {step}: leaf", "in the mean")
         _require_equal(_state_specs(state), want_state, f"step {step}: state", "in the next state")
         for path, leaf in tree.flatten(mean)[0].items():
             finite = not tree.is_inexact(leaf) or bool(leaf.isfinite().all())
@@ -169,6 +183,7 @@ def law_2_all_ranks_get_the_same_bits(rank: int, sync: Sync, grads: Grads) -> No
     everyone: list[dict[str, Any]] = gather(shared)
     for what, first in everyone[0].items():
         for other, values in enumerate(everyone):
+            _require(values.keys() == everyone[0].keys(), f"rank {other} and rank 0 have updates for other leaves")
             if bits([values[what]]) != bits([first]):
                 raise LawError(f"{what}, on rank {other} against rank 0, {_difference(values[what], first)}")
 
@@ -191,7 +206,10 @@ def law_3_inputs_are_unmodified(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
-    """The mean over ranks of `sent` is `mean` (or their sum, max or min, where the reducer takes that)."""
+    """The mean over ranks of `sent` is `mean` (or their sum, max or min, where the reducer takes that).
+
+    It is zero for leaves without an update.
+    """
     state, eps = sync.init(grads(rank, 0)), coarsest_rounding(rank, sync, grads)
     for step in range(STEPS):
         done = sync.exchange(_leaves(grads, rank, step), state)
@@ -200,7 +218,8 @@ def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
         scale = max([_norm(leaf) for sent in everyone for leaf in sent.values()], default=0.0)
         for path, want in _reduce(everyone, _op(sync)).items():
             what = f"step {step}: leaf {path!r}: the {_op(sync)} over ranks of sent"
-            _require_near(what, want, done.mean[path], eps, scale, terms=2 * len(everyone) + 4)
+            mean = done.mean.get(path, torch.zeros_like(done.sent[path]))
+            _require_near(what, want, mean, eps, scale, terms=2 * len(everyone) + 4)
 
 
 @_stated
@@ -306,7 +325,7 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
     outputs = [tree.flatten(mean)[0] for mean in means]
     exact = [_exact(grads, step, "mean") for step in range(STEPS)]
     for path, left in _reduce(residuals, "mean").items():
-        got = sum([_wide(mean[path]) for mean in outputs], start=left)
+        got = sum([_wide(mean[path]) for mean in outputs if path in mean], start=left)
         want = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
         what = f"leaf {path!r}: the sum of {STEPS} mean gradients"
         terms = 4 * STEPS * len(residuals)
@@ -319,6 +338,37 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
     again = parse(repr(sync))
     _require(again == sync and hash(again) == hash(sync), f"parse gives {again!r}, which is not equal to it")
     _require(repr(again) == repr(sync), f"parse gives {again!r}")
+
+
+@_stated
+def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
+    """Simulated on n virtual ranks, an exchange gives what n ranks get: to the bit where all reducers are carriers and
+    no matrices are multiplied, otherwise up to rounding (of which a codec may make anything, so that is not looked at).
+    """
+    n, state = _world_size(), sync.init(grads(rank, 0))
+    simulation = simulate(sync, n)
+    for step in range(STEPS // 2):
+        leaves = _leaves(grads, rank, step)
+        with _Roundings() as roundings:
+            done = sync.exchange(leaves, state)
+        exact = not roundings.multiplies and (n == 1 or _only_carries(sync))
+        everyone: list[Any] = gather((leaves, state, done))
+        state = done.state  # the real one, or roundings would add up over the steps
+        if rank == 0 and (exact or not _has_codec(sync)):
+            stacked = {path: torch.stack([mine[path] for mine, _, _ in everyone]) for path in leaves}
+            together = simulation.exchange(stacked, simulation.of_ranks([own for _, own, _ in everyone]))
+            for other, (_, _, real) in enumerate(everyone):
+                means: Leaves = {}
+                for path, leaf in real.mean.items():
+                    mean = together.mean[path]
+                    means[path] = mean if mean.shape == leaf.shape else mean[other]
+                sents = {path: together.sent[path][other] for path in real.sent}
+                virtual = Exchange(means, sents, simulation.of_rank(together.state, other))
+                where = f"step {step}: on rank {other}, simulated,"
+                if exact:
+                    _require_same_bits(virtual, real, where)
+                else:
+                    _require_all_near(virtual, real, where, roundings.coarsest, _scale(grads, step), terms=64 * n)
 
 
 @_stated
@@ -348,6 +398,7 @@ LAWS: tuple[Law, ...] = (
     law_7_resuming_an_engine_is_exact,
     law_8_error_feedback_loses_nothing,
     law_9_text_parses_back,
+    law_10_simulated_is_real,
     law_11_weighted_is_pooled,
 )
 
@@ -381,7 +432,8 @@ def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random)
         engine.feed(path, leaves[path].clone())
     done = engine.finish()
     _require(not done.unused, f"the engine takes {sorted(done.unused)} for unused, which all ranks have fed")
-    _require(list(done.mean) == list(leaves), f"the engine gives means of {list(done.mean)}, not of {list(leaves)}")
+    given = [path for path in leaves if path in done.mean] if engine.sync.skips else list(leaves)
+    _require(list(done.mean) == given, f"the engine gives means of {list(done.mean)}, not of {given}")
     return done
 
 
@@ -404,13 +456,18 @@ def _bytes(leaf: Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+_MULTIPLIES = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+
+
 class _Roundings(TorchDispatchMode):
-    """Notes the coarsest rounding of whatever is computed."""
+    """Notes the coarsest rounding of whatever is computed, and whether matrices are multiplied."""
 
     coarsest = 0.0
+    multiplies = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        self.multiplies |= func.overloadpacket.__name__ in _MULTIPLIES
         dtypes = {leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and tree.is_inexact(leaf)}
         self.coarsest = max([self.coarsest, *(torch.finfo(dtype).eps for dtype in dtypes)])
         return made
@@ -515,6 +572,26 @@ def _require_equal(got: Mapping[str, str], want: Mapping[str, str], what: str, w
     for path in dict.fromkeys([*want, *got]):
         one, other = got.get(path, "nothing"), want.get(path, "nothing")
         _require(one == other, f"{what} {path!r} is {one} {where}, but was {other}")
+
+
+def _only_carries(sync: Sync) -> bool:
+    children = list(sync.children())
+    if not children:
+        return sync.carries or not sync.ops
+    reduces_itself = sync.ops != frozenset[str]().union(*[child.ops for child in children])
+    return not reduces_itself and all(map(_only_carries, children))
+
+
+def _has_codec(sync: Sync) -> bool:
+    return isinstance(sync, Codec) or any(map(_has_codec, sync.children()))
+
+
+def _require_all_near(got: Tree, want: Tree, what: str, eps: float, scale: float, terms: int) -> None:
+    for one, other in zip(parts(got), parts(want), strict=True):
+        if isinstance(other.value, Tensor):
+            _require_near(f"{what} {one.path!r}", other.value, one.value, eps, scale + _norm(other.value), terms)
+        else:
+            _require(one.value == other.value, f"{what} {one.path!r} is {one.value!r}, but should be {other.value!r}")
 
 
 def _require_same_bits(got: Tree, want: Tree, what: str) -> None:

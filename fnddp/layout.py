@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fnddp.torch_private import is_batching
+
 
 def to_wire(leaf: Tensor) -> Tensor:
     """`leaf` as a contiguous real tensor in logical order: `[...]`, or `[..., 2]` for a complex leaf.
@@ -15,8 +17,14 @@ def to_wire(leaf: Tensor) -> Tensor:
 
 def from_wire(wire: Tensor, like: Tensor) -> Tensor:
     """The inverse of `to_wire`: dtype family, shape and memory format (contiguous or channels last) of `like`."""
-    leaf = torch.view_as_complex(wire) if like.is_complex() else wire
+    leaf = as_complex(wire) if like.is_complex() else wire
     return in_format_of(like, leaf.reshape(like.shape))
+
+
+def as_complex(pairs: Tensor) -> Tensor:
+    """Complex numbers from `[..., 2]`, on the same memory where it can be."""
+    # Under vmap, rows of an odd length (cut from a padded one) do not lie as pairs, and cannot be seen to.
+    return torch.complex(*pairs.unbind(-1)) if is_batching() else torch.view_as_complex(pairs)
 
 
 def in_format_of(like: Tensor, leaf: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import ast
 from typing import Any
 
+from fnddp.codec import Carrier
 from fnddp.sync import Sync, registry
 
 MAX_LENGTH = 100_000
@@ -28,7 +29,7 @@ def parse(text: str) -> Sync:
     >>> parse("__import__('os')")
     Traceback (most recent call last):
         ...
-    ValueError: parse: unknown name '__import__'; known names are all_reduce, allreduce, ...
+    ValueError: parse: unknown name '__import__'; known names are all_gather, all_reduce, ...
       __import__('os')
       ^
     """
@@ -92,14 +93,15 @@ class _Reader:
 
     def call(self, node: ast.Call, name: str, depth: int) -> Sync:
         entry = self.look_up(node, name)
-        if isinstance(entry, Sync):
+        if isinstance(entry, Sync) and (node.args or not isinstance(entry, Carrier)):
             raise self.problem(node, f"{name!r} is a ready-made value; write it without parentheses")
         if any(keyword.arg is None for keyword in node.keywords):
             raise self.problem(node, "** is not allowed")
         arguments = [self.read(argument, depth + 1) for argument in node.args]
         keywords = {str(keyword.arg): self.read(keyword.value, depth + 1) for keyword in node.keywords}
+        make: Any = entry  # `two_shot(server_memory=True)`: a carrier with other options
         try:
-            return entry(*arguments, **keywords)
+            return make(*arguments, **keywords)
         except (TypeError, ValueError) as error:
             error.add_note(_pointer(self.text, node.lineno, self.column(node)))
             raise

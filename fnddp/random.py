@@ -5,6 +5,7 @@ multiply-xorshift hash, in aten integer operations. Statistically good enough fo
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,40 @@ def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Ten
     return (radius * angle.cos()).reshape(shape).to(like.dtype)  # Box and Muller
 
 
+def uniform(
+    shape: tuple[int, ...], *, name: str, seed: int, step: Any, rank: Any = 0, device: torch.device | None = None
+) -> Tensor:
+    """Numbers uniform in (0, 1), in float32, as a function of `name`, `seed`, `step` and `rank` alone.
+
+    Args:
+        shape, name, seed, step: See `normal`.
+        rank: Tells ranks apart: an int, or a tensor where ranks are simulated.
+        device: Where the numbers are made.
+
+    >>> one = uniform((1000,), name="w", seed=0, step=0)
+    >>> abs(one.mean() - 0.5) < 0.05, bool((one == uniform((1000,), name="w", seed=0, step=0, rank=1)).any())
+    (tensor(True), False)
+    """
+    counter = words(shape, name=name, seed=seed, step=step, rank=rank, device=device)
+    return ((counter >> 9).float() + 0.5) * 2.0**-23  # 23 bits and a half: exact in float32, never 0 or 1
+
+
+def words(
+    shape: tuple[int, ...], *, name: str, seed: int, step: Any, rank: Any = 0, device: torch.device | None = None
+) -> Tensor:
+    """Integers uniform in [0, 2 ** 32), in int64, as a function of `name`, `seed`, `step` and `rank` alone.
+
+    Args:
+        shape, name, seed, step, rank, device: See `uniform`.
+
+    >>> words((2,), name="w", seed=0, step=0)
+    tensor([ 165951695, 2333251950])
+    """
+    offset = torch.full((), step, dtype=torch.int64, device=device) * 0x9E3779B9 + _fnv1a(f"{seed}:{name}")
+    offset = offset + rank * 0x85EBCA6B
+    return _hash(torch.arange(math.prod(shape), dtype=torch.int64, device=device).reshape(shape) + offset)
+
+
 def _fnv1a(text: str) -> int:
     # In plain Python arithmetic, which Dynamo folds; it cannot trace zlib.crc32.
     word = 0x811C9DC5
@@ -45,10 +80,13 @@ def _fnv1a(text: str) -> int:
 
 
 def _uniform(counter: Tensor) -> Tensor:
+    return (_hash(counter).to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), never 0: its logarithm is taken
+
+
+def _hash(counter: Tensor) -> Tensor:
     # Few rounds: Inductor inlines the chain, and every round doubles it. Multipliers below 2**31 keep the product of a
     # 32-bit word within int64.
     word = counter & _LOW_32
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _LOW_32
     word = ((word ^ (word >> 15)) * 0x68E31DA5) & _LOW_32
-    word = word ^ (word >> 16)
-    return (word.to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), never 0: its logarithm is taken
+    return word ^ (word >> 16)

@@ -9,6 +9,9 @@ from torch import Tensor
 from fnddp import tree
 from fnddp.sync import LOCAL, REPLICATED, State
 
+AFTER_ALL_WARM_UPS = 2**40
+"""A step that no training run gets to."""
+
 
 class Part(NamedTuple):
     """One leaf of a state.
@@ -156,3 +159,9 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__
+
+
+def at_step(step: int, state: State) -> State:
+    """`state` with all its counters at `step`: for plans of a later phase."""
+    values, structure = tree.flatten_any(state)
+    return tree.unflatten_any(structure, [each if isinstance(each, Tensor) else step for each in values])

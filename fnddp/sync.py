@@ -5,10 +5,10 @@ so an expression compares, hashes, prints as the call that built it, and parses 
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from types import FunctionType
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -40,9 +40,11 @@ class Exchange(NamedTuple):
     """What one exchange gives back.
 
     Attributes:
-        mean: The synchronized gradients; paths, shapes, dtypes and devices of the input, equal on every rank.
-        sent: What this rank contributed, as the others saw it. Its mean over ranks is `mean`, up to the rounding of
-            the wire's own sum, so what a lossy pipeline lost on this rank is `grads - sent`.
+        mean: The synchronized gradients; paths, shapes, dtypes and devices of the input, equal on every rank. A leaf
+            without an update in this step has no entry, on all ranks alike (see `Sync.skips`): that is not a zero.
+        sent: What this rank contributed, as the others saw it: an entry for each leaf of the input, zeros for those of
+            which nothing was sent. Its mean over ranks is `mean`, up to the rounding of the wire's own sum, so what a
+            lossy pipeline lost on this rank is `grads - sent`.
         state: The state for the next step.
     """
 
@@ -72,6 +74,9 @@ class Sync(abc.ABC):
     torch.Size([64, 32])
     """
 
+    wraps_skipping: ClassVar[bool] = False
+    """Whether `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
+
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             # A string in modules that postpone annotations.
@@ -80,6 +85,7 @@ class Sync(abc.ABC):
             if field.init and check is not None:
                 value = check(f"{type(self).__name__}: {field.name}", getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
+        require_no_skipping(self)
 
     @abc.abstractmethod
     def init(self, grads: Tree) -> State:
@@ -110,7 +116,8 @@ class Sync(abc.ABC):
                 samples. 0 is allowed, not on all ranks; all ranks give one, or none does. It costs a message.
 
         Returns:
-            The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state.
+            The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state. For a leaf
+            without an update in this step, of a pipeline that `skips`, None stands there, on all ranks alike.
 
         Raises:
             TypeError: A leaf is not a tensor.
@@ -122,11 +129,8 @@ class Sync(abc.ABC):
             if weight is not None:
                 leaves = self._weighted(leaves, weight)
             mean, _, state = self.exchange(leaves, state)
-        if mean.keys() != leaves.keys():
-            raise ValueError(
-                f"{self!r}: exchange got the leaves {list(leaves)} and gave {list(mean)}; give all of them"
-            )
-        return tree.unflatten(spec, {path: mean[path] for path in leaves}), state
+        require_means(self, leaves, mean)
+        return tree.unflatten(spec, {path: mean.get(path) for path in leaves}), state
 
     def _weighted(self, leaves: Leaves, weight: float | Tensor) -> Leaves:
         require_weighable(self, {path: leaf.dtype for path, leaf in leaves.items()})
@@ -161,7 +165,8 @@ class Sync(abc.ABC):
         """The names of the process groups it reduces over; None if a reducer inside, such as a hook, does not say."""
         inner = [child.groups for child in self.children()]
         known = [groups for groups in inner if groups is not None]
-        return frozenset[str | None]().union(*known) if inner and known == inner else None
+        none: frozenset[str | None] = frozenset()  # Dynamo traces no call of frozenset[...]
+        return none.union(*known) if inner and known == inner else None
 
     @property
     def traceable(self) -> bool:
@@ -170,6 +175,28 @@ class Sync(abc.ABC):
         A pipeline that is not traceable cannot be lowered: it runs as a whole when all gradients are there.
         """
         return all(child.traceable for child in self.children())
+
+    @property
+    def accounts(self) -> bool:
+        """Whether `sent` tells of every loss, so that its mean is `mean`. False for memory that is not this rank's."""
+        return all(child.accounts for child in self.children())
+
+    @property
+    def skips(self) -> bool:
+        """Whether some leaves have no update in some steps: no entry in `Exchange.mean`, None in what is returned.
+
+        Which ones, and when, follows from Python ints of the state alone, so it is the same on all ranks.
+        """
+        return any(child.skips for child in self.children())
+
+    @property
+    def carries(self) -> bool:
+        """Whether it moves payloads that need not add, and takes the mean of what they decode to: see `Codec`."""
+        return False
+
+    def carry(self, code: Any, leaves: Leaves, state: State) -> Exchange:
+        """The exchange of `leaves` as the codecs of `code` encode them; for what `carries`."""
+        raise TypeError(f"{self!r} carries no encoded payloads")
 
     def children(self) -> Iterator["Sync"]:
         """The pipelines this one wraps directly."""
@@ -203,6 +230,26 @@ def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
             raise ValueError(
                 f"weight: leaf {path!r} is {dtype}, which cannot be scaled; make it float, or leave weight out"
             )
+
+
+def require_no_skipping(sync: Sync) -> None:
+    """Raises a TypeError if `sync` wraps a pipeline that skips, and needs the mean of every leaf in every step."""
+    if sync.wraps_skipping:
+        return
+    for inner in sync.children():
+        if inner.skips:
+            name = type(sync).__name__
+            raise TypeError(
+                f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all of "
+                f"them; put what skips outside, such as every(n, {name}(...))"
+            )
+
+
+def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError unless `mean`, of an exchange of `leaves`, has an entry for each, but where `sync` skips."""
+    wanted = set(leaves)
+    if not wanted >= mean.keys() or (not sync.skips and wanted != mean.keys()):
+        raise ValueError(f"{sync!r}: exchange got the leaves {list(leaves)} and gave {list(mean)}; give all of them")
 
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:

@@ -20,8 +20,11 @@ from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    maybe_current_level,
+    maybe_get_level,
     peek_interpreter_stack,
 )
 from torch._subclasses.fake_tensor import (
@@ -152,6 +155,11 @@ def is_differentiating() -> bool:
 def is_batching() -> bool:
     """Whether one of the transforms is vmap."""
     return any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ())
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether the innermost vmap that this runs in maps over a dimension of `tensor`."""
+    return is_batchedtensor(tensor) and maybe_get_level(tensor) == maybe_current_level()
 
 
 def tracks_gradient(tensor: Tensor) -> bool:
@@ -340,6 +348,22 @@ def out_of_place(operation: Any) -> Any:
     if torch.Tag.inplace_view in operation.tags or operation._overloadname not in getattr(packet, "overloads", list)():
         return None
     return getattr(packet, operation._overloadname)
+
+
+@cache
+def elementwise_out(operation: Any) -> Any:
+    """What writes the result of an operation on elements into given memory; None where torch has no such thing."""
+    if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_one_tensor(operation):
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
+    packet = operation.overloadpacket
+    for other in [getattr(packet, name) for name in packet.overloads()]:
+        given = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
+        outs = [a.name for a in other._schema.arguments if a.is_out]
+        # What torch generates computes elsewhere, and copies.
+        if given == wanted and outs == ["out"] and torch.Tag.generated not in other.tags:
+            return other
+    return None
 
 
 def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:

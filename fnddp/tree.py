@@ -129,6 +129,23 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     return optree.tree_map(of_leaf, tree, namespace=NAMESPACE)
 
 
+def paired(fn: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    """`fn` of what stands at the same places in two states, in the structure of the first.
+
+    Where their structures differ, it is given whole subtrees. States are dicts, tuples, lists and named tuples. In
+    plain Python, which Dynamo traces.
+
+    >>> paired(lambda a, b: (a, b), {"x": [1, 2], "y": 3}, {"x": [4, 5]})
+    {'x': [(1, 4), (2, 5)], 'y': (3, None)}
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: paired(fn, value, other.get(key)) for key, value in one.items()}
+    if isinstance(one, tuple | list) and type(one) is type(other) and len(one) == len(other):
+        values = [paired(fn, a, b) for a, b in zip(one, other, strict=True)]
+        return type(one)(*values) if hasattr(one, "_fields") else type(one)(values)
+    return fn(one, other)
+
+
 def structure(tree: Tree) -> optree.PyTreeSpec:
     """The structure of `tree`, to compare with another's."""
     return optree.tree_structure(tree, namespace=NAMESPACE)
@@ -150,20 +167,29 @@ def is_inexact(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def check_entries(owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises a ValueError that names the first leaf for which a state's `entries` are not those of `shapes`."""
+def check_entries(
+    owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], made_for: str = "another tree"
+) -> None:
+    """Raises a ValueError that names the first leaf for which a state's `entries` are not those of `shapes`.
+
+    Args:
+        owner: The transform whose state it is.
+        entries: Its tensors by leaf path.
+        shapes: What they must be.
+        made_for: What the state may have been made for instead.
+    """
     for path, shape in shapes.items():
         if path not in entries or entries[path].shape != shape:
             has = f"an entry of shape {tuple(entries[path].shape)}" if path in entries else "no entry"
             raise ValueError(
                 f"{owner}: the state has {has} for leaf {path!r}, which needs one of shape {tuple(shape)}; "
-                "it was made for another tree: call init on this one"
+                f"it was made for {made_for}: call init on this one"
             )
     for path in entries:
         if path not in shapes:
             raise ValueError(
                 f"{owner}: the state has an entry for {path!r}, which is no leaf that needs one; "
-                "it was made for another tree: call init on this one"
+                f"it was made for {made_for}: call init on this one"
             )
 
 

@@ -80,6 +80,39 @@ def test_link_bytes(kind, sent):
     assert Link(B, algorithm="gloo").link_bytes("reduce_scatter", 1000, 4) == 1500
 
 
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 64, 293, 1024])
+def test_every_kind_at_many_ranks(n):
+    """The formulas of the literature, S being what a rank hands over: an all_gather receives n - 1 of these."""
+    ring, gloo = Link(B, A, algorithm="ring"), Link(B, A)
+    share = (n - 1) / n
+    assert ring.seconds("all_reduce", S, n) == pytest.approx(2 * (n - 1) * A + 2 * share * S / B)
+    assert ring.seconds("reduce_scatter", S, n) == pytest.approx((n - 1) * A + share * S / B)
+    assert ring.seconds("all_gather", S, n) == pytest.approx((n - 1) * (A + S / B))
+    assert ring.seconds("all_to_all", S, n) == pytest.approx((n - 1) * A + share * S / B)
+    doubling = Link(B, A, algorithm="halving_doubling")
+    rounds = math.ceil(math.log2(n))
+    assert doubling.seconds("all_reduce", S, n) == pytest.approx(2 * rounds * A + 2 * share * S / B)
+    assert gloo.seconds("all_reduce", S, n) == pytest.approx(4 * (n - 1) * A + 2 * share * S / B)
+    assert gloo.seconds("reduce_scatter", S, n) == gloo.seconds("all_reduce", S, n)
+    sent = {kind: ring.link_bytes(kind, S, n) for kind in KINDS}
+    whole = {
+        "all_reduce": 2 * share * S,
+        "all_gather": (n - 1) * S,
+        "reduce_scatter": share * S,
+        "all_to_all": share * S,
+    }
+    assert sent == {kind: math.ceil(bytes_) for kind, bytes_ in whole.items()}
+
+
+def test_gathering_wins_on_few_ranks_only():
+    # Gathering s bits an element beats a ring of b bits only while n < 2b/s.
+    ring = Link(B, algorithm="ring")
+    for bits, code in ((32, 8), (16, 1), (32, 0.5)):
+        for n in range(2, 200):
+            gathered, summed = ring.seconds("all_gather", S * code / 8, n), ring.seconds("all_reduce", S * bits / 8, n)
+            assert (gathered < summed) == (n < 2 * bits / code)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_rank_costs_nothing_and_more_costs_more(algorithm, kind):

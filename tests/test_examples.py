@@ -15,10 +15,11 @@ SAYS = {
     "existing_ddp.py": "the resumed run has the same parameters to the bit: yes",
     "module.py": "the module resumed with the same parameters to the bit: yes",
     "own_transform.py": "sampled(allreduce, 0.1) keeps the laws",
-    "topk.py": "error_feedback(topk(0.05)) keeps the laws; 64 MiB are 6,710,888 bytes",
-    "two_shot.py": "error_feedback(two_shot()) keeps the laws; 64 MiB are 17,843,200 bytes",
+    "topk.py": "error_feedback(largest(0.05)) keeps the laws; 64 MiB are 6,710,888 bytes",
+    "two_shot.py": "error_feedback(int8_two_shot()) keeps the laws; 64 MiB are 17,843,200 bytes",
     "uneven.py": "all ranks have the same parameters to the bit: yes",
 }
+SIMULATED = {"convergence.py": ("--quick", "4 runs")}  # one process, whatever the ranks: what it is asked, what it says
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -47,6 +48,13 @@ def test_alone() -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated(name: str) -> None:
+    option, says = SIMULATED[name]
+    assert says in said(start(EXAMPLES / name, option))
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", SAYS)
 def test_under_torchrun(name: str) -> None:
     text = said(start(*TORCHRUN, EXAMPLES / name))
@@ -55,4 +63,4 @@ def test_under_torchrun(name: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, *SIMULATED}

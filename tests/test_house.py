@@ -10,10 +10,10 @@ ROOT = Path(fnddp.__file__).parent
 # Reading order is data-flow order. A folder or a file without its suffix.
 ORDER = [
     *("torch_private", "tree", "options", "layout", "random", "group", "buckets", "columns"),
-    *("wire/kinds", "wire/protocol", "wire/gloo_ring", "wire/guards", "wire/groups", "wire/c10d", "wire/counter"),
-    *("wire/weights", "wire/control", "wire/eager", "collectives"),
-    *("sync", "state", "parse", "agreement"),
-    *("reducers", "transforms", "memory", "schedules", "compositions", "cost"),
+    *("wire/in_order", "wire/kinds", "wire/protocol", "wire/gloo_ring", "wire/guards", "wire/simulated", "wire/groups"),
+    *("wire/c10d", "wire/counter", "wire/weights", "wire/control", "wire/eager", "collectives"),
+    *("sync", "state", "codec", "parse", "agreement"),
+    *("reducers", "codecs", "transforms", "memory", "schedules", "compositions", "cost"),
     *(
         "plan/ir",
         "plan/draft",
@@ -27,7 +27,20 @@ ORDER = [
         "plan/passes",
         "plan/lower",
     ),
-    *("run", "adapters", "distributed", "ranks", "laws", "__init__", "cli", "__main__"),
+    *(
+        "run",
+        "cost/compute",
+        "adapters",
+        "distributed",
+        "simulate",
+        "simulate_training",
+        "tune",
+        "ranks",
+        "laws",
+        "__init__",
+        "cli",
+        "__main__",
+    ),
 ]
 
 

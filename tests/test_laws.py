@@ -62,7 +62,8 @@ def test_registry(law, n):
 @pytest.mark.parametrize("law", EAGER)
 @given(sync=nestings(), n=st.integers(1, 4), tree=st.sampled_from(list(TREES)))
 def test_nestings(law, sync, n, tree):
-    run_threads(n, law, sync, TREES[tree])
+    if applies(law, sync):
+        run_threads(n, law, sync, TREES[tree])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -83,10 +84,14 @@ def check_laws(rank: int, laws: list, texts: list[str], trees: list[str]) -> Non
                     law(rank, sync, TREES[tree])
 
 
+PARTS = 5  # of the registry: each test has a time limit
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("n", "trees"), [(2, ["model", "mixed"]), (3, ["mixed"]), (4, ["model"])])
-def test_on_gloo_processes(gloo, n, trees):
-    gloo(n, check_laws, EAGER, list(EXAMPLES.values()), trees)
-    gloo(n, check_laws, [law_5_lossless_is_exact], LOSSLESS, trees)
+def test_on_gloo_processes(gloo, n, trees, part):
+    gloo(n, check_laws, EAGER, list(EXAMPLES.values())[part::PARTS], trees)
+    gloo(n, check_laws, [law_5_lossless_is_exact], LOSSLESS[part::PARTS], trees)
 
 
 # Law 6, and law 7 through an engine: the registry with everything that adapters donate, and random nestings.
@@ -131,9 +136,10 @@ def check_lowered(rank: int, texts: list[str], trees: list[str]) -> None:
                 law_6_lowered_is_eager(rank, sync, TREES[tree], donation=donation, seed=i)
 
 
-def test_lowered_on_two_gloo_processes(gloo):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_lowered_on_two_gloo_processes(gloo, part):
     # A ring of two adds an element in one order, wherever it lies in a buffer.
-    gloo(2, check_lowered, list(EXAMPLES.values()), ["model", "mixed"])
+    gloo(2, check_lowered, list(EXAMPLES.values())[part::PARTS], ["model", "mixed"])
 
 
 EXACT_SUMS = ["allreduce", "all_reduce(op='sum')", "fp16(allreduce)", "bf16(allreduce)", *LOSSLESS]
@@ -170,7 +176,7 @@ def check_near(rank: int, text: str, precision: str) -> None:
     for step in range(STEPS):
         mean, expected = sync(grads("model", rank, step), expected)
         done = engine_step(engine, state, grads("model", rank, step), order)
-        torch.testing.assert_close(done.mean, mean, rtol=0, atol=NEAR[precision])
+        torch.testing.assert_close(done.mean, trees_of.flatten(mean)[0], rtol=0, atol=NEAR[precision])
         everyone = gather(bits(done.mean))
         assert all(other == everyone[0] for other in everyone)
         state = engine.state
@@ -192,8 +198,11 @@ def test_lowered_is_near_eager_on_more_gloo_processes(gloo, name, n):
 @pytest.mark.parametrize("donation", DONATIONS[::2])
 def test_channels_last_gradients_stay_channels_last(name, donation):
     sync, example = fnddp.parse(EXAMPLES[name]), grads("model", 0)
-    mean, _ = sync(example, sync.init(example))
-    done = engine_step(make_engine(sync, example, donation), sync.init(example), example, random.Random(0))
+    mean, state = sync(example, sync.init(example))
+    start = sync.init(example)
+    if mean["conv.weight"] is None:  # no update in the first step
+        start, (mean, _) = state, sync(example, state)
+    done = engine_step(make_engine(sync, example, donation), start, example, random.Random(0))
     assert done.mean["conv.weight"].stride() == mean["conv.weight"].stride() == example["conv.weight"].stride()
 
 

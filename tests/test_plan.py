@@ -439,7 +439,8 @@ def test_offline_plans_are_those_of_a_real_world(text):
         assert collectives == offline.collectives
         assert wire_bytes == offline.wire_bytes
         assert shown == str(offline)
-    assert {c.world_size for c in lower(sync, LARGE_TREE, world_size=1024).collectives} == {1024}
+    sizes = {c.world_size for c in lower(sync, LARGE_TREE, world_size=1024).collectives}
+    assert sizes == ({1024} if offline.collectives else set())  # none sends nothing, and every not in its first step
 
 
 def test_the_process_group_does_not_matter_offline():

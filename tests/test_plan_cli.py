@@ -138,6 +138,15 @@ def test_svg(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "No such file or directory" in errors
 
 
+def test_trace(models: str, tmp_path: Path) -> None:
+    arguments = ("plan", LOW_RANK, "--model", f"{models}:small", "--backward", "0.02", "--trace")
+    assert main.main([*arguments, str(tmp_path / "step.json")]) == 0
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    taken = {event["name"]: event["dur"] for event in events if event["ph"] == "X"}
+    assert taken["backward"] == 20_000
+    assert {"fnddp slot 0 encode", "fnddp c0 all_reduce", "fnddp c1 all_reduce", "fnddp c1 wait"} <= set(taken)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -146,6 +155,7 @@ def test_svg(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["partition({'encoder.*': allreduce})"], "partition: leaf '0.weight' matches none"),
         (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["allreduce", "--link", "100mbps"], "--link: '100mbps' is no link: write a rate"),
+        (["allreduce", "fp16(allreduce)", "--trace", "x"], "--trace draws the plan of one pipeline on one link"),
         (["allreduce", "fp16(allreduce)", "--svg", "x.svg"], "--svg draws the plan of one pipeline on one link"),
     ],
 )

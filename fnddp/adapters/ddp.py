@@ -1,7 +1,7 @@
 """A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its one hook slot."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -102,12 +102,24 @@ class Handle:
             return
         self._check_all_arrived()
         mean, _ = self._engine.finish()
-        mean_of = {p: mean[name] for p, name in self._names.items()}
+        mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}
         for bucket in self._pending:
             bucket.complete(mean_of)
+        if len(mean_of) < len(self._names):
+            self._clear([p for p in self._names if p not in mean_of])
         # DDP's buckets, and their order, are the same on all ranks.
         self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters])
         self._pending = []
+
+    def _clear(self, parameters: Sequence[Tensor]) -> None:
+        """Leaves `.grad` None, of parameters without an update, when DDP has written its buckets there."""
+
+        def clear() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        if torch_private.is_within_backward():  # not where DDP's join runs hooks: that rank has no gradients
+            _behind_ddp(clear)
 
     def _give_up(self, error: Exception) -> None:
         self._engine.fail(error)
@@ -182,7 +194,8 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
     Gradients are handed over as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
     the rest of backward, and the means are written into DDP's buckets when all of them are complete. It works with
     `no_sync`, `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, several forwards per backward, and
-    on gloo and NCCL. Unused parameters count as zero gradients. DDP has one hook slot, for good: the wrong choice if
+    on gloo and NCCL. Unused parameters count as zero gradients. Where the pipeline has no update in a step (`every`),
+    `.grad` is None after backward, unused or not. DDP has one hook slot, for good: the wrong choice if
     another hook is in it. Where torch's class is not needed, `fnddp.DistributedDataParallel` overlaps better: it sees
     each gradient, not only full buckets.
 
@@ -257,5 +270,10 @@ def _raise_after_backward(error: Exception) -> None:
 
     if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
         raise_error()
-    # DDP queues its own final callback after this hook returns, so ours is queued by a callback: it comes last.
-    torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(raise_error))
+    _behind_ddp(raise_error)
+
+
+def _behind_ddp(run: Callable[[], None]) -> None:
+    """Runs `run` at the end of the backward that is going on, when DDP has ended it."""
+    # DDP queues its own final callback after a hook returns, so ours is queued by a callback: it comes last.
+    torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(run))

@@ -49,7 +49,7 @@ def value_and_grad(
     Returns:
         `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params` is any pytree of floating-point tensors;
         `value` is this rank's own loss, or `(loss, aux)`; `grads` is the mean over ranks, in the tree of `params`, zero
-        where the loss does not depend on a parameter.
+        where the loss does not depend on a parameter, None where the pipeline has no update in this step.
 
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
@@ -87,7 +87,7 @@ def value_and_grad(
         except BaseException as error:
             engine.fail(error)
             raise
-        return (value, aux) if has_aux else value, tree.unflatten(spec, done.mean), engine.hand_over()
+        return (value, aux) if has_aux else value, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     return run
 

@@ -63,7 +63,7 @@ class jit:
         engine = self._engines.of(leaves, state)
         engine.start(state, weight=None if weight is None else float(weight))
         done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
-        return tree.unflatten(spec, done.mean), engine.hand_over()
+        return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     def __repr__(self) -> str:
         return f"jit({self.sync!r})"

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_plan(commands)
     _add_bench(commands)
+    _add_tune(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)  # imports its own command: what that needs is an optional extra
@@ -118,6 +119,12 @@ def _add_plan(commands: Any) -> None:
     printed.add_argument("--show", action="store_true", help="print each plan in full, too")
     printed.add_argument("--json", action="store_true", help="print JSON instead")
     plan.add_argument("--svg", type=Path, metavar="FILE", help="write the timeline of the plan of one pipeline")
+    plan.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the predicted step of one pipeline, for ui.perfetto.dev, as a measured trace of torch's profiler",
+    )
     plan.set_defaults(command="plan", run=_plan)
 
 
@@ -135,6 +142,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         show=arguments.show,
         json=arguments.json,
         svg=arguments.svg,
+        trace=arguments.trace,
     )
 
 
@@ -147,7 +155,10 @@ def _add_bench(commands: Any) -> None:
         "rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    bench.add_argument("pipelines", nargs="+", metavar="PIPELINE", help="for example 'fp16(allreduce)'")
+    bench.add_argument("pipelines", nargs="*", metavar="PIPELINE", help="for example 'fp16(allreduce)'")
+    bench.add_argument(
+        "--codecs", action="store_true", help="instead, time encoding and decoding of the pipelines, or of all codecs"
+    )
     bench.add_argument("--ranks", type=_positive, default=2, metavar="N", help="number of ranks")
     bench.add_argument(
         "--link",
@@ -187,8 +198,13 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from fnddp.cli import bench
+    from fnddp.cli import bench, bench_codecs
+    from fnddp.cli.failures import WRONG_ARGUMENTS, stop
 
+    if arguments.codecs:
+        return bench_codecs.run(arguments.pipelines)
+    if not arguments.pipelines:
+        return stop("bench", WRONG_ARGUMENTS, "name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")
     return bench.run(
         arguments.pipelines,
         ranks=arguments.ranks,
@@ -203,6 +219,61 @@ def _bench(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         is_profiled=arguments.profile,
         backend=arguments.backend,
+    )
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="find the pipeline that trains as well as the plain mean, in the shortest step on a link",
+        description="Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and "
+        "prints bytes, time and final loss. Encoding, decoding and backward are measured here. The plain mean and "
+        "16-bit wires are always among them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    tune.add_argument(
+        "--model", default="digits", metavar="NAME", help="digits, transformer, deep, gpt2, FILE.py:fn or module:fn"
+    )
+    tune.add_argument(
+        "--data",
+        choices=("digits", "text", "own"),
+        help="scikit-learn's images, Python's help texts by character, or the model's own batch, always the same "
+        "(default: digits for that model, own for others)",
+    )
+    tune.add_argument("--link", default="1gbit", metavar="RATE[:LATENCY]", help="of each rank, such as 100mbit:50us")
+    tune.add_argument("--ranks", type=_positive, default=8, metavar="N", help="number of virtual ranks")
+    tune.add_argument(
+        "--pipelines", nargs="+", metavar="PIPELINE", help="instead of the usual ones: for example 'sign(two_shot)'"
+    )
+    tune.add_argument("--steps", type=_positive, default=150, metavar="N", help="of each training")
+    tune.add_argument("--seeds", type=_positive, default=3, metavar="N", help="trainings with each pipeline")
+    tune.add_argument("--batch", type=_positive, default=8, metavar="N", help="samples of a rank in a step")
+    tune.add_argument("--rate", type=_positive_float, metavar="R", help="the first learning rate; it falls linearly")
+    tune.add_argument(
+        "--within", type=_share, default=0.01, metavar="P", help="how much worse than the plain mean's a loss may be"
+    )
+    tune.add_argument(
+        "--out", type=Path, default=Path("fnddp-tune"), metavar="DIR", help="where pareto.png and results.json go"
+    )
+    tune.set_defaults(command="tune", run=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from fnddp.cli import tune
+    from fnddp.tune import CANDIDATES
+
+    return tune.run(
+        arguments.pipelines or CANDIDATES,
+        model=arguments.model,
+        data=arguments.data,
+        link=arguments.link,
+        ranks=arguments.ranks,
+        steps=arguments.steps,
+        seeds=arguments.seeds,
+        batch=arguments.batch,
+        rate=arguments.rate,
+        within=arguments.within,
+        out=arguments.out,
     )
 
 
@@ -229,3 +300,9 @@ def _positive_float(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
     return number
+
+
+def _share(text: str) -> float:
+    """ "1%", or 0.01."""
+    number = _positive_float(text.removesuffix("%"))
+    return number / 100 if text.endswith("%") else number

@@ -3,12 +3,14 @@
 The named models need nothing but torch, and their data is random: what they are for is shapes and time.
 """
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +65,11 @@ class Workload:
 
 
 def load(name: str) -> Workload:
-    """The workload `name`: "transformer", "deep", "gpt2", "resnet18", or "FILE.py:fn".
+    """The workload `name`: "transformer", "deep", "gpt2", "resnet18", "FILE.py:fn", or "module:fn".
 
-    In a file, `fn()` returns a module, or `(module, inputs, loss_fn)`: a tensor or tuple of tensors that the module
-    takes, and a function from the module's output to a scalar. A module alone can be planned, not benchmarked.
+    In a file or an installed module, `fn()` returns a module, or `(module, inputs, loss_fn)`: a tensor or tuple of
+    tensors that the module takes, and a function from the module's output to a scalar. A module alone can be planned,
+    not benchmarked.
 
     Raises:
         ModelError: There is no such model or file. (What `fn()` returns is looked at when it is first called.)
@@ -77,9 +80,10 @@ def load(name: str) -> Workload:
     if name in _NAMED:
         return _NAMED[name]
     path, colon, function = name.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise ModelError(f"unknown model {name!r}; known ones are {', '.join(_NAMED)}, and FILE.py:fn for your own")
-    build = _function(Path(path), function)
+    if not colon or not path:
+        known = ", ".join(_NAMED)
+        raise ModelError(f"unknown model {name!r}; known ones are {known}, and FILE.py:fn or module:fn for your own")
+    build = _function(_of_file(Path(path)) if path.endswith(".py") else _installed(path), path, function)
     return Workload(name, lambda: _parts(name, build())[0], lambda: _task(name, *_parts(name, build())))
 
 
@@ -131,7 +135,7 @@ _NAMED = {
 }
 
 
-def _function(file: Path, name: str) -> Callable[[], Any]:
+def _of_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise ModelError(f"there is no file {file}")
     spec = importlib.util.spec_from_file_location(f"fnddp_model_{file.stem}", file)
@@ -145,10 +149,21 @@ def _function(file: Path, name: str) -> Callable[[], Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ModelError(f"cannot import {file}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _installed(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ModelError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+
+
+def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ModelError(f"{file} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        raise ModelError(f"{where} has no function {name!r}; it has {', '.join(there) or 'none'}")
     return function
 
 

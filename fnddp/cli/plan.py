@@ -3,22 +3,20 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
-from fnddp import tree
 from fnddp.cli import plan_report
 from fnddp.cli.checks import check_link, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.plan_report import Planned, Setting
+from fnddp.cost.step import Compute
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
-from fnddp.sync import State, Sync
+from fnddp.state import AFTER_ALL_WARM_UPS, at_step
+from fnddp.sync import Sync
 from fnddp.wire.groups import World, within
-
-AFTER_ALL_WARM_UPS = 2**40  # no training run gets there
 
 
 def run(
@@ -33,6 +31,7 @@ def run(
     show: bool,
     json: bool,
     svg: Path | None,
+    trace: Path | None,
 ) -> int:
     """Lowers each of `pipelines` for ranks that need not exist, and prints what they would send and take.
 
@@ -47,19 +46,24 @@ def run(
         show: Print each plan in full, too.
         json: Print JSON, and nothing else.
         svg: Where to write the timeline of the plan, of which there is one, on one link.
+        trace: Where to write the predicted step of that plan, for Perfetto.
 
     Returns:
         The exit code of the command.
     """
     try:
-        if svg is not None and max(len(pipelines), len(links)) > 1:
-            raise WrongArgument("--svg draws the plan of one pipeline on one link: give one of each")
+        for option, file in (("--svg", svg), ("--trace", trace)):
+            if file is not None and max(len(pipelines), len(links)) > 1:
+                raise WrongArgument(f"{option} draws the plan of one pipeline on one link: give one of each")
         by_text = {text: check_link(text) for text in links}
         setting = Setting(model, check_model(model), ranks, by_text, step, backward, bucket_cap_mb)
         syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
         planned = [Planned.of(plan, setting) for plan in _plans(syncs, setting)]
         if svg is not None:
             svg.write_text(planned[0].plan.to_svg(*setting.links.values()))
+        if trace is not None:
+            compute = Compute(backward_seconds=backward or 0.0)
+            trace.write_text(planned[0].plan.to_trace(setting.links[links[0]], compute))
         if json:
             print(plan_report.as_json(setting, planned))
         else:
@@ -86,12 +90,6 @@ def check_model(name: str) -> dict[str, Tensor]:
     return parameters
 
 
-def state_at(step: int, state: State) -> State:
-    """`state` with all its counters at `step`."""
-    parts, spec = tree.flatten_any(state)
-    return tree.unflatten_any(spec, [part if isinstance(part, torch.Tensor) else step for part in parts])
-
-
 def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[Plan]:
     with Console(stderr=True).status("") as status:  # on terminals only
         for i, sync in enumerate(syncs, start=1):
@@ -106,7 +104,7 @@ def _plan(sync: Sync, setting: Setting) -> Plan:
         return lower(
             sync,
             setting.parameters,
-            state=state_at(AFTER_ALL_WARM_UPS if setting.step is None else setting.step, state),
+            state=at_step(AFTER_ALL_WARM_UPS if setting.step is None else setting.step, state),
             world_size=setting.ranks,
             bucket_cap_mb=setting.bucket_cap_mb,
         )

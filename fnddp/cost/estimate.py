@@ -1,54 +1,11 @@
 """What a step costs: its collectives one after the other, in a queue behind backward."""
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
 
 from fnddp.columns import columns
-from fnddp.cost.link import Link, duration, scaled
-from fnddp.wire.kinds import Kind, named
-
-
-class Collective(Protocol):
-    """What `estimate` reads of a plan's collective: its `slot` is its bucket's place in arrival order plus `depth`."""
-
-    @property
-    def kind(self) -> Kind | str: ...
-    @property
-    def wire_bytes(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def group(self) -> str | None: ...
-    @property
-    def slot(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
-
-
-Links: TypeAlias = Link | Mapping[str | None, Link]
-
-
-@dataclass(frozen=True)
-class CollectiveCost:
-    """One collective of an estimate.
-
-    Attributes:
-        kind: "all_reduce", ...
-        slot: Its place in the pipeline.
-        wire_bytes: Payload that one rank hands over.
-        link_bytes: Payload that one rank sends over the link.
-        seconds: From the end of the one before it, or from when its bucket is ready.
-        end_seconds: When it is done, from the start of backward; without one, from the start of the first collective.
-    """
-
-    kind: str
-    slot: int
-    wire_bytes: int
-    link_bytes: int
-    seconds: float
-    end_seconds: float
+from fnddp.cost.link import duration, scaled
+from fnddp.cost.queue import Collective, CollectiveCost, Links, Queue
 
 
 @dataclass(frozen=True)
@@ -130,6 +87,7 @@ def estimate(
         ValueError: A group has no link, or a collective is of an unknown kind.
 
     >>> from types import SimpleNamespace
+    >>> from fnddp import Link
     >>> buckets = [
     ...     SimpleNamespace(kind="all_reduce", wire_bytes=4_000_000, world_size=2, group=None, slot=slot, depth=0)
     ...     for slot in range(2)
@@ -143,27 +101,6 @@ def estimate(
     """
     issued = tuple(collectives)
     buckets = 1 + max((each.slot - each.depth for each in issued), default=0)
-    costs: list[CollectiveCost] = []
-    clock = 0.0
-    spare: dict[Link, tuple[float, float]] = {}  # what is left of its burst, and when that was
-    for each in issued:
-        own = link if isinstance(link, Link) else _link_of(each.group, link)
-        payload, n = each.wire_bytes, each.world_size
-        ready = (backward_seconds or 0.0) * (each.slot - each.depth + 1) / buckets
-        start = max(clock, ready)
-        seconds, sent = own.seconds(each.kind, payload, n), own.link_bytes(each.kind, payload, n)
-        if own.burst and own.bandwidth < math.inf:
-            left, since = spare.get(own, (own.burst, 0.0))
-            left = min(own.burst, left + (start - since) * own.bandwidth)
-            at_once = min(left, sent)
-            seconds -= at_once / own.bandwidth
-            spare[own] = left - at_once, start + seconds
-        clock = start + seconds
-        costs.append(CollectiveCost(named(each.kind).name, each.slot, payload, sent, seconds, clock))
+    queue, backward = Queue(link), backward_seconds or 0.0
+    costs = [queue.serve(each, backward * (each.slot - each.depth + 1) / buckets) for each in issued]
     return Estimate(tuple(costs), backward_seconds, overhead_seconds)
-
-
-def _link_of(group: str | None, links: Mapping[str | None, Link]) -> Link:
-    if group not in links:
-        raise ValueError(f"estimate: process group {group!r} has no link; links are given for {list(links)}")
-    return links[group]

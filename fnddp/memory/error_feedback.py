@@ -1,6 +1,6 @@
 """Error feedback: what was not sent is added to the next gradient."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -48,6 +48,8 @@ class error_feedback(Sync):
     inner: Sync
     decay: float = 1.0
 
+    wraps_skipping: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.decay <= 1:
@@ -66,7 +68,9 @@ class error_feedback(Sync):
         check_entries("error_feedback", state.residual, {path: leaf.shape for path, leaf in remembered.items()})
         x = dict(leaves)
         for path, leaf in remembered.items():
-            x[path] = torch.add(leaf, state.residual[path], alpha=self.decay)
+            # Two operations, each rounded: one that scales and adds is rounded otherwise under vmap.
+            residual = state.residual[path] if self.decay == 1 else self.decay * state.residual[path]
+            x[path] = leaf + residual
         inner = self.inner.exchange(x, state.inner)
         residual = {path: x[path] - inner.sent[path] for path in remembered}
         return inner._replace(state=ErrorFeedbackState(residual, inner.state))

@@ -168,7 +168,7 @@ def _finished(draft: Draft) -> Plan:
         leaves=request.leaves,
         buckets=request.buckets,
         segments=draft.segments,
-        means=dict(zip(request.leaves, results, strict=False)),
+        means={path: name for path, name in zip(request.leaves, results, strict=False) if name is not None},
         state=tuple(results[len(request.leaves) :]),
         phase=draft.phase,
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),

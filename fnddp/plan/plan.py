@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-from fnddp.cost.estimate import Estimate, Links, estimate
+from fnddp.cost.estimate import Estimate, estimate
+from fnddp.cost.queue import Links
+from fnddp.cost.step import Compute, Step, predict
 from fnddp.plan.schedule import Schedule
+from fnddp.show.clock import to_trace
 from fnddp.show.drawing import to_html, to_svg
 from fnddp.show.text import show
 
@@ -108,3 +111,49 @@ class Plan(Schedule):
         16 ms
         """
         return estimate(self.collectives, link, backward_seconds=backward_seconds, overhead_seconds=overhead_seconds)
+
+    def predict(self, link: Links, compute: Compute) -> Step:
+        """A step on a clock: `estimate`, with what is computed before, between and after the collectives.
+
+        See `fnddp.cost.step.predict` for the model.
+
+        Args:
+            link: Of all groups, or by the group's name (None is the default group).
+            compute: What a rank computes and how long that takes: see `fnddp.measure_compute`.
+
+        Raises:
+            ValueError: A group has no link, or `compute` is of another plan.
+
+        >>> import torch
+        >>> from fnddp import Compute, Link, allreduce, lower
+        >>> plan = lower(allreduce, {"w": torch.empty(1000, 1000, device="meta")}, world_size=2)
+        >>> print(plan.predict(Link.parse("1gbit"), Compute(forward_seconds=0.05, backward_seconds=0.1)))
+        step 182 ms = forward 50 ms + backward 100 ms + exposed 32 ms; wire 32 ms
+        """
+        return predict(self, link, compute)
+
+    def to_trace(self, link: Links, compute: Compute | None = None) -> str:
+        """The predicted step as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        Ranges are called as those that runners give to torch's profiler, so that a measured trace
+        (`torch.profiler.profile`, `export_chrome_trace`) can be compared with it. There are two tracks, what a rank
+        computes and what is on the wire.
+
+        Args:
+            link: Of all groups, or by the group's name (None is the default group).
+            compute: What a rank computes; None for no time at all, which leaves the wire.
+
+        Returns:
+            JSON, in Chrome's trace event format.
+
+        Raises:
+            ValueError: A group has no link, or `compute` is of another plan.
+
+        >>> import json, torch
+        >>> from fnddp import Link, allreduce, lower
+        >>> plan = lower(allreduce, {"w": torch.empty(1000, 1000, device="meta")}, world_size=2)
+        >>> events = json.loads(plan.to_trace(Link.parse("1gbit")))["traceEvents"]
+        >>> [(event["name"], event["dur"]) for event in events if event.get("cat") == "wire"]
+        [('fnddp c0 all_reduce', 32000.0)]
+        """
+        return to_trace(self, self.predict(link, compute or Compute()))

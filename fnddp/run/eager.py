@@ -9,7 +9,7 @@ from torch import Tensor
 from fnddp import tree
 from fnddp.plan.ir import LeafSpec
 from fnddp.run.runner import unexpected
-from fnddp.sync import Sync, parts_of
+from fnddp.sync import Sync, parts_of, require_means
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves
 from fnddp.wire.groups import World, within
@@ -62,7 +62,8 @@ class Eager:
         arrived, self._grads = self._grads, {}
         with within(World(self._world.wire, ranks=self._ranks)), torch.no_grad(), without_autocast():
             mean, _, state = self._sync.exchange({path: arrived[path] for path in self._leaves}, self._state)
-        return mean, parts_of(self._sync, state, self._structure)
+        require_means(self._sync, self._leaves, mean)
+        return {path: mean[path] for path in self._leaves if path in mean}, parts_of(self._sync, state, self._structure)
 
     def abort(self) -> None:
         pass

@@ -5,7 +5,7 @@ step on all ranks alike: either all of them have the result, or all of them rais
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -47,11 +47,15 @@ MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counte
 class Synchronized(NamedTuple):
     """What a step gives: the means by path, and the leaves that arrived on no rank.
 
-    Of a step that an engine skips there are no means.
+    Of a step that an engine skips there are no means; nor of leaves for which the pipeline has no update in this step.
     """
 
     mean: Leaves
     unused: frozenset[str]
+
+    def of(self, leaves: Iterable[str]) -> dict[str, Tensor | None]:
+        """The mean of each of `leaves`, in their order; None for those without an update."""
+        return {path: self.mean.get(path) for path in leaves}
 
 
 class _Prepared(NamedTuple):

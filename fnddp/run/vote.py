@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp.wire.control import gather_over
+from fnddp.wire.control import first_over, gather_over
 from fnddp.wire.groups import rank
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
 
@@ -108,7 +108,7 @@ class Vote:
         """`value` as the first rank has it. Every rank must ask."""
         with _named_failures(), self._on_device():
             for group in self.groups:
-                value = gather_over(self._wire, value, group, self._device)[0]
+                value = first_over(self._wire, value, group, self._device)
         return value
 
     def _on_device(self) -> AbstractContextManager[Any]:

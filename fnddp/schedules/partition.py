@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from fnmatch import translate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from fnddp import tree
 from fnddp.sync import Exchange, State, Sync, require_state, transform
@@ -49,6 +49,8 @@ class partition(Sync):
     rules: Rules
     _compiled: dict[str, re.Pattern[str]] = field(init=False, repr=False, compare=False)
 
+    wraps_skipping: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         pairs: Any = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
         if not isinstance(pairs, Iterable) or not all(
@@ -81,7 +83,7 @@ class partition(Sync):
         done = {pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in self._pairs}
         owner = {path: pattern for pattern, part in parts.items() for path in part}
         return Exchange(
-            mean={path: done[owner[path]].mean[path] for path in leaves},
+            mean={path: done[owner[path]].mean[path] for path in leaves if path in done[owner[path]].mean},
             sent={path: done[owner[path]].sent[path] for path in leaves},
             state=PartitionState({pattern: exchange.state for pattern, exchange in done.items()}),
         )

@@ -1,6 +1,6 @@
 """A first phase with another pipeline."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
@@ -45,6 +45,8 @@ class warmup(Sync):
     inner: Sync
     steps: int
     before: Sync = allreduce
+
+    wraps_skipping: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TypeAlias
 
-from fnddp.cost.estimate import Links
+from fnddp.cost.queue import Links
 from fnddp.plan.schedule import Schedule
 from fnddp.show.names import action, amount, text
 from fnddp.show.text import count, footer, header, show, size, some

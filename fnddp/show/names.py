@@ -13,11 +13,14 @@ from fnddp.plan.ir import (
     Ranks,
     Received,
     Scratch,
+    Segment,
     Sent,
     Span,
     Temp,
     Whole,
 )
+
+PREFIX = "fnddp "  # of everything on a profiler's clock
 
 
 def text(path: str) -> str:
@@ -76,6 +79,21 @@ def amount(collective: Collective) -> str:
 def action(collective: Collective) -> str:
     """What it does, as in "all_reduce sum"."""
     return collective.kind.name if collective.op is None else f"{collective.kind.name} {collective.op}"
+
+
+def range_of(segment: Segment) -> str:
+    """What a segment is called on a profiler's clock, as in "slot 0 encode"."""
+    return f"slot {segment.slot} {'decode' if segment.commits else 'encode'}"
+
+
+def launch_of(collective: Collective) -> str:
+    """What issuing a collective is called there, as in "c0 launch"."""
+    return f"{collective.name} launch"
+
+
+def wait_for(collective: Collective) -> str:
+    """What waiting for a collective is called there, as in "c0 wait"."""
+    return f"{collective.name} wait"
 
 
 def _argument(argument: Any) -> str:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from fnddp.cost.estimate import Links, estimate
+from fnddp.cost.estimate import estimate
 from fnddp.cost.link import duration
+from fnddp.cost.queue import Links
 from fnddp.plan.ir import Collective
 from fnddp.plan.schedule import Schedule
 from fnddp.show.names import dtype

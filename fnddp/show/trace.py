@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from fnddp.columns import columns
 from fnddp.plan.ir import Collective, Segment
 from fnddp.plan.schedule import Schedule
+from fnddp.show import names
 from fnddp.show.text import show, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
@@ -61,7 +62,7 @@ class Observer(Protocol):
 
 def profiled(name: str) -> AbstractContextManager[object]:
     """Encloses what torch's profiler, if one is active, is to show as `fnddp NAME`."""
-    return record_function(f"fnddp {name}") if is_profiling() else _NONE
+    return record_function(f"{names.PREFIX}{name}") if is_profiling() else _NONE
 
 
 _NONE = nullcontext()
@@ -72,15 +73,15 @@ class Ranges:
 
     def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """See `Observer`."""
-        return profiled(f"slot {segment.slot} {'decode' if segment.commits else 'encode'}")
+        return profiled(names.range_of(segment))
 
     def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """See `Observer`."""
-        return profiled(f"{collective.name} launch")
+        return profiled(names.launch_of(collective))
 
     def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """See `Observer`."""
-        return profiled(f"{collective.name} wait")
+        return profiled(names.wait_for(collective))
 
     def begins(self) -> None:
         """See `Observer`."""

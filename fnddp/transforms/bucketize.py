@@ -1,6 +1,7 @@
 """Flat buffers: few large collectives instead of many small ones."""
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ class bucketize(Sync):
     inner: Sync
     cap_mb: float = 25
     first_cap_mb: float = 1
+
+    wraps_skipping: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +94,9 @@ def _flatten(leaves: Iterable[Tensor]) -> Tensor:
 
 def _unpack(flat: Leaves, buckets: dict[str, list[str]], like: Leaves) -> Leaves:
     parts: Leaves = {}
-    for name, paths in buckets.items():
-        pieces = flat[name].split([like[path].numel() for path in paths])
+    for name, each in flat.items():
+        paths = buckets[name]
+        pieces = each.split([like[path].numel() for path in paths])
         for path, piece in zip(paths, pieces, strict=True):
             parts[path] = in_format_of(like[path], piece.view(like[path].shape))
-    return {path: parts[path] for path in like}
+    return {path: parts[path] for path in like if path in parts}

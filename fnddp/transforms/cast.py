@@ -1,9 +1,12 @@
 """Low-precision wires: cast, exchange, cast back."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from fnddp import tree
+from fnddp.codec import Code, Layer, Payload
 from fnddp.sync import Exchange, State, Sync, registry, transform
 from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
@@ -52,6 +55,8 @@ class cast(Sync):
     dtype: torch.dtype | str
     check: bool = False
 
+    wraps_skipping: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         dtype = DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
@@ -66,10 +71,29 @@ class cast(Sync):
         require_leaves("cast", leaves)
         wires = {path: self._encode(leaf) for path, leaf in leaves.items()}
         inner = self.inner.exchange(wires, state)
-        done = inner.decoded(lambda wires: {path: _decode(wires[path], leaf) for path, leaf in leaves.items()})
+        done = inner.decoded(lambda wires: {path: _decode(wire, leaves[path]) for path, wire in wires.items()})
         if self.check:
             self._raise_if_not_finite(done.mean, leaves)
         return done
+
+    @property
+    def carries(self) -> bool:
+        return self.inner.carries
+
+    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+        if not self.inner.carries or self.check:
+            return super().carry(code, leaves, state)
+        return self.inner.carry((*code, Layer(self)), leaves, state)
+
+    draws: ClassVar[bool] = False
+
+    def encode(self, x: Tensor) -> Payload:
+        """Rows in the dtype of the wire: what a codec around this sends of its fractions."""
+        return {"": x.to(self._wire_dtype)}
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        """The rows as they came; the codec around this gives them their dtype back."""
+        return payload[""]
 
     @property
     def traceable(self) -> bool:
@@ -95,8 +119,9 @@ class cast(Sync):
     def _raise_if_not_finite(self, mean: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
         largest = torch.finfo(self._wire_dtype).max
         problems: list[str] = []
-        for path, leaf in leaves.items():
-            if is_inexact(leaf) and not bool(mean[path].isfinite().all()):
+        for path, each in mean.items():
+            leaf = leaves[path]
+            if is_inexact(leaf) and not bool(each.isfinite().all()):
                 beyond = int((leaf.abs() > largest).sum())
                 problems.append(
                     f"leaf {path!r} (on this rank {beyond} of {leaf.numel()} values beyond the largest "

@@ -2,32 +2,46 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from fnddp import random, tree
-from fnddp.buckets import BUCKET_CAPS, assign_buckets
-from fnddp.layout import in_format_of
+from fnddp import tree
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
-from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
+from fnddp.transforms.alternating import p_round, q_round
+from fnddp.transforms.leading import leading_factors
+from fnddp.transforms.low_rank import (
+    LowRank,
+    columns_of,
+    compute,
+    leaf_of,
+    matrix,
+    matrix_shape,
+    nothing_like,
+    rows_of,
+    unit_columns,
+)
+from fnddp.transforms.orthogonalize import METHODS
+from fnddp.tree import Leaves, Tree, check_entries, require_leaves
 
 
 class PowerSGDState(NamedTuple):
     """`q`: the next queries by leaf path, `[columns, rank]`, unit columns (empty without warm start).
 
-    `step`: exchanges done, counted only without warm start, where it seeds the queries.
-    `p_round`, `q_round`: the inner pipeline's states for the two exchanges.
+    `step`: exchanges done: without warm start, where it seeds the queries; modulo the period of `refresh`, or of 2 with
+    `alternate`; 0 otherwise.
+    `p_round`, `q_round`, `whole`: the inner pipeline's states for the two rounds, and for whole gradients (`refresh`).
+    `p`: with `alternate`, the next basis of the other side by leaf path, `[rows, rank]`, unit columns.
     """
 
     q: Replicated[Leaves]
     step: Replicated[int]
     p_round: State
     q_round: State
+    p: Replicated[Leaves]
+    whole: State
 
 
 @transform
-class powersgd(Sync):
+class powersgd(LowRank):
     """Low-rank compression: each matrix M travels as P = M Q and then Q = M^T P_hat, and becomes P_hat Q^T.
 
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Leaves that
@@ -51,6 +65,11 @@ class powersgd(Sync):
             dependent: "qr" completes the basis arbitrarily, the others drop them.
         epsilon: Relative norm at or below which a column is taken for linearly dependent and dropped.
         seed: Of the random queries; the same on all ranks.
+        alternate: Send P in even exchanges and Q in odd ones, each along the basis of the other's last mean: one round
+            and half the bytes an exchange, and a worse approximation (ACP-SGD). Inside error feedback only.
+        refresh: In every `refresh`-th exchange, the first among them, gradients travel whole, and queries become their
+            mean's leading right singular vectors (PowerSGD+); 0: never. Warm queries alone can miss a direction
+            forever, with error feedback too; see `docs/memory.md`. Costs 1 / refresh of what `inner` alone sends.
 
     Raises:
         ValueError: An option is out of range; at the exchange: the state is of another tree.
@@ -60,8 +79,11 @@ class powersgd(Sync):
     Deviations: queries are scaled to unit columns, which changes no output but keeps P in the range of the gradients
     (fp16 wires), and a zero column keeps its old query; Q and queries are kept and sent transposed, as both products
     read them. torch's `powerSGD_hook` is
-    `warmup(error_feedback(powersgd(allreduce, rank=1)), steps=1000)`.
+    `warmup(error_feedback(powersgd(allreduce, rank=1)), steps=1000)`. `alternate`: Zhang et al., "Evaluation and
+    Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the
+    idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254, with subspace iterations in place of an SVD.
 
+    >>> import torch
     >>> from fnddp import allreduce
     >>> sync = powersgd(allreduce, rank=2)
     >>> grads = {"weight": torch.outer(torch.arange(32.), torch.arange(16.)), "bias": torch.ones(32)}
@@ -78,6 +100,8 @@ class powersgd(Sync):
     orthogonalization: str = "cholesky"
     epsilon: float = 1e-6
     seed: int = 0
+    alternate: bool = False
+    refresh: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,144 +111,115 @@ class powersgd(Sync):
             raise ValueError(f"powersgd: min_compression_rate and epsilon must be at least 0, got {self!r}")
         if self.orthogonalization not in METHODS:
             raise ValueError(f"powersgd: orthogonalization must be one of {METHODS}, got {self.orthogonalization!r}")
+        if self.refresh < 0 or self.refresh == 1:
+            raise ValueError(f"powersgd: refresh must be 0 (never) or at least 2 exchanges, got {self.refresh!r}")
+        if (self.alternate or self.refresh) and not self.warm_start:
+            raise ValueError("powersgd: alternate and refresh go on from the last factors; leave warm_start=True")
         require_sums("powersgd", self.inner, "but the factors P and Q must add across ranks")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        low_rank = [path for path, leaf in leaves.items() if self._is_low_rank(leaf)]
-        p_like, q_like = dict(leaves), {path: _nothing_like(leaf) for path, leaf in leaves.items()}
-        for path in low_rank:
-            leaf, (n, m) = leaves[path].detach(), _matrix_shape(leaves[path])
-            p_like[path], q_like[path] = (
-                leaf.new_empty((n, self._rank_of(leaf))),
-                leaf.new_empty((self._rank_of(leaf), m)),
-            )
+        stacks = self.stacks(leaves)
+        shapes = {path: matrix_shape(leaves[path]) for paths in stacks for path in paths}
+        p_like = dict(leaves)
+        q_like = dict(leaves) if self.alternate else {path: nothing_like(leaf) for path, leaf in leaves.items()}
+        for path, (n, m) in shapes.items():
+            leaf, rank = leaves[path].detach(), self.rank_of(leaves[path])
+            p_like[path], q_like[path] = leaf.new_empty((n, rank)), leaf.new_empty((rank, m))
         q: Leaves = {}
-        for paths in self._stacks(leaves) if self.warm_start else ():
+        p: Leaves = {}
+        for paths in stacks if self.warm_start else ():
             # Laid out as after any later exchange: torch.compile makes one graph for both.
-            rows = _rows([self._draw(path, leaves[path], step=0) for path in paths])
-            q |= zip(paths, _columns(rows, [_matrix_shape(leaves[path])[1] for path in paths]), strict=True)
+            rows = rows_of([self.draw(path, leaves[path], 0, shapes[path][1]) for path in paths])
+            q |= zip(paths, columns_of(rows, [shapes[path][1] for path in paths]), strict=True)
+            if self.alternate:
+                rows = rows_of([self.draw(f"{path} p", leaves[path], 0, shapes[path][0]) for path in paths])
+                p |= zip(paths, columns_of(rows, [shapes[path][0] for path in paths]), strict=True)
+        low_rank = [path for path in leaves if path in shapes]
         return PowerSGDState(
             q={path: q[path] for path in low_rank} if self.warm_start else {},
             step=0,
             p_round=self.inner.init(p_like),
             q_round=self.inner.init(q_like),
+            p={path: p[path] for path in low_rank} if self.alternate else {},
+            whole=self.inner.init(leaves) if self.refresh else (),
         )
 
     def exchange(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
         require_leaves("powersgd", leaves)
         require_state("powersgd", state, PowerSGDState)
-        stacks = self._stacks(leaves)
-        if self.warm_start:
-            low_rank = {path: leaves[path] for paths in stacks for path in paths}
-            shapes = {path: (_matrix_shape(leaf)[1], self._rank_of(leaf)) for path, leaf in low_rank.items()}
-            check_entries("powersgd", state.q, shapes)
+        self._require_factors(leaves, state)
+        if self.refresh and state.step == 0:
+            return self._whole(leaves, state)
+        if not self.alternate:
+            return self._two_rounds(leaves, state)
+        if state.step % 2 == 0:
+            done, p = p_round(self, leaves, state.q, state.p, state.p_round)
+            following = state._replace(p=p, p_round=done.state)
+        else:
+            done, q = q_round(self, leaves, state.p, state.q, state.q_round)
+            following = state._replace(q=q, q_round=done.state)
+        return done._replace(state=following._replace(step=self._after(state.step)))
+
+    def _two_rounds(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
+        stacks = self.stacks(leaves)
         # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
         # lie transposed, those of a stack side by side.
-        query = [_rows(self._queries(leaves, state, paths)) for paths in stacks]  # each: [rank, all columns]
-        m = {path: _matrix(leaves[path]) for paths in stacks for path in paths}
-        widths = [[m[path].shape[1] for path in paths] for paths in stacks]
+        query = [rows_of(self._queries(leaves, state, paths)) for paths in stacks]  # each: [rank, all columns]
+        m = {path: matrix(leaves[path]) for paths in stacks for path in paths}
         p: Leaves = {}
-        for paths, rows, sizes in zip(stacks, query, widths, strict=True):
-            for path, columns in zip(paths, rows.mH.split(sizes), strict=True):
+        for paths, rows in zip(stacks, query, strict=True):
+            widths = [m[path].shape[1] for path in paths]
+            for path, columns in zip(paths, rows.mH.split(widths), strict=True):
                 p[path] = (m[path] @ columns).to(leaves[path].dtype)  # p: [rows, rank]
 
         # Leaves that are not compressed travel whole with P and are empty with Q: both rounds have the same paths.
         p_round = self.inner.exchange({**leaves, **p}, state.p_round)
-        p_hat = {k: v for paths in stacks for k, v in zip(paths, self._bases(leaves, paths, p_round.mean), strict=True)}
+        p_hat = self.bases(leaves, stacks, p_round.mean)
         q = {path: (p_hat[path].mH @ m[path]).to(leaves[path].dtype) for path in m}  # q: [rank, columns]
-        empty = {path: _nothing_like(leaf) for path, leaf in leaves.items()}
+        empty = {path: nothing_like(leaf) for path, leaf in leaves.items()}
         q_round = self.inner.exchange({**empty, **q}, state.q_round)
 
         mean, sent = dict(p_round.mean), dict(p_round.sent)
         for path in m:
-            mean[path] = _leaf(p_hat[path] @ _compute(q_round.mean[path]), leaves[path])
-            sent[path] = _leaf(p_hat[path] @ _compute(q_round.sent[path]), leaves[path])
+            mean[path] = leaf_of(p_hat[path] @ compute(q_round.mean[path]), leaves[path])
+            sent[path] = leaf_of(p_hat[path] @ compute(q_round.sent[path]), leaves[path])
         following: Leaves = {}
-        for paths, rows, sizes in zip(stacks, query, widths, strict=True) if self.warm_start else ():
-            means = _compute(torch.cat([q_round.mean[path] for path in paths], dim=1))
-            following |= zip(paths, _columns(unit_rows(means, sizes, fallback=rows), sizes), strict=True)
+        for paths, rows in zip(stacks, query, strict=True) if self.warm_start else ():
+            following |= zip(paths, unit_columns([q_round.mean[path] for path in paths], rows), strict=True)
         return Exchange(
             mean=mean,
             sent=sent,
-            state=PowerSGDState(
+            state=state._replace(
                 q={path: following[path] for path in state.q},  # empty without warm start
-                step=state.step if self.warm_start else state.step + 1,
+                step=self._after(state.step),
                 p_round=p_round.state,
                 q_round=q_round.state,
             ),
         )
 
-    def _is_low_rank(self, leaf: Tensor) -> bool:
-        if leaf.ndim < 2 or leaf.numel() == 0 or not is_inexact(leaf):
-            return False
-        n, m = _matrix_shape(leaf)
-        return (n + m) * self._rank_of(leaf) * self.min_compression_rate < n * m
+    def _whole(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
+        """The exchange that finds the factors anew, from a mean that has travelled whole."""
+        done = self.inner.exchange(leaves, state.whole)
+        q, p = leading_factors(self, done.mean, state.q, state.p)
+        following = state._replace(q=q, p=p, step=self._after(state.step), whole=done.state)
+        return done._replace(state=following)
 
-    def _rank_of(self, leaf: Tensor) -> int:
-        return min(self.rank, *_matrix_shape(leaf))
+    def _after(self, step: int) -> int:
+        """The counter of the next exchange: it cycles where exchanges differ, so that there are few plans."""
+        period = self.refresh or 2 * self.alternate
+        if period:
+            return (step + 1) % period
+        return step if self.warm_start else step + 1
 
-    def _bases(self, leaves: Leaves, paths: list[str], p: Leaves) -> list[Tensor]:
-        if self.orthogonalization == "cholesky":
-            dtype = _compute_dtype(leaves[paths[0]].dtype)
-            return orthogonalize_all([p[path] for path in paths], self.epsilon, dtype)
-        return [orthogonalize(_compute(p[path]), self.orthogonalization, self.epsilon) for path in paths]
-
-    def _stacks(self, leaves: Leaves) -> list[list[str]]:
-        """Paths of leaves whose small factors are computed together.
-
-        No more than share a bucket of gradients, by default, since the others' factors are not there at that time.
-        """
-        buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
-        stacks: dict[object, list[str]] = {}
-        for path, leaf in leaves.items():
-            if self._is_low_rank(leaf):
-                same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
-                stacks.setdefault(same, []).append(path)
-        return list(stacks.values())
+    def _require_factors(self, leaves: Leaves, state: PowerSGDState) -> None:
+        low_rank = {path: leaf for path, leaf in leaves.items() if self.is_low_rank(leaf)}
+        for has_one, factors, side in ((self.warm_start, state.q, 1), (self.alternate, state.p, 0)):
+            if has_one:
+                shapes = {path: (matrix_shape(leaf)[side], self.rank_of(leaf)) for path, leaf in low_rank.items()}
+                check_entries("powersgd", factors, shapes)
 
     def _queries(self, leaves: Leaves, state: PowerSGDState, paths: list[str]) -> list[Tensor]:
         if not self.warm_start:
-            return [self._draw(path, leaves[path], state.step) for path in paths]
+            return [self.draw(path, leaves[path], state.step, matrix_shape(leaves[path])[1]) for path in paths]
         return [state.q[path] for path in paths]
-
-    def _draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
-        _, m = _matrix_shape(leaf)
-        like = leaf.detach().new_empty(0, dtype=_compute_dtype(leaf.dtype))
-        q = random.normal((m, self._rank_of(leaf)), name=path, seed=self.seed, step=step, like=like)
-        return q / torch.linalg.vector_norm(q, dim=0, keepdim=True)
-
-
-def _matrix_shape(leaf: Tensor) -> tuple[int, int]:
-    return leaf.shape[0], leaf.numel() // leaf.shape[0]
-
-
-def _matrix(leaf: Tensor) -> Tensor:
-    return _compute(leaf).reshape(_matrix_shape(leaf))
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    # Half-precision factorizations do not exist on the CPU and lose too much anywhere.
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _compute(tensor: Tensor) -> Tensor:
-    return tensor.to(_compute_dtype(tensor.dtype))
-
-
-def _leaf(matrix: Tensor, like: Tensor) -> Tensor:
-    return in_format_of(like, matrix.to(like.dtype).reshape(like.shape))
-
-
-def _nothing_like(leaf: Tensor) -> Tensor:
-    return leaf.detach().new_empty(0)
-
-
-def _rows(columns: list[Tensor]) -> Tensor:
-    """Matrices transposed and side by side; laid out alike, however they are."""
-    return torch.cat([each.mH for each in columns], dim=1).resolve_conj()
-
-
-def _columns(rows: Tensor, widths: list[int]) -> list[Tensor]:
-    """The inverse of `_rows`: views, but of complex numbers."""
-    return [columns.resolve_conj() for columns in rows.mH.split(widths)]

@@ -1,6 +1,7 @@
 """Every leaf as one square matrix."""
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class squared(Sync):
 
     inner: Sync
 
+    wraps_skipping: ClassVar[bool] = True
+
     def init(self, grads: Tree) -> State:
         return self.inner.init(tree.map_leaves(lambda leaf: leaf.detach().new_empty((_side(leaf), _side(leaf))), grads))
 
@@ -35,7 +38,7 @@ class squared(Sync):
         require_leaves("squared", leaves)
         squares = {path: _to_square(leaf) for path, leaf in leaves.items()}
         inner = self.inner.exchange(squares, state)
-        return inner.decoded(lambda of: {path: _from_square(of[path], leaf) for path, leaf in leaves.items()})
+        return inner.decoded(lambda squares: {path: _from_square(each, leaves[path]) for path, each in squares.items()})
 
 
 def _side(leaf: Tensor) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,25 +38,32 @@ class C10d:
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`."""
-        live = self._live(group, send)
+        live = self._live(group, send.device)
         if kind is ALL_REDUCE and is_faster(send, op, live):
             return RingAllReduce(send, live, tag)
         return kind.start(send, receive, op, live)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         """See `Wire.vote`. (A gather takes gloo half as many messages as a reduction.)"""
-        live = self._live(group, flags)
+        live = self._live(group, flags.device)
         gathered = flags.new_empty((live.size(), *flags.shape))
         with without_modes():  # WireCounter's
             work: Any = dist.all_gather(list(gathered), flags, group=live, async_op=True)
         return gathered, work
 
+    def broadcast_object(self, value: Any, group: str | None, device: torch.device) -> Any:
+        """`value` as the first rank has it: the host waits for it."""
+        values = [value]
+        with without_modes():
+            dist.broadcast_object_list(values, group=self._live(group, device), device=device, group_src=0)
+        return values[0]
+
     def __reduce__(self) -> Any:
         # A copy of the default wire is the default wire.
         return "C10D" if self is C10D else (C10d, (dict(self._own),))
 
-    def _live(self, group: str | None, sent: Tensor) -> dist.ProcessGroup:
-        return live_group(group if sent.is_cuda else self._own.get(group, group))  # twins are gloo's
+    def _live(self, group: str | None, device: torch.device) -> dist.ProcessGroup:
+        return live_group(group if device.type == "cuda" else self._own.get(group, group))  # twins are gloo's
 
 
 C10D = C10d()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.torch_private import broadcast_coalesced, without_modes
-from fnddp.wire.c10d import C10D
+from fnddp.wire.c10d import C10D, C10d
 from fnddp.wire.groups import live_group, world_size
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE
 from fnddp.wire.protocol import Wire, waited
@@ -85,6 +85,13 @@ def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device)
         rows = _gathered(wire, padded, group).cpu()
     lengths: list[int] = sizes.flatten().tolist()
     return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def first_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> Any:
+    """`value` as the first rank of `group` has it; see `gather_over`."""
+    if isinstance(wire, C10d):
+        return wire.broadcast_object(value, group, device)
+    return gather_over(wire, value, group, device)[0]
 
 
 def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:

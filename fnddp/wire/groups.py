@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fnddp import torch_private
 from fnddp.wire.protocol import Wire
+from fnddp.wire.simulated import Ranks
 
 DEFAULT_GROUP = "default"
 """How the default group is called in a graph that is traced."""
@@ -30,12 +31,19 @@ class World:
         traced: Whether collectives are recorded, not run.
         size: Of every group, where a plan is made for a cluster that is not there.
         ranks: What means divide by, by group, where it is not the size: a number that a graph takes as an input.
+        simulated: The ranks of a simulation, of which this is a step.
     """
 
     wire: Wire | None = None
     traced: bool = False
     size: int | None = None
     ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
+    simulated: Ranks | None = None
+
+    @property
+    def carries_bytes(self) -> bool:
+        """Whether what is only moved is handed over as bytes; otherwise in its own dtype."""
+        return not self.traced and self.simulated is None
 
 
 _world: ContextVar[World | None] = ContextVar("_world", default=None)
@@ -65,6 +73,8 @@ def world_size(group: str | None) -> int:
             that does not exist.
     """
     world = current()
+    if world is not None and world.simulated is not None:
+        return world.simulated.size(group)
     if world is not None and world.size is not None:
         return world.size
     if world is not None and world.wire is not None:
@@ -109,9 +119,11 @@ def ranks(group: str | None) -> int:
     return world_size(group) if world is None or group not in world.ranks else world.ranks[group]
 
 
-def rank(group: str | None) -> int:
-    """This process's rank in `group`; 0 without torch.distributed."""
+def rank(group: str | None) -> Any:
+    """This process's rank in `group`; 0 without torch.distributed. An int, or a tensor where ranks are simulated."""
     world = current()
+    if world is not None and world.simulated is not None:
+        return world.simulated.rank_in(group)
     return live_rank(group) if world is None or world.wire is None else world.wire.rank(group)
 
 
@@ -123,7 +135,9 @@ def live_rank(group: str | None) -> int:
 def is_alone() -> bool:
     """Whether there is nobody to send anything to: no process group, and no other wire or plan for one."""
     world = current()
-    there_is_one = world is not None and (world.size is not None or world.wire is not None)
+    there_is_one = world is not None and (
+        world.size is not None or world.wire is not None or world.simulated is not None
+    )
     return not there_is_one and not dist.is_initialized()
 
 

@@ -9,11 +9,11 @@ import abc
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.torch_private import functional_collectives as _functional
+from fnddp.wire.in_order import sum_in_rank_order
 
 # torch 2.13 renames them, and warns of the old names.
 _dist: Any = dist
@@ -227,8 +227,6 @@ def named(kind: Kind | str) -> Kind:
 
 
 def _reduced(sends: Tensor, op: str | None) -> Tensor:
-    # One rank after the other, so that the result does not depend on how torch sums over a dimension.
-    total = sends[0].clone()
-    for part in sends[1:]:
-        total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op or "sum"](total, part)
-    return total
+    if op in (None, "sum"):
+        return sum_in_rank_order(sends)
+    return sends.amax(0) if op == "max" else sends.amin(0)

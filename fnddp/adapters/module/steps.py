@@ -182,7 +182,9 @@ class Steps:
         self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
         self._begin()
-        if not self._asked:
+        if self._asked:
+            self._require_updates("torch.autograd.grad")
+        else:
             self._quick.open(self._task, self.engine.inbox, [name in self._kept for name in self.engine.leaves])
         self._log.backward_starts()
         ending = Ending(self._finish)
@@ -208,6 +210,8 @@ class Steps:
                 "synchronizes the parameters themselves; call backward for each of the two losses"
             )
         _refuse_compiled_autograd()
+        if self.sync.skips:
+            raise _cannot_skip(self.sync, "torch.func, and parameters that are not those that were wrapped")
         return self._step(grads).mean
 
     def _step(self, grads: Mapping[str, Tensor]) -> Synchronized:
@@ -326,8 +330,8 @@ class Steps:
             return
         # With create_graph likewise: what follows is synchronized too.
         self.is_armed = was_armed and any(placeholder.requires_grad for placeholder in placeholders.values())
-        for name, placeholder in placeholders.items():
-            placeholder.data.copy_(done.mean[name])
+        for name in placeholders.keys() & done.mean.keys():
+            placeholders[name].data.copy_(done.mean[name])
         if self._asked:
             self._require_returned(placeholders, done.unused)
         else:
@@ -339,6 +343,8 @@ class Steps:
                     parameter.grad = mean
                 elif name not in done.unused:
                     self._set_grad(name, placeholders.get(name, mean))
+            for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
+                self.parameters[name].grad = None
         self._at_end()
         self._log.step_ends(self.engine, done.unused)
 
@@ -375,6 +381,13 @@ class Steps:
                 "not asked for, so it cannot return their mean; use backward(), or the same parameters on all ranks"
             )
 
+    def _require_updates(self, asking: str) -> None:
+        """Fails the step, on all ranks, if some of what is asked for may have no update."""
+        if self.sync.skips:
+            error = _cannot_skip(self.sync, asking)
+            self.fail(error)
+            raise error
+
     def _run(self) -> Synchronized:
         # So torch calls it in profiles: it is here that ranks learn what none of them has used.
         with self._named(), self._log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
@@ -403,6 +416,13 @@ def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
     theirs = [parameter for parameter in parameters if optimizers_in_backward(parameter)]
     if theirs:
         torch_private.take_over_optimizers_in_backward(theirs)
+
+
+def _cannot_skip(sync: Sync, asking: str) -> RuntimeError:
+    return RuntimeError(
+        f"{OWNER}: {sync!r} has no update for some leaves in some steps, and {asking} cannot be told so; use "
+        "backward(), which leaves .grad None, or fnddp.value_and_grad"
+    )
 
 
 def _refuse_compiled_autograd() -> None:

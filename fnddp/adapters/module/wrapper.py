@@ -45,7 +45,8 @@ class DistributedDataParallel(TorchNames):
     Gradients are handed over as backward makes them, and the pipeline's collectives run behind the rest of it.
     `torch.autograd.grad` and `torch.func.grad` give synchronized gradients too. Nothing can hang because a parameter
     is unused: what does not arrive on a rank counts as zero there, and what arrives on no rank keeps its gradient,
-    usually None. The wrong choice in a functional loop: there is `value_and_grad`.
+    usually None. Where the pipeline has no update in a step (`every`), `.grad` is None, too. The wrong choice in a
+    functional loop: there is `value_and_grad`.
 
     It passes for torch's class (`isinstance` says so) and takes its arguments, by position too. All ranks must
     construct it. An error in one rank's backward ends the step on all: the others raise `StepFailedError` when that

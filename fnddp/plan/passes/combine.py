@@ -176,7 +176,8 @@ def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[
 
 def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective) -> None:
     with graph.inserting_before(graph.output_node()):
-        arguments: Any = ([traced.payload for traced in members], collective)
+        # As they are now: what was the result of another collective has been replaced.
+        arguments: Any = ([traced.node.args[0] for traced in members], collective)
         launched = graph.call_function(launch, arguments)
         launched.meta["val"] = [value(traced.waited) for traced in members]
         for position, traced in enumerate(members):

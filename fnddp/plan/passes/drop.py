@@ -10,7 +10,10 @@ from fnddp.plan.passes.combine import reaches
 
 
 def drop(draft: Draft) -> Draft:
-    """The means of dropped leaves become their gradients, which are zeros; the state that only they change stays."""
+    """The means of dropped leaves become their gradients, which are zeros; the state that only they change stays.
+
+    What has no mean in this phase keeps none.
+    """
     graph, paths = draft.graph, draft.paths
     gone = sum(1 << i for i, path in enumerate(paths) if path in draft.request.dropped)
     if not gone:
@@ -23,9 +26,10 @@ def drop(draft: Draft) -> Draft:
         leaves = reach[node].leaves & ours if isinstance(node, fx.Node) else 0
         return leaves != 0 and leaves & ~gone == 0
 
-    kept: Any = [
-        inputs[i] if is_theirs(node) or (i < len(paths) and gone >> i & 1) else node for i, node in enumerate(outputs)
-    ]
+    def is_dropped(i: int, node: Any) -> bool:
+        return is_theirs(node) or (i < len(paths) and node is not None and bool(gone >> i & 1))
+
+    kept: Any = [inputs[i] if is_dropped(i, node) else node for i, node in enumerate(outputs)]
     graph.output_node().args = (kept,)
     remove_dead(graph)
     return draft

@@ -11,7 +11,7 @@ from fnddp.plan.draft import Cut, Draft
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
 from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
 from fnddp.plan.passes.foreach import is_in_place, is_whole, operand_of
-from fnddp.plan.passes.place import COPIES, ELEMENTWISE, PRODUCTS
+from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
 from fnddp.plan.script import Script, Variable
 from fnddp.torch_private import FOREACH, foreach_copy
 
@@ -106,7 +106,7 @@ class _Code:
         """What `node` computes, into a place that is there."""
         if self._is_compiled:  # which makes one of the two, and takes no `out` with gaps
             return self.script.call(aten.copy_.default, [place, self.script.call(_target(node), arguments, options)])
-        writing = ELEMENTWISE.get(node.target) or PRODUCTS[node.target]
+        writing = PRODUCTS.get(node.target) or elementwise(node.target)
         return self.script.call(writing, arguments, {**options, "out": place})
 
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
@@ -145,6 +145,11 @@ class _Code:
 
     def _destination(self, target: Any, node: fx.Node) -> Variable:
         where = self._value(target) if isinstance(target, fx.Node) else self._input(target)
+        if isinstance(target, Scratch) and self._placement.scratch[target] != LeafSpec.of(value(node)):
+            nbytes = value(node).numel() * value(node).element_size()  # of those that others use, too
+            some = self.script.call(aten.slice.Tensor, [where, 0, 0, nbytes])
+            typed = self.script.call(aten.view.dtype, [some, value(node).dtype])
+            return self.script.call(aten.view.default, [typed, list(value(node).shape)])
         if isinstance(target, Sent | Scratch) or (
             isinstance(target, fx.Node) and value(target).shape == value(node).shape
         ):

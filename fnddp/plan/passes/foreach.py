@@ -38,7 +38,7 @@ def foreach(draft: Draft) -> Draft:
     placement = replace(
         placement,
         targets={**placement.targets, **places},
-        scratch={place: LeafSpec.of(value(node)) for node, place in places.items()},
+        scratch={**placement.scratch, **{place: LeafSpec.of(value(node)) for node, place in places.items()}},
     )
     return replace(draft, batches=batches, placement=placement)
 

@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, fx
 
 from fnddp.plan.draft import Donation, Draft, Placement
-from fnddp.plan.graph import is_view, launch, launch_of, output_nodes, placeholders, value
-from fnddp.plan.ir import Collective, Mean, Name, Sent
+from fnddp.plan.graph import is_light, is_view, launch, launch_of, output_nodes, placeholders, value
+from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Scratch, Sent
+from fnddp.torch_private import elementwise_out
+from fnddp.wire.in_order import SUM, SUM_INTO
 
 aten: Any = torch.ops.aten
 
-# What can write its result into given memory. All but products act on elements: they may write over an operand too.
-ELEMENTWISE: dict[Any, Any] = {
-    aten.add.Tensor: aten.add.out,
-    aten.sub.Tensor: aten.sub.out,
-    aten.mul.Tensor: aten.mul.out,
-    aten.div.Tensor: aten.div.out,
-    aten.addmm.default: aten.addmm.out,  # on the elements of its first operand
-}
-PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out}
+# What can write its result into given memory.
+PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out, SUM: SUM_INTO}
 COPIES = {aten._to_copy.default, aten.clone.default}
-_WRITERS = {*ELEMENTWISE, *PRODUCTS, *COPIES}
 
-Memory: TypeAlias = fx.Node | Mean
-"""What results lie in, called by the node that made it."""
+
+def elementwise(target: Any) -> Any:
+    """What writes over given memory, element by element: over the first operand, too. None for other operations."""
+    return aten.addmm.out if target is aten.addmm.default else elementwise_out(target)
+
+
+Memory: TypeAlias = fx.Node | Mean | Scratch
+"""What results lie in, called by the node that made it, or by its name."""
 
 
 def place(draft: Draft) -> Draft:
@@ -85,6 +85,8 @@ class _Memories:
         self._targets: dict[fx.Node, fx.Node | Name] = {}
         self._overwritten: set[fx.Node] = set()
         self._results: set[str] = set()
+        self.is_compiled = draft.request.backend is not None
+        self.scratch: dict[Scratch, Tensor] = {}  # as bytes
 
     def memory(self, node: fx.Node) -> Memory:
         """The memory that the result of `node` lies in."""
@@ -95,7 +97,7 @@ class _Memories:
 
     def decide(self, node: fx.Node) -> None:
         """Gives `node` its place by the first rule that has one."""
-        if node.target not in _WRITERS:
+        if node.target not in COPIES and node.target not in PRODUCTS and elementwise(node.target) is None:
             return
         payload = self._payload(node)
         if payload is not None:
@@ -104,13 +106,13 @@ class _Memories:
         target = next((found for rule in RULES if (found := rule(self, node)) is not None), None)
         if target is None:
             return
-        memory = target if isinstance(target, Mean) else self.memory(target)
+        memory = target if isinstance(target, Mean | Scratch) else self.memory(target)
         self._targets[node] = target
         self._lies_in[node] = memory
         self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
         if isinstance(memory, Mean):
             self._results.add(memory.path)
-        elif memory.op == "placeholder":
+        elif isinstance(memory, fx.Node) and memory.op == "placeholder":
             self._overwritten.add(memory)
 
     def is_free(self, memory: Memory, node: fx.Node) -> bool:
@@ -120,7 +122,7 @@ class _Memories:
             return True
         reads = [source for source in node.all_input_nodes if self.memory(source) == memory]
         in_place = len(reads) == 1 and _is_first_only(node, reads[0]) and _same_layout(value(reads[0]), value(node))
-        return self._last_read[memory] == now and node.target in ELEMENTWISE and in_place
+        return self._last_read[memory] == now and elementwise(node.target) is not None and in_place
 
     def is_ours(self, memory: Memory) -> bool:
         """Whether an operation of the plan made it; a buffer of a collective is not ours to change."""
@@ -138,7 +140,7 @@ class _Memories:
             targets=self._targets,
             lies_in=self._lies_in,
             overwritten=frozenset(self._overwritten),
-            scratch={},
+            scratch={name: LeafSpec.of(flat) for name, flat in self.scratch.items()},
             results=frozenset(self._results),
             memories={path: memory for path, memory in memories.items() if memory is not None},
         )
@@ -152,7 +154,9 @@ class _Memories:
             return None
         (user,) = node.users
         is_written_over = (
-            user.target in ELEMENTWISE and _is_first_only(user, node) and _same_layout(value(node), value(user))
+            elementwise(user.target) is not None
+            and _is_first_only(user, node)
+            and _same_layout(value(node), value(user))
         )
         written = user if is_written_over and len(user.users) == 1 else node
         places = self._payloads.get(written, [])
@@ -173,7 +177,7 @@ class _Memories:
 
 def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
     """First, since it takes no memory at all: the operand, if it is ours and nobody reads it again."""
-    operand = node.args[0] if node.target in ELEMENTWISE else None
+    operand = node.args[0] if elementwise(node.target) is not None else None
     if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
         return None
     memory = memories.memory(operand)
@@ -229,12 +233,32 @@ def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
     return leaf if fits and memories.memory(leaf) is leaf and memories.is_free(leaf, node) else None
 
 
+def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
+    """Memory that other steps have used, for what is large and does not outlive this one.
+
+    On a CPU new pages cost many times what it costs to fill them. (A compiler makes less, and CUDA has an allocator.)
+    """
+    made = value(node)
+    if memories.is_compiled or made.device.type != "cpu" or is_light(node) or memories.is_kept(memories.memory(node)):
+        return None
+    if not made.is_contiguous():
+        return None
+    name = next((name for name in memories.scratch if memories.is_free(name, node)), None)
+    if name is None:
+        name = Scratch(f"shared {len(memories.scratch)}")
+    known = memories.scratch.get(name)
+    nbytes = max(made.numel() * made.element_size(), 0 if known is None else known.numel())
+    memories.scratch[name] = made.new_empty(nbytes, dtype=torch.uint8)
+    return name
+
+
 RULES: tuple[Callable[[_Memories, fx.Node], Memory | None], ...] = (
     over_operand,
     over_part,
     over_remembered,
     over_mean,
     over_gradient,
+    over_scratch,
 )
 """Where the result of an operation may lie, in the order in which they are asked."""
 
@@ -264,6 +288,7 @@ def _same_kind(a: Any, b: Any) -> bool:
         and isinstance(b, Tensor)
         and (a.numel(), a.dtype, a.device) == (b.numel(), b.dtype, b.device)
         and b.is_contiguous()
+        and (a.shape == b.shape or a.is_contiguous())
     )
 
 

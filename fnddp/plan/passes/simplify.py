@@ -1,20 +1,36 @@
 """Pass 3: without operations that change nothing, such as a view of the same shape."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, fx
 
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import is_view, remove_dead, tensor_nodes, value
 
+aten: Any = torch.ops.aten
+
 
 def simplify(draft: Draft) -> Draft:
-    """Removes views whose shape and strides are those of what they view, and then what nobody reads."""
+    """Removes views whose shape and strides are those of what they view, zeros that are subtracted (what memory does
+    where nothing was sent), and then what nobody reads."""
     graph = draft.graph
     for node in list(tensor_nodes(graph)):
         source = node.args[0] if node.args else None
-        if is_view(node) and isinstance(source, fx.Node) and _same(value(source), value(node)):
+        changes_nothing = is_view(node) or _subtracts_zeros(node)
+        if changes_nothing and isinstance(source, fx.Node) and _same(value(source), value(node)):
             node.replace_all_uses_with(source)
     remove_dead(graph)
     return draft
+
+
+def _subtracts_zeros(node: fx.Node) -> bool:
+    # To the bit: x - 0 is x for all x, -0.0 and NaN too.
+    return node.target is aten.sub.Tensor and not node.kwargs and _is_zeros(node.args[1])
+
+
+def _is_zeros(argument: object) -> bool:
+    return isinstance(argument, fx.Node) and argument.target is aten.zeros_like.default
 
 
 def _same(before: object, after: object) -> bool:

@@ -16,7 +16,7 @@ from fnddp.plan.draft import Draft, Phase, Request
 from fnddp.plan.graph import placeholders, remove_dead
 from fnddp.plan.ir import Grad, Held, LoweringError, Name, Part, Ranks
 from fnddp.plan.recorder import Recorder
-from fnddp.sync import groups_of, parts_of
+from fnddp.sync import groups_of, parts_of, require_means
 from fnddp.torch_private import Fakes, HasNoFake, ReadsValue, refusing_compiled, without_autocast, without_modes
 from fnddp.wire.groups import World, is_alone, within, world_size
 
@@ -64,7 +64,9 @@ def trace(request: Request) -> Draft:
             within(world),
         ):
             done = sync.exchange(dict(zip(leaves, grads, strict=True)), tree.unflatten_any(spec, state))
-        outputs = [*(done.mean[path] for path in leaves), *parts_of(sync, done.state, spec)]
+        require_means(sync, leaves, done.mean)
+        # A leaf without an update in this phase has None for a mean.
+        outputs = [*(done.mean.get(path) for path in leaves), *parts_of(sync, done.state, spec)]
         graph = recorder.finish(outputs)
     except LoweringError as error:
         raise LoweringError(f"{sync!r} cannot be lowered: {error}") from error

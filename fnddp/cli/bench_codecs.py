@@ -1,0 +1,118 @@
+"""`fnddp bench --codecs`: what it costs to encode and to decode, against copying the same gradients."""
+
+import os
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from fnddp.cli.bench_profile import profiled
+from fnddp.cli.checks import check_pipeline
+from fnddp.cli.failures import WRONG_ARGUMENTS, WrongArgument, stop
+from fnddp.cli.table import table
+from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec
+from fnddp.run.engine import Engine
+from fnddp.sync import Sync
+
+CODECS: tuple[str, ...] = (
+    "allgather",
+    "fp16(allgather)",
+    "bf16(allgather)",
+    "quantize(allgather)",
+    "quantize(allgather, bits=4)",
+    "quantize(allgather, bits=2)",
+    "quantize(allgather, rounding='stochastic')",
+    "sign(allgather)",
+    "topk(allgather, ratio=0.01)",
+    "topk(allgather, k=64, chunk=4096)",
+)
+
+LEAVES, ELEMENTS = 10, 1 << 20
+
+CAPTION = (
+    "one rank, one thread, {leaves} leaves of {elements:,} float32; medians, in milliseconds\n"
+    "encode: until the payloads lie in the buffers of their collectives; decode: reading them, and the mean\n"
+    "of a copy: the time of copying the gradients, {copy:.1f} ms, over what it takes"
+)
+
+
+class _Steps:
+    """Steps of one pipeline on a rank alone, as `profiled` takes them."""
+
+    def __init__(self, sync: Sync, grads: dict[str, Tensor]) -> None:
+        leaves = {path: LeafSpec.of(grad) for path, grad in grads.items()}
+        self._engine = Engine(sync, leaves, donation=Donation("yes", state=True), learns_order=False)
+        self._grads, self._state = grads, sync.init(grads)
+        self._fed: dict[str, Tensor] = {}
+
+    def clear(self) -> None:
+        """Before a step."""
+        self._fed = {path: grad.clone() for path, grad in self._grads.items()}
+
+    def step(self) -> None:
+        """One step."""
+        self._engine.start(self._state)
+        self._state = None
+        for path, grad in self._fed.items():
+            self._engine.feed(path, grad)
+        self._engine.finish()
+
+    @property
+    def bits(self) -> float:
+        """What a rank sends of each element."""
+        plan = self._engine.plan
+        return float("nan") if plan is None else 8 * plan.wire_bytes / (LEAVES * ELEMENTS)
+
+
+def run(pipelines: Sequence[str]) -> int:
+    """Prints a table, a row for each of `pipelines`: codecs around a carrier; without any, of all that there are."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
+    try:
+        syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
+    except WrongArgument as error:
+        return stop("bench", WRONG_ARGUMENTS, error)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        copy = _milliseconds_of_a_copy(grads)
+        rows = [_row(sync, grads, copy) for sync in syncs]
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+    caption = CAPTION.format(leaves=LEAVES, elements=ELEMENTS, copy=copy)
+    headings = ("codec", "bits", "encode", "of a copy", "decode", "of a copy")
+    Console().print(table(headings, rows, caption))
+    return 0
+
+
+def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> tuple[str, ...]:
+    steps = _Steps(sync, grads)
+    for _ in range(2):  # lowers, and fills memory
+        steps.clear()
+        steps.step()
+    spent = profiled(steps)
+    encode, decode = spent["encode"], spent["decode"]
+    return (
+        repr(sync),
+        f"{steps.bits:.2f}",
+        *(f"{encode:.1f}", f"{copy / encode:.2f}"),
+        *(f"{decode:.1f}", f"{copy / decode:.2f}"),
+    )
+
+
+def _milliseconds_of_a_copy(grads: dict[str, Tensor]) -> float:
+    copies = {path: torch.empty_like(grad) for path, grad in grads.items()}
+    times: list[float] = []
+    for _ in range(9):
+        begun = perf_counter()
+        for path, grad in grads.items():
+            copies[path].copy_(grad)
+        times.append(1e3 * (perf_counter() - begun))
+    return median(times)

@@ -1,0 +1,142 @@
+"""What `fnddp tune` trains: a model by name on data by name, or a function's own."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fnddp.cli import digits
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.models import Batch, Forward, Workload, load
+from fnddp.tune import Problem
+
+DATA = ("digits", "text", "own")
+DIGITS = "digits"  # a model, too
+CONTEXT = 64  # characters: as many as the transformer takes
+HELD_OUT = 0.1  # of the text
+
+Batches = Iterator[Batch]
+
+
+def problem(model: str, data: str | None, *, batch: int, steps: int, rate: float | None) -> Problem:
+    """What `--model` and `--data` name.
+
+    Args:
+        model: "digits", or as `fnddp.cli.models.load` takes it.
+        data: One of DATA, or None for the digits with their own model, and a model's own batch with others.
+        batch: Samples of each rank in each step; a model's own batches are what they are.
+        steps: Training steps, over which the learning rate falls to zero.
+        rate: The first learning rate; None for what suits the data.
+
+    Raises:
+        ModelError: There is no such model, or it has no data of its own.
+        WrongArgument: The model and the data do not go together, or it cannot be simulated.
+    """
+    data = data or (DIGITS if model == DIGITS else "own")
+    workload = None if model == DIGITS else load(model)
+    make = digits.make_model if workload is None else partial(_made, workload)
+    _require_simulable(model, make(0))
+    if data == DIGITS:
+        train, test = digits.load()
+        return Problem(
+            make,
+            _class_loss,
+            partial(_images, train, batch),
+            _falling(lambda params: torch.optim.SGD(params, lr=rate or 0.1, momentum=0.9), steps),
+            lambda forward: _class_loss(forward, test).item(),
+        )
+    adam = _falling(lambda params: torch.optim.AdamW(params, lr=rate or 1e-3), steps)
+    if workload is None:
+        raise WrongArgument(f"--model digits takes images: use --data digits, not --data {data}")
+    if data == "own":
+        task = workload.task()
+        return Problem(make, task.loss, partial(_own, task.batch), adam)
+    characters = _characters()
+    train, held_out = characters.split([len(characters) - (kept := int(HELD_OUT * len(characters))), kept])
+    windows = _windows(held_out, torch.arange(0, 64 * CONTEXT, CONTEXT))
+    return Problem(
+        make,
+        _character_loss,
+        partial(_text, train, batch),
+        adam,
+        lambda forward: _character_loss(forward, windows).item(),
+    )
+
+
+def _made(workload: Workload, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return workload.make()
+
+
+def _require_simulable(name: str, model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise WrongArgument(
+                f"{name} cannot be tuned: {path} ({type(module).__name__}) changes its buffers in forward, which "
+                "virtual ranks cannot; use another normalization for the comparison, such as GroupNorm"
+            )
+
+
+def _class_loss(forward: Forward, batch: Batch) -> Tensor:
+    x, y = batch
+    return cross_entropy(forward(x), y)
+
+
+def _character_loss(forward: Forward, batch: Batch) -> Tensor:
+    x, y = batch
+    return cross_entropy(forward(x).flatten(0, 1), y.flatten())
+
+
+def _images(train: digits.Digits, size: int, n: int, seed: int, steps: int) -> Batches:
+    generator = torch.Generator().manual_seed(seed)
+    shards = [train.shard(rank, n) for rank in range(n)]
+    for _ in range(steps):
+        drawn = [shard.batch(size, generator) for shard in shards]
+        yield torch.stack([each.x for each in drawn]), torch.stack([each.y for each in drawn])
+
+
+def _own(batch: Callable[[int], Batch], n: int, seed: int, steps: int) -> Batches:
+    rows = [batch(rank) for rank in range(n)]
+    stacked = tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+    for _ in range(steps):
+        yield stacked
+
+
+def _text(text: Tensor, size: int, n: int, seed: int, steps: int) -> Batches:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield _windows(text, torch.randint(len(text) - CONTEXT, (n, size), generator=generator))
+
+
+def _windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    pieces = text[starts.unsqueeze(-1) + torch.arange(CONTEXT + 1)]
+    return pieces[..., :-1], pieces[..., 1:]
+
+
+def _characters() -> Tensor:
+    """The help texts that ship with Python, a number for each character."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    place = {symbol: i for i, symbol in enumerate(sorted(set(text)))}
+    return torch.tensor([place[symbol] for symbol in text])
+
+
+def _falling(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int
+) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """An optimizer whose learning rate falls to zero, linearly: final losses then depend less on the last batches."""
+
+    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
+        made = make(params)
+        schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 1e-2, total_iters=steps)
+
+        def fall(*_: object) -> None:
+            schedule.step()
+
+        made.register_step_post_hook(fall)
+        return made
+
+    return optimizer

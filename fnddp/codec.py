@@ -1,0 +1,229 @@
+"""Codecs: what is done to gradients before they travel, as two functions on rows.
+
+A codec encodes `[rows, n]` numbers as a payload, a dict of tensors with a first dimension of rows, and decodes such
+payloads, of any number of rows. It never communicates: a carrier moves payloads and adds up what they decode to, so
+payloads need not add. `topk(fp16(allgather), ratio=0.01)` is read from the outside in: top-k of a leaf, whose values
+travel as float16, gathered.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fnddp import collectives, layout, random
+from fnddp.group import Group, group_name
+from fnddp.sync import Exchange, Replicated, State, Sync, require_state
+from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+
+Payload: TypeAlias = dict[str, Tensor]
+"""What a codec makes of rows: tensors whose first dimension is rows."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What tells the random numbers of a codec apart from all others: see `fnddp.random.uniform`.
+
+    Attributes:
+        name: Of the leaf, the hop, and the part of a payload that is encoded again.
+        rank: Ranks draw different numbers.
+        seed, step: Of the codec, and of its exchange.
+    """
+
+    name: str
+    rank: Any
+    seed: int = 0
+    step: Any = 0
+
+    def uniform(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Numbers in (0, 1), in float32, on the device of `like`; other ones on each rank."""
+        return random.uniform(shape, name=self.name, seed=self.seed, step=self.step, rank=self.rank, device=like.device)
+
+
+class Layer(NamedTuple):
+    """A codec in an exchange: `step` counts the exchanges of one that draws random numbers."""
+
+    codec: Any
+    seed: int = 0
+    step: Any = 0
+
+
+Code: TypeAlias = tuple[Layer, ...]
+"""Codecs around a carrier, the outermost first: each encodes the fractional parts of the payload of the one before."""
+
+
+class Encoded(NamedTuple):
+    """Rows as they travel, and how to read them: of any number of rows, such as those of all ranks."""
+
+    payload: Payload
+    decode: Callable[[Payload], Tensor]
+
+
+def encode(code: Code, x: Tensor, key: Key) -> Encoded:
+    """`x: [rows, n]`, encoded by the codecs of `code` in turn."""
+    if not code:
+        return Encoded({"": x}, _only)
+    layer, inner = code[0], code[1:]
+    codec: Any = layer.codec
+    parts: Payload = codec.encode(x, replace(key, seed=layer.seed, step=layer.step)) if codec.draws else codec.encode(x)
+    encoded = {name: _encode_part(inner, part, replace(key, name=f"{key.name}/{name}")) for name, part in parts.items()}
+    payload = {f"{name}/{of}": part for name, each in encoded.items() for of, part in each.payload.items()}
+
+    def decode(payload: Payload) -> Tensor:
+        read: Payload = {}
+        for name, each in encoded.items():
+            read[name] = each.decode({of: payload[f"{name}/{of}"] for of in each.payload})
+        return codec.decode(read, x.shape[1])
+
+    return Encoded(payload, decode)
+
+
+def exchanged(encoded: Mapping[str, Encoded], move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> Leaves:
+    """What the payloads decode to, all parts of all leaves having been sent by `move`: `[ranks, n]` each."""
+    parts = {(path, name): part for path, each in encoded.items() for name, part in each.payload.items()}
+    moved = move(parts)
+    return {
+        path: each.decode({name: moved[path, name].reshape(-1, *part.shape[1:]) for name, part in each.payload.items()})
+        for path, each in encoded.items()
+    }
+
+
+def _encode_part(code: Code, part: Tensor, key: Key) -> Encoded:
+    if not part.is_floating_point() or not code:
+        return Encoded({"": part}, _only)
+    inner = encode(code, part.reshape(part.shape[0], -1), key)
+
+    def decode(payload: Payload) -> Tensor:
+        return inner.decode(payload).to(part.dtype).reshape(-1, *part.shape[1:])
+
+    return Encoded(inner.payload, decode)
+
+
+def _only(payload: Payload) -> Tensor:
+    return payload[""]
+
+
+class Carrier(Sync):
+    """A reducer that moves encoded payloads, and takes the mean of what they decode to.
+
+    It sums in float32 or wider, in rank order, so its mean is the same to the bit whatever the layout of messages. What
+    has no fractions, and what has no elements, is reduced as `allreduce` does.
+    """
+
+    group: Group
+
+    ops: ClassVar[Any] = frozenset({"mean"})
+    carries: ClassVar[Any] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "group", group_name(self.group))
+
+    @property
+    def groups(self) -> frozenset[str | None]:
+        return frozenset({group_name(self.group)})
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
+        return self if unnamed_only and self.group is not None else replace(self, group=group)  # pyright: ignore
+
+    def init(self, grads: Tree) -> State:
+        return ()
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return self.carry((), leaves, state)
+
+    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+        name, group = type(self).__name__, group_name(self.group)
+        require_leaves(name, leaves)
+        whole = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
+        wires = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if path not in whole}
+        mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)
+        means, sents, state = self.carry_flat(code, {path: wire.reshape(-1) for path, wire in wires.items()}, state)
+        for path, wire in wires.items():
+            for into, value in ((mean, means[path]), (sent, sents[path])):
+                into[path] = layout.from_wire(value.to(wire.dtype).view(wire.shape), leaves[path])
+        return Exchange({path: mean[path] for path in leaves}, {path: sent[path] for path in leaves}, state)
+
+    @abc.abstractmethod
+    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+        """Mean, sent and next state of flat real leaves, none of them empty, whose dtypes hold fractions."""
+
+
+class CodecState(NamedTuple):
+    """`step`: exchanges done: what makes the random numbers of each step other ones."""
+
+    step: Replicated[int]
+    inner: State
+
+
+class Codec(Sync):
+    """Two functions on rows around a carrier, or around another codec.
+
+    Derive a class with `@fnddp.transform`, a first field `inner: Sync`, and `encode` and `decode`, which are pure and
+    traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`.
+
+    Raises:
+        TypeError: `inner` does not carry payloads.
+
+    >>> import fnddp
+    >>> fnddp.topk(fnddp.allreduce)
+    Traceback (most recent call last):
+        ...
+    TypeError: topk: allreduce adds payloads up, and those of topk do not add; give it a carrier, topk(allgather) or
+    topk(two_shot), and put transforms that are none outside: bucketize(topk(allgather))
+    """
+
+    inner: Sync
+
+    draws: ClassVar[bool] = False
+    carries: ClassVar[Any] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_carrier(type(self).__name__, self.inner)
+
+    @abc.abstractmethod
+    def encode(self, x: Tensor) -> Payload:
+        """What travels of `x: [rows, n]`: each row by itself. `x` has the gradients' dtype."""
+
+    @abc.abstractmethod
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        """What became of rows of `n` numbers: `[rows, n]`, of as many rows as `payload` has."""
+
+    def init(self, grads: Tree) -> State:
+        inner = self.inner.init(grads)
+        return CodecState(0, inner) if self.draws else inner
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return self.carry((), leaves, state)
+
+    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+        if not self.draws:
+            return self.inner.carry((*code, Layer(self)), leaves, state)
+        require_state(type(self).__name__, state, CodecState)
+        seed: int = getattr(self, "seed", 0)
+        inner = self.inner.carry((*code, Layer(self, seed, state.step)), leaves, state.inner)
+        return inner._replace(state=CodecState(state.step + 1, inner.state))
+
+
+def require_carrier(owner: str, inner: Sync) -> None:
+    """Raises a TypeError unless `inner` moves payloads that do not add."""
+    if isinstance(inner, Codec) and not inner.carries:
+        raise TypeError(
+            f"{owner}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
+            f"put {owner} inside, {type(inner).__name__}({owner}(allgather))"
+        )
+    if not inner.carries:
+        raise TypeError(
+            f"{owner}: {inner!r} adds payloads up, and those of {owner} do not add; give it a carrier, "
+            f"{owner}(allgather) or {owner}(two_shot), and put transforms that are none outside: "
+            f"bucketize({owner}(allgather))"
+        )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In what decoded payloads are added: float32, or the dtype itself if it is wider."""
+    return torch.promote_types(dtype, torch.float32)

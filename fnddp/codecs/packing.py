@@ -1,0 +1,134 @@
+"""Small numbers in few bits, and rows in blocks: what the payloads of codecs are made of."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+PACKED_INDICES = 4096  # elements that 12 bits can tell apart
+
+_WORDS = {4: torch.int16, 2: torch.int32}
+"""As many bytes as numbers share one: bytes side by side are taken for one word, so that few operations do it."""
+
+_INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+# In words of eight bytes.
+_ONES = 0x0101010101010101
+_GATHER = 0x0102040810204080  # times bytes that are 0 or 1: these bits, in the highest byte
+_DIAGONAL = 0x8040201008040201 - (1 << 64)
+_BELOW_TOP = 0x7F7F7F7F7F7F7F7F  # carries into the top of each byte that is not 0
+
+INDEX_DTYPES = {"small": None, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
+
+
+def block_size(block: int | None, n: int) -> int:
+    """How many of the `n` elements of a row make a block: all of them, where `block` is None or larger."""
+    return min(n, block or n)
+
+
+def in_blocks(x: Tensor, block: int | None) -> Tensor:
+    """Rows in blocks, the last one padded with zeros: `[rows, n]` becomes `[rows, blocks, block]`.
+
+    >>> in_blocks(torch.tensor([[1, 2, 3]]), 2)
+    tensor([[[1, 2],
+             [3, 0]]])
+    """
+    size = block_size(block, x.shape[1])
+    missing = -x.shape[1] % size
+    return (pad(x, (0, missing)) if missing else x).unflatten(1, (-1, size))
+
+
+def pack(q: Tensor, bits: int) -> Tensor:
+    """Small integers of `bits` bits each, in two's complement, 8 / `bits` of them in a byte: `[..., ceil(n bits / 8)]`.
+
+    >>> pack(torch.tensor([1, -1, 0, 1], dtype=torch.int8), bits=2)
+    tensor([77], dtype=torch.uint8)
+    """
+    if bits == 8:
+        return q
+    words, mask = _padded(q, 8 // bits).view(_WORDS[bits]), (1 << bits) - 1
+    packed = words & mask
+    for i in range(1, 8 // bits):
+        packed = packed | (words >> i * (8 - bits)) & mask << i * bits
+    return packed.to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """The inverse of `pack`: `[..., n]`.
+
+    >>> unpack(torch.tensor([77], dtype=torch.uint8), bits=2, n=3)
+    tensor([ 1, -1,  0], dtype=torch.int8)
+    """
+    if bits == 8:
+        return packed
+    words, mask = packed.to(_WORDS[bits]), (1 << bits) - 1 << 8 - bits
+    # Each number to the top of its byte, and back: a right shift of a signed number keeps its sign.
+    spread = words << 8 - bits
+    for i in range(1, 8 // bits):
+        spread = spread & (1 << 8 * i) - 1 | (words << (i + 1) * (8 - bits)) & mask << 8 * i
+    return (spread.view(torch.int8) >> 8 - bits)[..., :n]
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Bytes whose lowest bits count, `[..., n]`, as one bit each: `[..., ceil(n / 8)]`, the first one lowest.
+
+    >>> pack_bits(torch.tensor([1, 0, -1], dtype=torch.int8))
+    tensor([5], dtype=torch.uint8)
+    """
+    eights = _padded(bits, 8).view(torch.int64) & _ONES
+    return (eights * _GATHER >> 56).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n: int) -> Tensor:
+    """The inverse, as zeros and ones: `[..., n]`.
+
+    >>> unpack_bits(torch.tensor([5], dtype=torch.uint8), 3)
+    tensor([1, 0, 1], dtype=torch.uint8)
+    """
+    eights = packed.to(torch.int64) * _ONES & _DIAGONAL  # bit i in byte i
+    return (eights + _BELOW_TOP >> 7 & _ONES).view(torch.uint8)[..., :n]
+
+
+def is_negative(x: Tensor) -> Tensor:
+    """-1 for what has its sign bit set, -0.0 and some NaN too, else 0, in int8. (Comparing takes four times as long.)
+
+    >>> is_negative(torch.tensor([2.0, -3.0]))
+    tensor([ 0, -1], dtype=torch.int8)
+    """
+    bits = 8 * x.element_size()
+    return (x.contiguous().view(_INTEGERS[bits]) >> bits - 1).to(torch.int8)
+
+
+def _padded(q: Tensor, multiple: int) -> Tensor:
+    missing = -q.shape[-1] % multiple
+    return pad(q, (0, missing)) if missing else q.contiguous()
+
+
+def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
+    """Indices below `among`: as int16 or int32, or, if there are 4,096 and `indices` are even in number, in 12 bits.
+
+    Two of 12 bits are three bytes: `[..., k]` becomes `[..., k / 2, 3]`. Another `dtype` than "small" is taken as is.
+
+    >>> pack_indices(torch.tensor([1, 4095]), 4096)
+    tensor([[  0,  31, 255]], dtype=torch.uint8)
+    >>> pack_indices(torch.tensor([1, 4095]), 4097)
+    tensor([   1, 4095], dtype=torch.int16)
+    """
+    chosen = INDEX_DTYPES[dtype]
+    if chosen is not None:
+        return indices.to(chosen)
+    if among == PACKED_INDICES and indices.shape[-1] % 2 == 0:
+        first, second = indices[..., 0::2], indices[..., 1::2]
+        return torch.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], -1).to(torch.uint8)
+    return indices.to(torch.int16 if among <= 1 << 15 else torch.int32)
+
+
+def unpack_indices(packed: Tensor) -> Tensor:
+    """The inverse, in int64.
+
+    >>> unpack_indices(torch.tensor([[0, 31, 255]], dtype=torch.uint8))
+    tensor([   1, 4095])
+    """
+    if packed.dtype != torch.uint8:
+        return packed.long()
+    high, middle, low = packed.long().unbind(-1)
+    return torch.stack([high << 4 | middle >> 4, (middle & 15) << 8 | low], -1).flatten(-2)

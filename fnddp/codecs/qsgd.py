@@ -1,0 +1,74 @@
+"""QSGD: multiples of a fraction of the norm, rounded so that the expectation is exact."""
+
+import torch
+from torch import Tensor
+
+from fnddp.codec import Codec, Key, Payload, wide
+from fnddp.codecs.packing import block_size, in_blocks, pack, unpack
+from fnddp.sync import Sync, transform
+
+BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
+
+
+@transform
+class qsgd(Codec):
+    """Sends ||x||_2 sign(x_i) l_i / s of each element, l_i in 0..s rounded up or down at random: unbiased.
+
+    Its variance is at most min(d / s^2, sqrt(d) / s) times ||x||_2^2 over d elements of a block. It needs no memory;
+    with `error_feedback` only where that bound is below 1. The wrong choice at few levels for large blocks, whose
+    bound is sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer levels.
+
+    The paper codes l_i in variable length (Elias); here each has 2, 4 or 8 bits, so that shapes do not depend on
+    values.
+
+    Args:
+        inner: The carrier, or a codec around one, which encodes the norms.
+        levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
+        block: d, the elements that share a norm; None for the row: a leaf, or a rank's part of it.
+        seed: Ranks, leaves and steps draw different numbers.
+
+    Shapes: norms `[rows, blocks]` in float32 or wider, levels `[rows, blocks, ceil(block * bits / 8)]`; the last block
+    of a row is padded with zeros that travel.
+
+    Raises:
+        ValueError: An option is out of range.
+        TypeError: `inner` carries no payloads.
+
+    Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1.
+
+    >>> from fnddp import allgather
+    >>> sync = qsgd(allgather, levels=5)
+    >>> grads = {"w": torch.tensor([3.0, -4.0, 0.0])}
+    >>> sync(grads, sync.init(grads))[0]
+    {'w': tensor([ 3., -4.,  0.])}
+    """
+
+    inner: Sync
+    levels: int = 7
+    block: int | None = 512
+    seed: int = 0
+
+    draws = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.levels <= 127:
+            raise ValueError(f"qsgd: levels must be in 1..127, got {self.levels!r}")
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"qsgd: block must be at least 1, or None, got {self.block!r}")
+
+    def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
+        blocks = in_blocks(x.to(wide(x.dtype)), self.block)
+        # In float64: squares of float32 overflow and underflow.
+        norm = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float64).to(blocks.dtype)
+        q = blocks * (self.levels / torch.where(norm > 0, norm, 1)).unsqueeze(-1)
+        q = (q + key.uniform(q.shape, like=q)).floor().clamp(-self.levels, self.levels)
+        return {"norm": norm, "q": pack(q.to(torch.int8), self._bits)}
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        q = unpack(payload["q"], self._bits, block_size(self.block, n))
+        return (q * (payload["norm"] / self.levels).unsqueeze(-1)).flatten(1)[:, :n]
+
+    @property
+    def _bits(self) -> int:
+        return next(bits for levels, bits in BITS.items() if self.levels <= levels)

@@ -1,0 +1,71 @@
+"""TernGrad: -1, 0 or 1 times the largest magnitude."""
+
+import torch
+from torch import Tensor
+
+from fnddp.codec import Codec, Key, Payload, wide
+from fnddp.codecs.packing import block_size, in_blocks, pack, unpack
+from fnddp.sync import Sync, transform
+
+
+@transform
+class terngrad(Codec):
+    """Sends s sign(x_i) with probability |x_i| / s, else 0, where s is the largest |x_i|: unbiased, in 2 bits.
+
+    It needs no memory, but its variance is large: sum over i of |x_i| (s - |x_i|). The wrong choice for gradients with
+    few large elements, which make s large: clip them, at the price of a bias, or take smaller blocks. It is
+    `quantize(bits=2, rounding="stochastic")` with clipping.
+
+    Args:
+        inner: The carrier, or a codec around one, which encodes the scales.
+        clip: Clip elements beyond so many standard deviations of the row first, as the paper does with 2.5; biased,
+            so use `error_feedback`. None does not clip.
+        block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
+        seed: Ranks, leaves and steps draw different numbers.
+
+    Shapes: scales `[rows, blocks]` in float32 or wider, elements `[rows, blocks, ceil(block / 4)]`.
+
+    Raises:
+        ValueError: An option is out of range.
+        TypeError: `inner` carries no payloads.
+
+    Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: ranks do not share
+    a scale, which takes another round there.
+
+    >>> from fnddp import allgather
+    >>> sync = terngrad(allgather)
+    >>> grads = {"w": torch.tensor([3.0, -3.0, 0.0])}
+    >>> sync(grads, sync.init(grads))[0]
+    {'w': tensor([ 3., -3.,  0.])}
+    """
+
+    inner: Sync
+    clip: float | None = None
+    block: int | None = None
+    seed: int = 0
+
+    draws = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"terngrad: clip must be positive, or None, got {self.clip!r}")
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"terngrad: block must be at least 1, or None, got {self.block!r}")
+
+    def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = x.to(wide(x.dtype))
+        if self.clip is not None:
+            # Not x.std(), whose sum runs in another order under vmap.
+            spread = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+            bound = self.clip * spread
+            x = x.clamp(-bound, bound)
+        blocks = in_blocks(x, self.block)
+        scale = blocks.abs().amax(-1)
+        q = blocks / torch.where(scale > 0, scale, 1).unsqueeze(-1)
+        q = (q + key.uniform(q.shape, like=q)).floor().clamp(-1, 1)
+        return {"scale": scale, "q": pack(q.to(torch.int8), bits=2)}
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        q = unpack(payload["q"], 2, block_size(self.block, n))
+        return (q * payload["scale"].unsqueeze(-1)).flatten(1)[:, :n]

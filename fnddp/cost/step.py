@@ -1,0 +1,216 @@
+"""A step on a clock: what is computed and sent when, and how long it takes where these overlap."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fnddp.cost.link import duration
+from fnddp.cost.queue import Collective, CollectiveCost, Links, Queue
+
+
+class Segment(Protocol):
+    """What a step reads of a plan's segment."""
+
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+    @property
+    def waits(self) -> tuple[int, ...]: ...
+    @property
+    def launches(self) -> Collective | None: ...
+    @property
+    def commits(self) -> bool: ...
+
+
+class Schedule(Protocol):
+    """What a step reads of a plan."""
+
+    @property
+    def leaves(self) -> Mapping[str, Any]: ...
+    @property
+    def buckets(self) -> Mapping[str, int]: ...
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How long what a rank computes takes, alone. `measure_backward` and `measure_segments` measure it.
+
+    Attributes:
+        forward_seconds: Before backward begins.
+        backward_seconds: Backward, without what is encoded in it.
+        arrivals: For each leaf when its gradient is ready, in seconds from the start of backward. None: buckets are
+            ready at even intervals.
+        segments: Seconds of each of the plan's segments, in their order: encoding and decoding. None: no time.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    arrivals: Mapping[str, float] | None = None
+    segments: tuple[float, ...] | None = None
+
+    @property
+    def order(self) -> list[str] | None:
+        """Paths in the order in which their gradients are ready: `lower`'s `arrival`."""
+        return None if self.arrivals is None else sorted(self.arrivals, key=self.arrivals.__getitem__)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something on the clock.
+
+    Attributes:
+        does: "forward", "backward", "segment", "launch", "wait" (the rank has nothing else to do), or "wire".
+        index: Of the segment, or of the collective.
+        begin: Seconds from the start of the step.
+        seconds: How long it takes. A backward's are with the segments that run within it.
+    """
+
+    does: str
+    index: int
+    begin: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.seconds
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as it is predicted. Printed, it is the sum of its parts.
+
+    Attributes:
+        spans: What a rank computes and waits for, in order, and what is on the wire.
+        compute: As given.
+        collectives: Each collective, in the order in which they are issued; times are from the start of the step.
+        encode_seconds: Segments that run before the last collective is complete.
+        decode_seconds: Segments after it.
+    """
+
+    spans: tuple[Span, ...]
+    compute: Compute
+    collectives: tuple[CollectiveCost, ...]
+    encode_seconds: float
+    decode_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """From the start of forward until the means are there."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def communication_seconds(self) -> float:
+        """All collectives, one after the other."""
+        return sum(cost.seconds for cost in self.collectives)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the rank waits for collectives with nothing else to do."""
+        return sum(span.seconds for span in self.spans if span.does == "wait")
+
+    def __str__(self) -> str:
+        parts = {
+            "forward": self.compute.forward_seconds,
+            "backward": self.compute.backward_seconds,
+            "encode": self.encode_seconds,
+            "decode": self.decode_seconds,
+            "exposed": self.exposed_seconds,
+        }
+        written = " + ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
+        return f"step {duration(self.seconds)} = {written or 'nothing'}; wire {duration(self.communication_seconds)}"
+
+
+def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
+    """One step of `plan`, as runners run it: segments strictly in order, each collective when its segment is done.
+
+    A segment runs when its gradients have arrived, the one before it is done, and the collectives that it waits for
+    are; what decodes runs when all are. Backward and segments share the rank's processor, so backward is longer by
+    the segments that run within it; the wire does not slow them down. So the step takes the longest way through both:
+    what backward hides costs nothing, and what it does not adds up.
+
+    The wrong model where ranks share cores, where encoding runs beside backward (on CUDA it has a stream of its own:
+    an upper bound there), and for the wire's own processor time.
+
+    Args:
+        plan: As `lower` makes it.
+        link: Of all groups, or by the group's name.
+        compute: How long what is computed takes.
+
+    Raises:
+        ValueError: `compute` is of another plan; or a group has no link.
+    """
+    seconds = _segment_seconds(plan, compute)
+    arrivals = _arrivals(plan, compute)
+    queue, clock = Queue(link), _Clock(compute)
+    encode = decode = 0.0
+    for index, (segment, own) in enumerate(zip(plan.segments, seconds, strict=True)):
+        clock.wait(segment.waits)
+        clock.run(index, own, max((arrivals[path] for path in segment.needs), default=0.0), segment.commits)
+        encode, decode = (encode, decode + own) if segment.commits else (encode + own, decode)
+        if segment.launches is not None:
+            clock.launch(queue.serve(segment.launches, clock.free))
+    clock.wait(range(len(clock.done)))
+    return Step(clock.spans(), compute, tuple(clock.done), encode, decode)
+
+
+class _Clock:
+    """What has been done, and when the rank is free for the next segment."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._begin = self.free = compute.forward_seconds
+        self._within = 0.0  # of segments that ran during backward, and so made it longer
+        self._spans: list[Span] = []
+        self._awaited: set[int] = set()
+        self.done: list[CollectiveCost] = []
+
+    @property
+    def _backward_end(self) -> float:
+        return self._begin + self._compute.backward_seconds + self._within
+
+    def wait(self, collectives: Sequence[int]) -> None:
+        """Backward goes on meanwhile; only behind it the rank is idle."""
+        for index in collectives:
+            end = self.done[index].end_seconds
+            idle_from = max(self.free, self._backward_end)
+            if end > idle_from and index not in self._awaited:
+                self._spans.append(Span("wait", index, idle_from, end - idle_from))
+            self._awaited.add(index)
+            self.free = max(self.free, end)
+
+    def run(self, index: int, seconds: float, arrival: float, is_last: bool) -> None:
+        ready = self._backward_end if is_last else self._begin + arrival + self._within
+        start = max(self.free, ready)
+        self._spans.append(Span("segment", index, start, seconds))
+        self._within += seconds if start < self._backward_end else 0.0
+        self.free = start + seconds
+
+    def launch(self, cost: CollectiveCost) -> None:
+        index = len(self.done)
+        self._spans.append(Span("launch", index, self.free, 0.0))
+        self._spans.append(Span("wire", index, cost.end_seconds - cost.seconds, cost.seconds))
+        self.done.append(cost)
+
+    def spans(self) -> tuple[Span, ...]:
+        forward = Span("forward", 0, 0.0, self._begin)
+        return (forward, Span("backward", 0, self._begin, self._backward_end - self._begin), *self._spans)
+
+
+def _segment_seconds(plan: Schedule, compute: Compute) -> tuple[float, ...]:
+    seconds = compute.segments or (0.0,) * len(plan.segments)
+    if len(seconds) != len(plan.segments):
+        raise ValueError(
+            f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
+            "measure those of this plan: measure_segments(plan)"
+        )
+    return seconds
+
+
+def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:
+    if compute.arrivals is None:
+        buckets = 1 + max(plan.buckets.values(), default=0)
+        return {path: compute.backward_seconds * (bucket + 1) / buckets for path, bucket in plan.buckets.items()}
+    if missing := [path for path in plan.leaves if path not in compute.arrivals]:
+        raise ValueError(f"predict: compute has no arrival of leaf {missing[0]!r}; it is of another model")
+    return compute.arrivals

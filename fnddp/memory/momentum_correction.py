@@ -1,0 +1,86 @@
+"""Momentum correction: momentum of this rank's gradients, before they are made sparse."""
+
+from typing import NamedTuple
+
+import torch
+
+from fnddp import tree
+from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
+from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
+
+
+class MomentumCorrectionState(NamedTuple):
+    """By leaf path, shaped and typed like the gradients. `u`: the momentum. `v`: what has not been sent of its sum."""
+
+    u: Local[Leaves]
+    v: Local[Leaves]
+    inner: State
+
+
+@transform
+class momentum_correction(Sync):
+    """Accumulates momentum instead of gradients where they wait to be sent, as deep gradient compression does.
+
+    With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; and, masking, u = 0 where something
+    was sent. It is memory of its own: no `error_feedback` around it or in it, and an optimizer *without* momentum
+    after it, `torch.optim.SGD(params, lr)`. Integer leaves have none.
+
+    Error feedback holds a gradient back for some hundred steps and sends their sum; momentum, which comes later, then
+    gets it at once, instead of one gradient after the other. Here each element gets the momentum that it would have
+    had. Masking forgets the momentum of what is sent, which is stale by then. The wrong choice for Adam and its kin,
+    and, masking, for dense compressors (PowerSGD, sign, casts), which send something of everything: give those
+    `masking=False`. Over `two_shot` the owner's elements also count as sent where its second hop has lost something.
+
+    Without compression and masking the outputs are the steps of SGD with momentum; with masking those of plain SGD.
+
+    Args:
+        inner: What makes it sparse: `topk(allgather, ratio=0.001)`. A warm-up of the ratio stands in here too, so
+            that u and v live on: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
+        momentum: In [0, 1). Higher remembers longer; 0 is error feedback.
+        masking: Whether the momentum of what is sent becomes zero ("momentum factor masking").
+
+    Raises:
+        ValueError: `momentum` is outside [0, 1); at the exchange: the state is of another tree.
+        TypeError: `inner` takes a max or min.
+
+    Source: Lin et al., "Deep Gradient Compression", ICLR 2018, Algorithms 1 and 4, sections 3.1 to 3.3. Deviations:
+    v keeps what the wire rounds of the values that are sent, where the paper zeroes v; no clipping of local gradients.
+
+    >>> from fnddp import allgather, topk
+    >>> sync = momentum_correction(topk(allgather, k=1), momentum=0.5)
+    >>> grads = {"w": torch.tensor([4.0, 2.0])}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> first["w"], second["w"], state.u["w"]
+    (tensor([4., 0.]), tensor([0., 5.]), tensor([4., 0.]))
+    """
+
+    inner: Sync
+    momentum: float = 0.9
+    masking: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum_correction: momentum must be in [0, 1), got {self.momentum!r}")
+        require_sums("momentum_correction", self.inner, "whose losses do not add up")
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        u = {path: torch.zeros_like(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
+        v = {path: torch.zeros_like(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
+        return MomentumCorrectionState(u, v, self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: MomentumCorrectionState) -> Exchange:
+        require_leaves("momentum_correction", leaves)
+        require_state("momentum_correction", state, MomentumCorrectionState)
+        shapes = {path: leaf.shape for path, leaf in leaves.items() if is_inexact(leaf)}
+        check_entries("momentum_correction", state.u, shapes)
+        check_entries("momentum_correction", state.v, shapes)
+        u = {path: leaves[path] + self.momentum * state.u[path] for path in shapes}
+        v = {path: state.v[path] + u[path] for path in shapes}
+        inner = self.inner.exchange({**leaves, **v}, state.inner)
+        v = {path: v[path] - inner.sent[path] for path in shapes}
+        if self.masking:
+            u = {path: torch.where(inner.sent[path] == 0, u[path], 0) for path in shapes}
+        return inner._replace(state=MomentumCorrectionState(u, v, inner.state))

@@ -1,0 +1,94 @@
+"""Steps with gradients that are no numbers, as if they had not been."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnddp import collectives, tree
+from fnddp.sync import Exchange, Replicated, State, Sync, groups_of, require_state, transform
+from fnddp.tree import Leaves, Tree, is_inexact, paired, require_leaves
+
+
+class SkipNonfiniteState(NamedTuple):
+    """`skipped`: steps so far whose gradients or mean were not finite, an int64 scalar."""
+
+    skipped: Replicated[Tensor]
+    inner: State
+
+
+@transform
+class skip_nonfinite(Sync):
+    """Protects the state inside from gradients that are infinite or NaN on any rank, and has all ranks see that.
+
+    In such a step the tensors of `inner`'s state are what they were before, on all ranks: no residual becomes NaN. The
+    mean is not finite in any of its fractional leaves, also where a codec would hide it (rounded to 8 bits, a NaN is a
+    number). So what guards an optimizer does its work: `torch.amp.GradScaler` skips the step and lowers its scale, as
+    with plain DDP, and `torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True)` raises on all ranks. An optimizer
+    that nobody guards gets NaN: the step cannot be left out here, since plans do not depend on values.
+
+    Ranks agree by one more number in the wire's last bucket. The price is a pass over gradients, means and state. The
+    wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers the NaN; write
+    `skip_nonfinite(error_feedback(...))`. Counters, which are Python ints, go on.
+
+    Args:
+        inner: The pipeline.
+
+    Raises:
+        TypeError: `inner` does not say which ranks it reaches.
+
+    Source: the skipped step of Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
+
+    >>> from fnddp import allreduce, error_feedback, fp16
+    >>> sync = skip_nonfinite(error_feedback(fp16(allreduce)))
+    >>> mean, state = sync({"w": torch.tensor([float("nan"), 1.0])}, sync.init({"w": torch.ones(2)}))
+    >>> mean, state.skipped, state.inner.residual
+    ({'w': tensor([nan, nan])}, tensor(1), {'w': tensor([0., 0.])})
+    """
+
+    inner: Sync
+
+    wraps_skipping: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner.groups is None:
+            raise TypeError(f"skip_nonfinite: {self.inner!r} does not say which ranks it reaches, and they must agree")
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        device = next((leaf.device for leaf in leaves.values()), None)
+        return SkipNonfiniteState(torch.zeros((), dtype=torch.int64, device=device), self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: SkipNonfiniteState) -> Exchange:
+        require_leaves("skip_nonfinite", leaves)
+        require_state("skip_nonfinite", state, SkipNonfiniteState)
+        inner = self.inner.exchange(leaves, state.inner)
+        groups = groups_of(self.inner)
+        is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
+        in_mean = _is_bad(inner.mean, state.skipped)
+        is_bad = is_bad | (in_mean if len(groups) <= 1 else _on_any_rank(in_mean, groups))
+
+        def rolled_back(before: Any, after: Any) -> Any:
+            return torch.where(is_bad.to(after.device), before, after) if isinstance(after, Tensor) else after
+
+        mean = {path: _spoilt(leaf, is_bad) for path, leaf in inner.mean.items()}
+        kept = paired(rolled_back, state.inner, inner.state)
+        return Exchange(mean, inner.sent, SkipNonfiniteState(state.skipped + is_bad, kept))
+
+
+def _is_bad(leaves: Leaves, like: Tensor) -> Tensor:
+    """Whether something is not finite: a bool on the device of `like`."""
+    finite = [leaf.isfinite().all().to(like.device) for leaf in leaves.values() if is_inexact(leaf)]
+    return ~torch.stack(finite).all() if finite else like.new_zeros((), dtype=torch.bool)
+
+
+def _on_any_rank(flag: Tensor, groups: tuple[str | None, ...]) -> Tensor:
+    for group in groups:  # of ranks laid out in several dimensions: along one after the other
+        # As a mean in float32, which shares a message with gradients.
+        flag = collectives.all_reduce({"": flag.float()}, "mean", group)[""] > 0
+    return flag
+
+
+def _spoilt(leaf: Tensor, is_bad: Tensor) -> Tensor:
+    return torch.where(is_bad.to(leaf.device), torch.nan, leaf) if is_inexact(leaf) else leaf

@@ -1,0 +1,123 @@
+"""One pipeline after the other, at given steps."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from fnddp.options import checked_int
+from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
+from fnddp.tree import Leaves, Tree, paired, require_leaves
+
+Stages: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
+
+
+class SwitchState(NamedTuple):
+    """`step`: exchanges done, at most the first step of the last stage.
+
+    `stages`: the state of each stage's pipeline, by its first step. A tensor that the stage before has too stands
+    there, and here is None.
+    """
+
+    step: Replicated[int]
+    stages: dict[str, State]
+
+
+@transform
+class switch(Sync):
+    """Runs another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
+
+    For ranks, ratios and precisions that change while training does; for a first phase alone `warmup` says it shorter.
+    What one stage remembers the next goes on with where it fits: a tensor at the same place in a state of the same
+    class, with the same shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and
+    its memory is there once; queries of another rank begin anew. Counters begin anew, too. Memory outside,
+    `error_feedback(switch({...}))`, needs none of that. The wrong choice for what changes in every step: each stage is
+    a phase, with a plan of its own, and at most 8 are kept.
+
+    The counter is a Python int that stops at the last stage.
+
+    Args:
+        stages: Pipelines by their first step, counted in exchanges; one begins at 0.
+
+    Raises:
+        TypeError: `stages` is not a dict of pipelines by step.
+        ValueError: No stage begins at 0, a step is negative, or two stages begin at one step.
+
+    >>> import torch
+    >>> from fnddp import allreduce, fp16
+    >>> sync = switch({0: allreduce, 1: fp16(allreduce)})
+    >>> grads = {"w": torch.tensor([1 + 2**-20])}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> bool(first["w"] == grads["w"]), second["w"].item(), state.step
+    (True, 1.0, 1)
+    """
+
+    stages: Stages
+
+    wraps_skipping: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        pairs: Any = self.stages.items() if isinstance(self.stages, Mapping) else self.stages
+        if not isinstance(pairs, Iterable) or not all(
+            isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], Sync) for pair in pairs
+        ):
+            raise TypeError(f"switch: stages must be a dict of pipelines by step, got {self.stages!r}")
+        steps = [checked_int("switch: a step", step) for step, _ in pairs]
+        if not steps or min(steps) != 0 or len(set(steps)) < len(steps):
+            raise ValueError(f"switch: the first of the stages begins at step 0, others later, got the steps {steps}")
+        by_step = dict(zip(steps, (sync for _, sync in pairs), strict=True))
+        object.__setattr__(self, "stages", tuple((step, by_step[step]) for step in sorted(by_step)))
+
+    def init(self, grads: Tree) -> State:
+        stages: dict[str, State] = {}
+        whole: State = None
+        for step, sync in self._pairs:
+            stages[str(step)] = paired(_none_where_same, sync.init(grads), whole)
+            whole = paired(_or_before, stages[str(step)], whole)
+        return SwitchState(0, stages)
+
+    def exchange(self, leaves: Leaves, state: SwitchState) -> Exchange:
+        require_leaves("switch", leaves)
+        require_state("switch", state, SwitchState)
+        begun = [(str(step), sync) for step, sync in self._pairs if state.step >= step]
+        whole: State = None
+        for name, _ in begun:
+            whole = paired(_or_before, state.stages[name], whole)
+        inner = begun[-1][1].exchange(leaves, whole)
+        stages, rest = dict(state.stages), inner.state
+        for name, _ in reversed(begun):  # to where each part stands
+            own = stages[name]
+            stages[name], rest = paired(_replaced, own, rest), paired(_for_before, own, rest)
+        last, _ = self._pairs[-1]
+        step = state.step + 1 if state.step < last else state.step
+        return inner._replace(state=SwitchState(step, stages))
+
+    @property
+    def _pairs(self) -> tuple[tuple[int, Sync], ...]:
+        assert isinstance(self.stages, tuple)  # __post_init__ has turned a dict into pairs
+        return self.stages
+
+    def __repr__(self) -> str:
+        return f"switch({{{', '.join(f'{step!r}: {sync!r}' for step, sync in self._pairs)}}})"
+
+
+def _none_where_same(own: Any, before: Any) -> Any:
+    same = (
+        isinstance(own, Tensor)
+        and isinstance(before, Tensor)
+        and (own.shape, own.dtype, own.device) == (before.shape, before.dtype, before.device)
+    )
+    return None if same else own
+
+
+def _or_before(own: Any, before: Any) -> Any:
+    return before if own is None else own
+
+
+def _replaced(own: Any, following: Any) -> Any:
+    return own if own is None or following is None else following
+
+
+def _for_before(own: Any, following: Any) -> Any:
+    return following if own is None else None

@@ -1,0 +1,252 @@
+"""Simulation: what a pipeline does on n ranks, in one process, as one `torch.func.vmap` over ranks."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.options import checked_int
+from fnddp.state import Part, parts
+from fnddp.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
+from fnddp.torch_private import is_mapped, without_autocast
+from fnddp.tree import Leaves, Tree
+from fnddp.wire import guards
+from fnddp.wire.groups import World, within
+from fnddp.wire.simulated import Division, Ranks
+from fnddp.wire.weights import scale_of, scaled
+
+
+def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "Simulation":
+    """`sync` on `world_size` virtual ranks: a function of all ranks' gradients, stacked, in this process.
+
+    The pipeline's own Python runs once, under a vmap over ranks: no processes, no threads, and no process group, which
+    it leaves alone where there is one. Sums are in rank order, so carriers (`allgather`, `two_shot`) and their codecs
+    give the bits that `world_size` real ranks get; for `allreduce`, whose ring decides on an order of its own, and for
+    matrix products (`powersgd`), which are computed for all ranks at once, they are equal up to rounding: see
+    `docs/simulate.md`. The wrong choice to measure time: see `fnddp.lower(...).estimate(link)`.
+
+    Args:
+        sync: The pipeline. It must not read values of tensors (`sync.traceable`).
+        world_size: The number of ranks, n. Memory and time grow with n: nothing is computed rank by rank.
+        groups: For pipelines over process groups with names, such as a hierarchy's: how each name divides the ranks,
+            `{"node": ((0, 1), (2, 3)), "rail": ((0, 2), (1, 3))}`; groups of one name are of equal size.
+
+    Raises:
+        ValueError: The pipeline reads values or runs foreign code; a group is not known, or divides other ranks.
+
+    >>> from fnddp import allgather, error_feedback, topk
+    >>> sim = simulate(error_feedback(topk(allgather, k=1)), world_size=2)
+    >>> grads = {"w": torch.tensor([[3.0, 1.0], [0.0, -4.0]])}  # a row for each rank
+    >>> mean, state = sim(grads, sim.init(grads))
+    >>> mean["w"], state.residual["w"]
+    (tensor([ 1.5000, -2.0000]), tensor([[0., 1.],
+            [0., 0.]]))
+    """
+    return Simulation(sync, world_size, dict(groups or {}))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A pipeline on n virtual ranks: see `simulate`. It is called as the pipeline is, with gradients `[n, *shape]`.
+
+    States are the pipeline's own, but that `Local` tensors are `[n, *shape]`, a row for each rank. `Replicated` parts
+    are as on any one rank, and so are Python ints, whatever they are marked as.
+    """
+
+    sync: Sync
+    world_size: int
+    groups: Mapping[str, Division] = field(default_factory=dict[str, Division])
+
+    def __post_init__(self) -> None:
+        if checked_int("simulate: world_size", self.world_size) < 1:
+            raise ValueError(f"simulate: world_size must be at least 1, got {self.world_size!r}")
+        if not self.sync.traceable:
+            raise ValueError(
+                f"simulate: {self.sync!r} reads values of tensors or runs foreign code (`traceable` is False), which "
+                "cannot run for all ranks at once; run it on threads, fnddp.ranks.run_threads"
+            )
+        for name, division in self.groups.items():
+            ranks = sorted(rank for members in division for rank in members)
+            if ranks != list(range(self.world_size)) or len({len(members) for members in division}) > 1:
+                raise ValueError(
+                    f"simulate: group {name!r} must divide the ranks 0 to {self.world_size - 1} into groups of equal "
+                    f"size, got {division!r}"
+                )
+        for name in self.sync.groups or ():
+            self._ranks(torch.zeros((), dtype=torch.int64)).division(name)
+
+    def init(self, grads: Tree) -> State:
+        """The state before the first step.
+
+        Args:
+            grads: A tree like all ranks' gradients: `[n, *shape]`. Values are not read.
+
+        Raises:
+            ValueError: A leaf has no row for each rank.
+        """
+        leaves, spec = tree.flatten(grads)
+        self._require_rows(leaves)
+        first = tree.unflatten(spec, {path: leaf[0] for path, leaf in leaves.items()})
+        with self._within(torch.zeros((), dtype=torch.int64)):
+            state = self.sync.init(first)
+        every = [
+            part.value.expand(self.world_size, *part.value.shape).clone() if _is_local(part) else part.value
+            for part in parts(state)
+        ]
+        return tree.replace_leaves(state, every)
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        """One exchange on all ranks.
+
+        Args:
+            leaves: All ranks' gradients by leaf path: `[n, *shape]`.
+            state: From `init` or the previous exchange.
+
+        Returns:
+            `mean` as on any one rank, `[*shape]` (`[n, *shape]` where it is not the same on all: `none`), without the
+            leaves that have no update in this step; `sent`, a row for each rank; and the next state.
+
+        Raises:
+            ValueError: A leaf has no row for each rank; or what is marked `Replicated` is not the same on all ranks.
+            RuntimeError: Within torch.func.grad or jvp.
+        """
+        guards.refuse_differentiation()
+        self._require_rows(leaves)
+        named, structure = list(parts(state)), tree.structure(state)
+        # Row-major: under vmap a tensor cannot be asked for another memory format.
+        values = [part.value.contiguous() if isinstance(part.value, Tensor) else part.value for part in named]
+        rows = {i: value for i, (part, value) in enumerate(zip(named, values, strict=True)) if _is_local(part)}
+        noted: list[Any] = []
+
+        def of_a_rank(rank: Tensor, leaves: Leaves, rows: dict[int, Tensor]) -> list[Tensor]:
+            own = [rows.get(i, value) for i, value in enumerate(values)]
+            with self._within(rank):
+                done = self.sync.exchange(leaves, tree.unflatten_any(structure, own))
+            given = [*(done.mean.get(path) for path in leaves), *(done.sent[path] for path in leaves)]
+            given += parts_of(self.sync, done.state, structure)
+            noted.extend(is_mapped(each) if isinstance(each, Tensor) else _Plain(each) for each in given)
+            return [each for each in given if isinstance(each, Tensor)]
+
+        ranks = torch.arange(self.world_size, device=next((leaf.device for leaf in leaves.values()), None))
+        dense = {path: leaf.contiguous() for path, leaf in leaves.items()}
+        with torch.no_grad(), without_autocast(), warnings.catch_warnings():
+            # An operation without a rule for vmap (PowerSGD's segment_reduce) runs rank by rank.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            made = iter(torch.func.vmap(of_a_rank)(ranks, dense, rows))
+        results: list[Any] = []
+        for mapped in noted:
+            if isinstance(mapped, _Plain):
+                results.append((False, mapped.value))
+                continue
+            stacked = next(made)
+            results.append((mapped, stacked.contiguous() if mapped else stacked[0]))
+        means, sents, following = (
+            results[: len(leaves)],
+            results[len(leaves) : 2 * len(leaves)],
+            results[2 * len(leaves) :],
+        )
+        state_after: list[Any] = []
+        for part, (mapped, value) in zip(named, following, strict=True):
+            if _is_local(part):
+                value = value if mapped else value.expand(self.world_size, *value.shape).clone()
+            elif mapped:
+                value = self._agreed(part.path, value)
+            state_after.append(value)
+        return Exchange(
+            {path: mean for path, (_, mean) in zip(leaves, means, strict=True) if mean is not None},
+            {
+                path: sent if mapped else sent.expand(self.world_size, *sent.shape)
+                for path, (mapped, sent) in zip(leaves, sents, strict=True)
+            },
+            tree.unflatten_any(structure, state_after),
+        )
+
+    def __call__(
+        self, grads: Tree, state: State, *, weight: Sequence[float] | Tensor | None = None
+    ) -> tuple[Tree, State]:
+        """Synchronizes all ranks' gradients.
+
+        Args:
+            grads: `[n, *shape]` leaves, in any pytree.
+            state: From `init` or the previous call.
+            weight: How much each rank's gradients count, `[n]`: see `Sync.__call__`.
+
+        Returns:
+            The mean, in the tree of `grads`, as on any one rank; and the next state.
+
+        Raises:
+            ValueError: See `exchange`; and for weights `Sync.__call__`.
+        """
+        leaves, spec = tree.flatten(grads)
+        if weight is not None:
+            leaves = self._weighted(leaves, weight)
+        done = self.exchange(leaves, state)
+        return tree.unflatten(spec, {path: done.mean.get(path) for path in leaves}), done.state
+
+    def of_rank(self, state: State, rank: int) -> State:
+        """The state that `rank` would have: what `fnddp.lower` takes, and a real rank could go on from."""
+        own = [part.value[rank] if _is_local(part) else part.value for part in parts(state)]
+        return tree.replace_leaves(state, own)
+
+    def of_ranks(self, states: Sequence[State]) -> State:
+        """The inverse: the states of real ranks as one."""
+        values = list(zip(*[[part.value for part in parts(state)] for state in states], strict=True))
+        stacked = [
+            torch.stack(value) if _is_local(part) else value[0]
+            for part, value in zip(parts(states[0]), values, strict=True)
+        ]
+        return tree.replace_leaves(states[0], stacked)
+
+    def _weighted(self, leaves: Leaves, weight: Sequence[float] | Tensor) -> Leaves:
+        require_weighable(self.sync, {path: leaf.dtype for path, leaf in leaves.items()})
+        self._require_rows(leaves)
+        weights = [float(each) for each in weight]
+        if len(weights) != self.world_size:
+            raise ValueError(f"simulate: weight must have one for each of {self.world_size} ranks, got {len(weights)}")
+        scales = [scale_of(each, weights) for each in weights]
+        with torch.no_grad():  # rank by rank: a number scales low precision otherwise than a tensor of it does
+            return {
+                path: torch.stack([scaled(row, scale) for row, scale in zip(leaf, scales, strict=True)])
+                for path, leaf in leaves.items()
+            }
+
+    def _require_rows(self, leaves: Leaves) -> None:
+        for path, leaf in leaves.items():
+            if leaf.ndim == 0 or leaf.shape[0] != self.world_size:
+                raise ValueError(
+                    f"simulate: leaf {path!r} has shape {tuple(leaf.shape)}, which has no row for each of "
+                    f"{self.world_size} ranks; stack their gradients: torch.stack(grads_by_rank)"
+                )
+
+    def _ranks(self, rank: Tensor) -> Ranks:
+        return Ranks(self.world_size, rank, self.groups)
+
+    def _within(self, rank: Tensor) -> Any:
+        return within(World(simulated=self._ranks(rank)))
+
+    def _agreed(self, path: str, rows: Tensor) -> Tensor:
+        if not torch.equal(_bits(rows), _bits(rows[:1].expand_as(rows))):
+            raise ValueError(
+                f"simulate: {self.sync!r} gives another {path!r} on each rank, which its state marks as Replicated; "
+                "mark it Local, or compute it from what all ranks have"
+            )
+        return rows[0]
+
+
+class _Plain(NamedTuple):
+    """What a rank gives that is no tensor, and so leaves vmap as it is: a number, or None for no update."""
+
+    value: Any
+
+
+def _is_local(part: Part) -> bool:
+    return isinstance(part.value, Tensor) and part.kind != REPLICATED
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.contiguous().unsqueeze(-1).view(torch.uint8)

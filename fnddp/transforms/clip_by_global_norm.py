@@ -1,0 +1,69 @@
+"""The mean, at most so long."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fnddp.codec import wide
+from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+
+_EPSILON = 1e-6  # torch's
+
+
+@transform
+class clip_by_global_norm(Sync):
+    """Scales the mean down to a Euclidean norm of `max_norm` over all of its leaves, where it is longer.
+
+    What `torch.nn.utils.clip_grad_norm_` does to gradients that are synchronized, as a part of the pipeline: the same
+    factor on all ranks, and no pass of its own over `.grad`. The norm is taken in float32, or wider where a leaf is.
+    Integer leaves are neither counted nor scaled. A mean that is not finite stays so.
+
+    Put it outside of memory: `clip_by_global_norm(error_feedback(...), 1.0)` clips what the optimizer gets. The wrong
+    choice inside, `error_feedback(clip_by_global_norm(...))`: what is clipped is remembered and comes back, so nothing
+    is clipped in the long run. And the wrong choice where gradients are accumulated over several synchronized
+    backwards, or are scaled by a loss scaler: each mean is clipped by itself, as it is.
+
+    Args:
+        inner: The pipeline.
+        max_norm: The norm that a mean has at most; above 0.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+
+    Source: Pascanu et al., ICML 2013, Algorithm 1; the factor is torch's, max_norm / (norm + 1e-6), at most 1.
+
+    >>> from fnddp import allreduce
+    >>> clip_by_global_norm(allreduce, max_norm=1)({"w": torch.tensor([3.0, 4.0])}, ())[0]
+    {'w': tensor([0.6000, 0.8000])}
+    """
+
+    inner: Sync
+    max_norm: float
+
+    wraps_skipping: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_norm <= 0:
+            raise ValueError(f"clip_by_global_norm: max_norm must be above 0, got {self.max_norm!r}")
+
+    def init(self, grads: Tree) -> State:
+        return self.inner.init(grads)
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        require_leaves("clip_by_global_norm", leaves)
+        inner = self.inner.exchange(leaves, state)
+        norms = [
+            torch.linalg.vector_norm(leaf, dtype=wide(leaf.dtype)) for leaf in inner.mean.values() if is_inexact(leaf)
+        ]
+        if not norms:
+            return inner
+        norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+        factor = (self.max_norm / (norm + _EPSILON)).clamp(max=1.0)
+        return inner.decoded(lambda leaves: {path: _scaled(leaf, factor) for path, leaf in leaves.items()})
+
+
+def _scaled(leaf: Tensor, factor: Tensor) -> Tensor:
+    return (leaf * factor.to(leaf.device)).to(leaf.dtype) if is_inexact(leaf) else leaf

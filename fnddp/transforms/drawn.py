@@ -1,0 +1,88 @@
+"""Exchanges of some elements of each leaf, which all ranks draw alike."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.layout import in_format_of
+from fnddp.options import checked_int
+from fnddp.sync import Exchange, Replicated, State, Sync, require_state
+from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+
+
+class DrawnState(NamedTuple):
+    """`step`: exchanges done, which makes each step's choice another one."""
+
+    step: Replicated[int]
+    inner: State
+
+
+class Share(NamedTuple):
+    """How much of a leaf travels: a fraction of it, or a number of its elements."""
+
+    ratio: float | None
+    number: int | None
+
+    def of(self, n: int) -> int:
+        """How many of `n` elements: at least one, at most all."""
+        wanted = round(self.ratio * n) if self.ratio is not None else self.number
+        return min(n, max(1, wanted or 1))
+
+
+def checked_share(owner: str, ratio: float | None, name: str, number: int | None) -> Share:
+    """Raises a ValueError unless one of both is given, and in its range; `name` is that of `number`."""
+    if (ratio is None) == (number is None):
+        raise ValueError(f"{owner}: give ratio or {name}, got ratio={ratio!r} and {name}={number!r}")
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ValueError(f"{owner}: ratio must be in (0, 1], got {ratio!r}")
+    if number is not None and checked_int(f"{owner}: {name}", number) < 1:
+        raise ValueError(f"{owner}: {name} must be at least 1, got {number!r}")
+    return Share(ratio, number)
+
+
+def init_drawn(inner: Sync, grads: Tree, share: Share) -> DrawnState:
+    leaves, _ = tree.flatten(grads)
+    payload = dict(leaves)
+    for path, leaf in leaves.items():
+        if _is_drawn_from(leaf):
+            payload[path] = leaf.detach().new_empty(share.of(leaf.numel()))
+    return DrawnState(0, inner.init(payload))
+
+
+def exchange_drawn(
+    owner: str,
+    inner: Sync,
+    leaves: Leaves,
+    state: DrawnState,
+    draw: Callable[[str, Tensor], Tensor],
+    is_scaled: bool,
+) -> Exchange:
+    """Exchanges the elements of each leaf whose indices are `draw(path, leaf)`, equal on all ranks; others are zeros.
+
+    Args:
+        owner, inner, leaves, state: Of the transform.
+        draw: Distinct indices into the flat leaf, as many as its share.
+        is_scaled: Multiply what comes back by elements / drawn.
+    """
+    require_leaves(owner, leaves)
+    require_state(owner, state, DrawnState)
+    drawn = {path: draw(path, leaf) for path, leaf in leaves.items() if _is_drawn_from(leaf)}
+    payload = {path: leaf.reshape(-1)[drawn[path]] if path in drawn else leaf for path, leaf in leaves.items()}
+
+    def decode(of: Leaves) -> Leaves:
+        whole = dict(of)
+        for path, indices in drawn.items():
+            leaf = leaves[path]
+            values = of[path] * (leaf.numel() / indices.numel()) if is_scaled else of[path]
+            flat = leaf.new_zeros(leaf.numel()).index_copy(0, indices, values)
+            whole[path] = in_format_of(leaf, flat.view(leaf.shape))
+        return whole
+
+    done = inner.exchange(payload, state.inner)
+    return done.decoded(decode)._replace(state=DrawnState(state.step + 1, done.state))
+
+
+def _is_drawn_from(leaf: Tensor) -> bool:
+    return is_inexact(leaf) and leaf.numel() > 0

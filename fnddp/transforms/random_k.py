@@ -1,0 +1,67 @@
+"""Random-k: elements that all ranks draw alike, so that they add."""
+
+from torch import Tensor
+
+from fnddp import random
+from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.transforms.drawn import DrawnState, Share, checked_share, exchange_drawn, init_drawn
+from fnddp.tree import Leaves, Tree
+
+
+@transform
+class random_k(Sync):
+    """Sends k elements of each leaf, drawn anew in each step, and zeros for all others.
+
+    All ranks draw from one seed, so no indices travel and the payloads add: it wraps any pipeline. It is a contraction
+    by 1 - k / n in expectation: wrap it in `error_feedback`. `unbiased=True` multiplies what has come by n / k: right
+    without memory, and wrong with it, where the residual then grows by n / k - 1 in each step; so it is not the
+    default. The wrong choice for gradients with few large elements, which `topk` finds; and where drawing (a hash of
+    each element, and the largest k of them) costs more than it saves: `random_block` draws one number for each leaf.
+
+    An element that is not finite shows in the mean only once it is drawn. Integer leaves travel whole.
+
+    Args:
+        inner: What carries the drawn elements, a flat leaf of k.
+        ratio: The fraction of elements to send, in (0, 1], at least one; or
+        k: how many elements to send of each leaf. Exactly one of both.
+        unbiased: Multiply by n / k, so that the expected mean is the mean; the variance is n / k - 1 times the square.
+        seed: The same on all ranks.
+
+    Raises:
+        ValueError: Neither or both of `ratio` and `k`, or one out of range.
+
+    Source: Stich et al., "Sparsified SGD with memory", NeurIPS 2018, definition 2.1 (rand-k).
+
+    >>> import torch
+    >>> from fnddp import allreduce
+    >>> sync = random_k(allreduce, k=1)
+    >>> grads = {"w": torch.ones(4)}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> first["w"].sum(), state.step
+    (tensor(1.), 1)
+    """
+
+    inner: Sync
+    ratio: float | None = None
+    k: int | None = None
+    unbiased: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_share("random_k", self.ratio, "k", self.k)
+
+    def init(self, grads: Tree) -> State:
+        return init_drawn(self.inner, grads, self._share)
+
+    def exchange(self, leaves: Leaves, state: DrawnState) -> Exchange:
+        def draw(path: str, leaf: Tensor) -> Tensor:
+            n = leaf.numel()
+            lots = random.words((n,), name=path, seed=self.seed, step=state.step, device=leaf.device)
+            return lots.topk(self._share.of(n)).indices
+
+        return exchange_drawn("random_k", self.inner, leaves, state, draw, self.unbiased)
+
+    @property
+    def _share(self) -> Share:
+        return checked_share("random_k", self.ratio, "k", self.k)

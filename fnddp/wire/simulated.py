@@ -1,0 +1,113 @@
+"""Ranks as the mapped dimension of one vmap: a collective is a sum, a gather or a transpose over it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnddp.wire.kinds import Kind, named
+
+Division = tuple[tuple[int, ...], ...]
+"""How a process group divides all ranks: groups of equal size, each with its ranks in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of a simulation, as the pipeline that runs in it meets them.
+
+    Attributes:
+        n: How many there are.
+        rank: Which of them this is: within vmap, all of them.
+        groups: How the groups with a name divide them. The default group has all.
+    """
+
+    n: int
+    rank: Tensor
+    groups: Mapping[str, Division] = field(default_factory=dict[str, Division])
+
+    def size(self, group: str | None) -> int:
+        """The number of ranks in each group of that name."""
+        return len(self.division(group)[0])
+
+    def rank_in(self, group: str | None) -> Tensor:
+        """The place of this rank in its group of that name."""
+        if group is None:
+            return self.rank
+        places = torch.empty(self.n, dtype=torch.int64, device=self.rank.device)
+        for members in self.division(group):
+            places[list(members)] = torch.arange(len(members), device=places.device)
+        return places[self.rank]
+
+    def division(self, group: str | None) -> Division:
+        """The groups of that name.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if group is None:
+            return (tuple(range(self.n)),)
+        if group not in self.groups:
+            raise ValueError(
+                f"simulate: the pipeline reduces over the process group {group!r}, whose ranks are not known; give "
+                f"them, simulate(sync, world_size={self.n}, groups={{{group!r}: ((0, 1), ...)}}), or build the "
+                "pipeline without a group"
+            )
+        return self.groups[group]
+
+    def moved(self, kind: Kind, payload: Tensor, op: str | None, group: str | None) -> Tensor:
+        """What this rank receives in a collective in which every rank sends its `payload`."""
+        division = self.division(group)
+        everyone = _together(
+            payload, kind.name, op, self.n, [r for members in division for r in members], len(division)
+        )
+        is_same_for_all = not kind.sends_rows and len(division) == 1
+        return everyone[0] if is_same_for_all else everyone[self.rank]
+
+
+def _of_all(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:
+    """Where all ranks send the same."""
+    return _received(payload.expand(n, *payload.shape), kind, op, order, groups)
+
+
+def _received(sends: Tensor, kind: str, op: str | None, order: Sequence[int], groups: int) -> Tensor:
+    """What ranks receive, `[n, *result]`, of what they send, `[n, *payload]`; a row, where all receive the same."""
+    of_kind = named(kind)
+    if groups == 1:
+        received = of_kind.together(sends, op)
+        return received.clone() if of_kind.sends_rows else received[:1].clone()
+    order = list(order)
+    received = torch.cat([of_kind.together(sends[members], op) for members in torch.tensor(order).chunk(groups)])
+    return received[torch.tensor(order).argsort()]
+
+
+def _like_received(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:
+    of_kind = named(kind)
+    rows = n if of_kind.sends_rows or groups > 1 else 1
+    return payload.new_empty((rows, *of_kind.result_shape(tuple(payload.shape), n // groups)))
+
+
+def _together_batch(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    payload: Tensor,
+    kind: str,
+    op: str | None,
+    n: int,
+    order: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, None]:
+    assert in_dims[0] is not None
+    assert info.batch_size == n
+    return _received(payload.movedim(in_dims[0], 0), kind, op, order, groups), None
+
+
+# An operation of its own: vmap has a rule for it, by which the mapped dimension is one like any other.
+torch.library.define(
+    "fnddp::together", "(Tensor payload, str kind, str? op, int n, int[] order, int groups) -> Tensor", tags=()
+)
+torch.library.impl("fnddp::together", ("CPU", "CUDA"), _of_all)
+torch.library.register_fake("fnddp::together", _like_received)
+torch.library.register_vmap("fnddp::together", _together_batch)
+_together: Any = torch.ops.fnddp.together.default

@@ -1,0 +1,173 @@
+"""Carriers: exact means in rank order, whatever the layout, and what their two hops account for."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fnddp
+from fnddp import allgather, allreduce, bf16, bucketize, fp16, lower, parse, quantize, sign, topk, two_shot
+from fnddp.collectives import sum_in_rank_order
+from fnddp.laws import bits, gather
+from fnddp.ranks import RankFailed, run_threads
+
+SHAPES = {"w": (9, 7), "b": (5,), "one": (), "wide": (3, 400)}
+
+
+def grads(rank: int, step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {path: torch.randn(shape, generator=generator) * 10 for path, shape in SHAPES.items()}
+
+
+def in_rank_order(leaves: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, [leaf.float() for leaf in leaves])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("carrier", [allgather, two_shot], ids=repr)
+def test_a_mean_is_the_sum_in_rank_order_divided_afterwards(carrier, n):
+    means = run_threads(n, lambda rank: carrier(grads(rank), carrier.init(grads(rank)))[0])
+    for path in SHAPES:
+        want = in_rank_order([grads(rank)[path] for rank in range(n)]) / n
+        assert all(torch.equal(mean[path], want) for mean in means)
+
+
+@pytest.mark.parametrize("cast", [fp16, bf16])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_16_bit_wire_adds_in_float32(cast, n):
+    sync = cast(two_shot)
+    dtype = sync.dtype
+    means = run_threads(n, lambda rank: sync(grads(rank), sync.init(grads(rank)))[0])
+    for path in SHAPES:
+        total = in_rank_order([grads(rank)[path].to(dtype) for rank in range(n)])
+        assert torch.equal(means[0][path], (total / n).to(dtype).float())
+
+
+@pytest.mark.parametrize("carrier", [allgather, two_shot], ids=repr)
+def test_casts_have_the_same_bits_in_buckets(carrier):
+    def body(rank: int) -> tuple[list, list]:
+        plain, flat = fp16(carrier), bucketize(fp16(carrier), cap_mb=0.001)
+        return tuple(bits(sync(grads(rank), sync.init(grads(rank)))[0]) for sync in (plain, flat))
+
+    for plain, flat in run_threads(3, body):
+        assert plain == flat
+
+
+def int8_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    """Each row in blocks of int8, and back, without any of our code."""
+    out = np.zeros_like(x)
+    for row in range(x.shape[0]):
+        for start in range(0, x.shape[1], block):
+            part = x[row, start : start + block]
+            scale = np.float32(np.abs(part).max() / np.float32(127))
+            out[row, start : start + block] = np.round(part / scale) * scale if scale > 0 else 0
+    return out
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_two_shot_of_blocks_is_what_numpy_computes(n):
+    sync, block = quantize(two_shot, block=16), 16
+    means = run_threads(n, lambda rank: sync(grads(rank), sync.init(grads(rank)))[0])
+    for path in SHAPES:
+        rows = [grads(rank)[path].numpy().reshape(-1) for rank in range(n)]
+        chunk = -(-rows[0].size // n)
+        padded = [np.pad(row, (0, n * chunk - row.size)).reshape(n, chunk) for row in rows]
+        total = sum(int8_blocks(row, block) for row in padded) / np.float32(n)
+        want = int8_blocks(total, block).reshape(-1)[: rows[0].size]
+        # An element just between two multiples may round to the other one: one multiple in each hop.
+        step = 2 * np.abs(total).max() / 127
+        got = means[0][path].numpy().reshape(-1)
+        assert np.abs(got - want).max() <= step
+        assert np.mean(np.abs(got - want) > 1e-4 * step) < 0.02
+
+
+@given(n=st.integers(2, 4), seed=st.integers(0, 99))
+def test_the_error_of_bf16_two_shot_does_not_grow_with_ranks(n, seed):
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        mine = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1000 * seed + rank)).bfloat16().float()}
+        return bf16(two_shot)(mine, ())[0]["w"], sum(gather(mine["w"].double())) / n
+
+    got, want = run_threads(n, body)[0]
+    assert ((got - want).abs() <= 2**-8 * want.abs() + 1e-6).all()  # one rounding, whatever n
+
+
+def test_sent_of_the_owner_has_the_second_hop_in_it():
+    def body(rank: int) -> tuple[dict, dict]:
+        done = sign(two_shot).exchange(grads(rank), sign(two_shot).init(grads(rank)))
+        return done.mean, done.sent
+
+    done = run_threads(3, body)
+    for path in SHAPES:
+        mean = sum(sent[path].double() for _, sent in done) / 3
+        torch.testing.assert_close(mean, done[0][0][path].double(), rtol=1e-5, atol=1e-5)
+
+
+def test_server_memory_of_other_ranks_is_refused():
+    sync = sign(two_shot(server_memory=True))
+    state = run_threads(2, lambda rank: sync.init(grads(rank)))[0]
+    with pytest.raises(RankFailed, match=r"two_shot.*residual|two_shot.*shape"):
+        run_threads(3, lambda rank: sync(grads(rank), state))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: topk(allreduce, k=1), r"topk: allreduce adds payloads up.*topk\(allgather\) or topk\(two_shot\)"),
+        (lambda: quantize(bucketize(allgather)), r"quantize: bucketize\(allgather\) adds.*bucketize\(quantize"),
+        (lambda: sign(fp16(allreduce)), r"sign: fp16\(allreduce\) adds"),
+        (lambda: topk(allgather), "topk: give ratio or k"),
+        (lambda: parse("sign(allreduce)"), "sign: allreduce adds"),
+    ],
+)
+def test_a_wrong_nesting_names_the_fix(make, says):
+    with pytest.raises((TypeError, ValueError), match=f"(?s){says}"):
+        make()
+
+
+def test_carriers_print_as_what_makes_them():
+    assert repr(fp16(two_shot)) == "fp16(two_shot)"
+    assert two_shot() == two_shot
+    assert repr(two_shot(server_memory=True)) == "two_shot(server_memory=True)"
+    assert parse("two_shot(server_memory=True)") == two_shot(server_memory=True)
+    assert repr(allgather.over("7")) == "all_gather(group='7')"
+
+
+@pytest.mark.parametrize("n", [2, 8, 1024])
+def test_bytes_of_both_hops_are_exact(n):
+    elements, block = 4096 * 128 + 1, 128
+    like = {"w": torch.empty(elements, device="meta")}
+    chunk = -(-elements // n)
+    row = -(-chunk // block) * (block + 4)  # a byte for each element of whole blocks, and their scales
+    assert lower(quantize(two_shot), like, world_size=n).wire_bytes == n * row + row
+    assert lower(quantize(allgather), like, world_size=n).wire_bytes == -(-elements // block) * (block + 4)
+    assert lower(fp16(two_shot), like, world_size=n).wire_bytes == 2 * (n * chunk + chunk)
+
+
+def test_hops_overlap_with_backward():
+    like = {f"layer{i}": torch.empty(64, 64, device="meta") for i in range(4)}
+    plan = lower(quantize(two_shot), like, world_size=2, bucket_cap_mb=0.01, first_bucket_mb=0.01)
+    slots = {kind: [c.slot for c in plan.collectives if c.kind.name == kind] for kind in ("all_to_all", "all_gather")}
+    assert slots == {"all_to_all": [0, 1, 2, 3], "all_gather": [1, 2, 3, 4]}
+
+
+def test_sums_in_rank_order_are_the_same_in_any_layout():
+    rows = torch.randn(5, 7, 33)
+    want = functools.reduce(torch.add, rows.unbind())
+    assert torch.equal(sum_in_rank_order(rows), want)
+    assert torch.equal(sum_in_rank_order(rows.transpose(1, 2).contiguous().transpose(1, 2)), want)
+    batched = torch.func.vmap(sum_in_rank_order, in_dims=1)(rows)
+    assert torch.equal(batched, want)
+    torch.library.opcheck(torch.ops.fnddp.sum_in_rank_order.default, (rows,))
+
+
+def test_pipelines_on_carriers_are_compiled():
+    sync = fnddp.error_feedback(quantize(two_shot))
+    state = sync.init(grads(0))
+    eager = sync(grads(0), state)
+    compiled = torch.compile(lambda g, s: sync(g, s), backend="aot_eager", fullgraph=True)(grads(0), state)
+    for path in SHAPES:
+        torch.testing.assert_close(compiled[0][path], eager[0][path])

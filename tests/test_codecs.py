@@ -1,0 +1,546 @@
+"""Codecs: what each promises of its own error, its bytes against the papers, and what may stand inside what."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fnddp
+from fnddp import WireCounter, allgather, laws, two_shot
+from fnddp.codec import Codec, Key
+from fnddp.codecs.dct_topk import cosines
+from fnddp.codecs.packing import pack, pack_bits, pack_indices, unpack, unpack_bits, unpack_indices
+from fnddp.ranks import run_threads
+
+CODECS = [
+    "topk(allgather, k=3)",
+    "topk(allgather, ratio=0.1, chunk=16)",
+    "topk(allgather, k=64, chunk=4096)",
+    "quantize(allgather)",
+    "quantize(allgather, bits=4, block=10)",
+    "quantize(allgather, bits=2, block=None)",
+    "quantize(allgather, bits=4, block=None, rounding='stochastic')",
+    "fp8(allgather)",
+    "fp8(allgather, format='e5m2', block=None)",
+    "sign(allgather)",
+    "sign(allgather, scale='max', chunk=16)",
+    "sign(allgather, scale='none')",
+    "majority_vote(allgather)",
+    "qsgd(allgather, levels=1)",
+    "qsgd(allgather, levels=7, block=None)",
+    "qsgd(allgather, levels=100, block=9)",
+    "terngrad(allgather)",
+    "terngrad(allgather, clip=2.5, block=10)",
+    "natural(allgather)",
+    "dct_topk(allgather)",
+    "dct_topk(allgather, chunk=4, k=3)",
+]
+UNBIASED = {  # and the bound on the variance, relative to the square of the norm, for d elements
+    "quantize(allgather, bits=8, block=None, rounding='stochastic')": lambda d: d / 4 / 127**2,
+    "quantize(allgather, bits=2, block=None, rounding='stochastic')": lambda d: d / 4,
+    "qsgd(allgather, levels=1, block=None)": lambda d: d**0.5,
+    "qsgd(allgather, levels=7, block=None)": lambda d: min(d / 7**2, d**0.5 / 7),
+    "qsgd(allgather, levels=100, block=None)": lambda d: d / 100**2,
+    "terngrad(allgather)": lambda d: d**0.5,
+    "natural(allgather)": lambda d: 1 / 8,
+}
+# Products of matrices are rounded as their shapes will have it.
+ROUNDING = {text: 1e-5 if "dct" in text else 0.0 for text in CODECS}
+AWKWARD = [1, 2, 7, 65, 4096, 4097]
+
+rows_of = st.builds(
+    lambda rows, n, seed, size: size * torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)),
+    st.integers(1, 3),
+    st.one_of(st.integers(1, 70), st.sampled_from([4095, 4096, 4097])),
+    st.integers(0, 1000),
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e20]),
+)
+
+
+def codec_of(text: str) -> Codec:
+    codec = fnddp.parse(text)
+    assert isinstance(codec, Codec)
+    return codec
+
+
+def encoded(codec: Codec, x: Tensor, step: int = 0) -> dict[str, Tensor]:
+    return codec.encode(x, Key("w", 0, seed=1, step=step)) if codec.draws else codec.encode(x)
+
+
+def coded(codec: Codec, x: Tensor, step: int = 0) -> Tensor:
+    """What becomes of rows."""
+    return codec.decode(encoded(codec, x, step), x.shape[1])
+
+
+def nbytes(payload: dict[str, Tensor]) -> int:
+    return sum(part.numel() * part.element_size() for part in payload.values())
+
+
+# What every codec keeps.
+
+
+@pytest.mark.parametrize("text", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_rows_of_any_length_and_dtype_come_back(text, dtype):
+    codec = codec_of(text)
+    for n in AWKWARD:
+        x = torch.randn(3, n).to(dtype)
+        payload = encoded(codec, x)
+        assert all(part.shape[0] == 3 for part in payload.values())
+        assert codec.decode(payload, n).shape == (3, n)
+        # Any number of rows: those of all ranks.
+        twice = {name: torch.cat([part, part]) for name, part in payload.items()}
+        torch.testing.assert_close(
+            codec.decode(twice, n)[3:], codec.decode(payload, n), rtol=ROUNDING[text], atol=ROUNDING[text]
+        )
+
+
+@pytest.mark.parametrize("text", CODECS)
+def test_shapes_do_not_depend_on_values(text):
+    codec = codec_of(text)
+    for n in AWKWARD:
+        one, other = encoded(codec, torch.zeros(2, n)), encoded(codec, torch.randn(2, n))
+        on_meta = encoded(codec, torch.empty(2, n, device="meta"))
+        for payload in other, on_meta:
+            assert {name: (part.shape, part.dtype) for name, part in payload.items()} == {
+                name: (part.shape, part.dtype) for name, part in one.items()
+            }
+
+
+@pytest.mark.parametrize("text", CODECS)
+@given(x=rows_of)
+def test_a_row_does_not_depend_on_others(text, x):
+    codec = codec_of(text)
+    others = torch.cat([x[:1], 3 * x[1:].flip(1)])
+    one, other = encoded(codec, x), encoded(codec, others)
+    assert all(torch.equal(one[name][0], other[name][0]) for name in one)
+
+
+@pytest.mark.parametrize("text", CODECS)
+@pytest.mark.parametrize("n", AWKWARD)
+def test_zeros_stay_zeros(text, n):
+    x = torch.stack([torch.zeros(n), torch.randn(n)])
+    if "scale='none'" in text:  # plain signs have no zero
+        assert coded(codec_of(text), x).isfinite().all()
+    else:
+        assert not coded(codec_of(text), x)[0].any()
+
+
+@pytest.mark.parametrize("text", [text for text in CODECS if "scale='none'" not in text])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("n", [1, 7, 65, 4097])
+def test_what_is_not_finite_shows(text, value, n):
+    x = torch.randn(2, n)
+    x[1, n // 2] = value
+    read = coded(codec_of(text), x)
+    assert not read[1].isfinite().all()
+    assert read[0].isfinite().all()
+
+
+@pytest.mark.parametrize("text", CODECS)
+def test_encoding_and_decoding_can_be_mapped_over_ranks(text):
+    """Simulation is a vmap over ranks, each with its own random numbers."""
+    codec, n = codec_of(text), 37
+    x = torch.randn(4, 2, n)
+
+    def of_rank(x: Tensor, rank: Tensor) -> Tensor:
+        key = Key("w", rank, seed=1)
+        return codec.decode(codec.encode(x, key) if codec.draws else codec.encode(x), n)
+
+    mapped = torch.vmap(of_rank)(x, torch.arange(4))
+    alone = torch.stack([of_rank(x[rank], torch.tensor(rank)) for rank in range(4)])
+    torch.testing.assert_close(mapped, alone, rtol=ROUNDING[text], atol=ROUNDING[text])
+
+
+# Contractions. A part in 1e5 for roundings of float32.
+
+
+def contraction(x: Tensor, read: Tensor) -> Tensor:
+    """How much of each row's square is lost, in double precision."""
+    x = x.double()
+    return (x - read.double()).square().sum(1) / x.square().sum(1)
+
+
+@given(x=rows_of, k=st.integers(1, 80))
+def test_topk_contracts_as_it_should(x, k):
+    n = x.shape[1]
+    assert (contraction(x, coded(fnddp.topk(allgather, k=k), x)) <= 1 - min(k, n) / n + 1e-5).all()
+
+
+@given(x=rows_of, k=st.integers(1, 12))
+def test_dct_topk_contracts_as_it_should(x, k):
+    codec = fnddp.dct_topk(allgather, chunk=8, k=k)
+    assert (contraction(x, coded(codec, x)) <= 1 - k / max(64, k) + 1e-5).all()
+
+
+@given(x=rows_of)
+def test_scaled_signs_contract_exactly_as_the_paper_says(x):
+    d, wide = x.shape[1], x.double()
+    want = 1 - wide.abs().sum(1).square() / (d * wide.square().sum(1))
+    assert torch.allclose(contraction(x, coded(fnddp.sign(allgather), x)), want, atol=1e-5)
+
+
+@given(x=rows_of, bits=st.sampled_from([8, 4, 2]), block=st.sampled_from([4, 32, None]))
+def test_quantize_errs_by_at_most_half_a_step(x, bits, block):
+    read = coded(fnddp.quantize(allgather, bits=bits, block=block), x)
+    largest = x.abs().amax(1, keepdim=True) if block is None else x.abs().amax()
+    assert ((x - read).abs() <= largest / (2 ** (bits - 1) - 1) / 2 * (1 + 1e-5)).all()
+
+
+@given(x=rows_of, format=st.sampled_from([("e4m3", 2**-4, 2**-14), ("e5m2", 2**-3, 2**-29)]))
+def test_fp8_errs_by_at_most_half_a_unit(x, format):
+    name, relative, range_of_block = format
+    read = coded(fnddp.fp8(allgather, name, block=None), x)
+    largest = x.abs().amax(1, keepdim=True)
+    allowed = torch.maximum(x.abs(), largest * range_of_block) * relative
+    assert ((x - read).abs() <= allowed * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("text", ["random_k(allreduce, k=5)", "random_block(allreduce, block=5)"])
+def test_random_parts_contract_on_average(text):
+    """Each step loses a share in 0..1 of the square, so 300 of them are within 0.25 of 1 - k / d (Hoeffding: 1e-16)."""
+    sync, x = fnddp.parse(text), {"w": torch.randn(50)}
+    state, lost, even = sync.init(x), 0.0, {"w": torch.ones(50)}
+    for _ in range(300):
+        assert sync(even, state)[0]["w"].sum() == 5  # k elements, each once: exactly 1 - k / d
+        mean, state = sync(x, state)
+        lost += contraction(x["w"][None], mean["w"][None]).item() / 300
+    assert abs(lost - (1 - 5 / 50)) < 0.25
+
+
+# Unbiased ones.
+
+
+@pytest.mark.parametrize("text", UNBIASED)
+@pytest.mark.parametrize("d", [1, 10, 60])
+def test_expectation_and_variance(text, d):
+    """2,000 draws, a row each. Their mean errs by the standard deviation / sqrt(2000), of which 6 are allowed.
+
+    The measured one is 0 where rounding up is so rare that it never came: as unlikely as e ** -10, if it were in 200.
+    """
+    draws, codec = 2000, codec_of(text)
+    normal = torch.randn(d, generator=torch.Generator().manual_seed(d))
+    for x in normal, torch.full((d,), 4 / 3), torch.linspace(-1, 1, d) ** 5:
+        read = coded(codec, x.expand(draws, d)).double()
+        variance = (read - x).square().sum(1).mean()
+        bound = UNBIASED[text](d) * x.double().square().sum()
+        assert variance <= bound * 1.1 + 1e-9
+        rare = read.abs().max() / 200
+        assert ((read.mean(0) - x).abs() <= 6 * read.std(0) / draws**0.5 + rare).all()
+
+
+def test_natural_reaches_its_bound():
+    """At 4 / 3 of a power of two the variance is 1 / 8 of the square; 20,000 draws tell it to a percent or two."""
+    read = coded(fnddp.natural(allgather), torch.full((20_000, 1), 4 / 3))
+    assert set(read.unique().tolist()) == {1.0, 2.0}
+    assert (read - 4 / 3).square().mean() / (4 / 3) ** 2 == pytest.approx(1 / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["random_k(allreduce, k=5", "random_block(allreduce, block=5"])
+def test_random_parts_scaled_are_unbiased(text):
+    """An element's mean over 500 steps errs by |x| sqrt((d / k - 1) / 500), of which 6 are allowed."""
+    sync, x = fnddp.parse(f"{text}, unbiased=True)"), {"w": torch.randn(20)}
+    state, total = sync.init(x), torch.zeros(20)
+    for _ in range(500):
+        mean, state = sync(x, state)
+        total += mean["w"] / 500
+    assert ((total - x["w"]).abs() <= 6 * x["w"].abs() * (3 / 500) ** 0.5).all()
+
+
+def test_ranks_leaves_hops_and_steps_draw_other_numbers():
+    codec, x = fnddp.natural(allgather), torch.full((1, 200), 1.5)
+    keys = [Key("w", 0), Key("w", 1), Key("v", 0), Key("w again", 0), Key("w", 0, step=1), Key("w", 0, seed=1)]
+    read = [tuple(codec.decode(codec.encode(x, key), 200).flatten().tolist()) for key in keys]
+    assert len(set(read)) == len(keys)
+    mine = run_threads(2, lambda rank: codec.exchange({"w": x}, codec.init({"w": x})).sent["w"])
+    assert not torch.equal(*mine)
+
+
+# Exactness.
+
+
+@given(x=rows_of)
+def test_all_of_it_is_exact(x):
+    n = x.shape[1]
+    assert torch.equal(coded(fnddp.topk(allgather, k=n), x), x)
+    for inner in "random_k", "random_block":
+        mean, _ = (sync := fnddp.parse(f"{inner}(allreduce, ratio=1)"))({"w": x}, sync.init({"w": x}))
+        assert torch.equal(mean["w"], x)
+
+
+@given(st.lists(st.integers(-120, 120), min_size=1, max_size=70), st.booleans())
+def test_powers_of_two_are_natural(exponents, negative):
+    x = (-1.0 if negative else 1.0) * torch.tensor([[2.0**e for e in exponents]])
+    assert torch.equal(coded(fnddp.natural(allgather), x), x)
+
+
+@given(st.lists(st.integers(-7, 7), min_size=1, max_size=70), st.booleans())
+def test_multiples_of_the_step_are_exact(numbers, stochastic):
+    x = torch.tensor([[7, *numbers]]).float()
+    rounding = "stochastic" if stochastic else "nearest"
+    assert torch.equal(coded(fnddp.quantize(allgather, bits=4, block=None, rounding=rounding), x), x)
+
+
+@pytest.mark.parametrize("text", ["terngrad(allgather)", "sign(allgather)"])
+def test_one_magnitude_is_exact(text):
+    x = torch.where(torch.randn(2, 65) > 0, 0.3, -0.3)
+    assert torch.equal(coded(codec_of(text), x), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_natural_keeps_to_the_range_of_the_dtype(dtype):
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    x = torch.tensor([[largest, -largest, smallest, smallest / 4]] * 50, dtype=dtype)
+    x = x.clamp(-3e38, 3e38) if dtype == torch.float64 else x
+    assert coded(fnddp.natural(allgather), x).to(dtype).isfinite().all()
+
+
+# Packing.
+
+
+@given(st.sampled_from([8, 4, 2]), st.lists(st.integers(-128, 127), max_size=40))
+def test_packed_integers_come_back(bits, numbers):
+    q = torch.tensor(numbers, dtype=torch.int8) >> 8 - bits
+    packed = pack(q, bits)
+    assert packed.numel() == -(-len(numbers) * bits // 8)
+    assert torch.equal(unpack(packed, bits, len(numbers)), q)
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_packed_bits_come_back(bits):
+    packed = pack_bits(torch.tensor(bits, dtype=torch.bool))
+    assert packed.numel() == -(-len(bits) // 8)
+    assert unpack_bits(packed, len(bits)).tolist() == bits
+
+
+@given(st.data(), st.sampled_from([(256, 2), (4096, 1.5), (4097, 2), (32768, 2), (32769, 4)]))
+def test_packed_indices_come_back(data, among_and_bytes):
+    among, each = among_and_bytes
+    pairs = data.draw(st.lists(st.tuples(*[st.integers(0, among - 1)] * 2), min_size=1, max_size=20))
+    indices = torch.tensor(pairs).flatten()
+    packed = pack_indices(indices, among)
+    assert nbytes({"": packed}) == each * len(indices)
+    assert torch.equal(unpack_indices(packed).flatten(), indices)
+
+
+# DCT.
+
+
+def test_cosines_are_those_of_dct_2():
+    x = torch.randn(5, 12, dtype=torch.float64)
+    n, k = np.arange(12), np.arange(12)[:, None]
+    scale = np.where(k == 0, np.sqrt(1 / 12), np.sqrt(2 / 12))
+    want = x.numpy() @ (scale * np.cos(np.pi * k * (2 * n + 1) / 24)).T
+    np.testing.assert_allclose((x @ cosines(12, x).mT).numpy(), want, atol=1e-12)
+
+
+def test_dct_topk_is_that_of_each_tile_of_a_matrix():
+    matrix = torch.randn(20, 2, 8)  # [20, 16]: three by two tiles of 8, the last row of them padded
+    mean, _ = fnddp.dct_topk(allgather, chunk=8, k=5)({"w": matrix}, ())
+    basis = cosines(8, torch.empty(0, dtype=torch.float64)).numpy()
+    padded, want = np.zeros((24, 16)), np.zeros((24, 16))
+    padded[:20] = matrix.reshape(20, 16).double().numpy()
+    for row in range(0, 24, 8):
+        for column in 0, 8:
+            there = slice(row, row + 8), slice(column, column + 8)
+            coefficients = basis @ padded[there] @ basis.T
+            kth = np.sort(np.abs(coefficients).flatten())[-5]
+            want[there] = basis.T @ np.where(np.abs(coefficients) >= kth, coefficients, 0) @ basis
+    np.testing.assert_allclose(mean["w"].reshape(20, 16).numpy(), want[:20], atol=1e-5)
+
+
+def test_error_feedback_around_dct_topk_is_demos_momentum():
+    sync = fnddp.parse("error_feedback(dct_topk(allgather, chunk=4, k=2), decay=0.9)")
+    codec = fnddp.dct_topk(allgather, chunk=4, k=2)
+    grads = [{"w": torch.randn(8, 8)} for _ in range(4)]
+    state, m = sync.init(grads[0]), torch.zeros(8, 8)
+    for each in grads:
+        mean, state = sync(each, state)
+        m = 0.9 * m + each["w"]
+        q, _ = codec({"w": m}, ())
+        m = m - q["w"]
+        torch.testing.assert_close(mean["w"], q["w"])
+        torch.testing.assert_close(state.residual["w"], m)
+
+
+# Majority vote.
+
+BALLOTS = torch.tensor(
+    [[1.0, 1.0, -2.0, 0.0, 0.5], [3.0, -1.0, -0.1, 0.0, 0.0], [0.1, -9.0, 4.0, -1.0, 0.0], [2.0, 0.3, -5.0, 0.0, -7.0]]
+)
+
+
+@pytest.mark.parametrize("carrier", ["two_shot", "allgather", "two_shot(server_memory=True)"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_majority_wins_and_zeros_abstain(carrier, n):
+    sync = fnddp.parse(f"majority_vote({carrier})")
+
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        grads = {"w": BALLOTS[rank]}
+        done = sync.exchange(grads, sync.init(grads))
+        return done.mean["w"], done.sent["w"]
+
+    done = run_threads(n, body)
+    want = BALLOTS[:n].sign().sum(0).sign()
+    assert all(torch.equal(mean, want) for mean, _ in done)
+    if sync.accounts:
+        torch.testing.assert_close(sum(sent for _, sent in done) / n, want)
+
+
+def test_a_rank_of_weight_zero_abstains():
+    sync = fnddp.majority_vote(two_shot)
+    done = run_threads(3, lambda rank: sync({"w": BALLOTS[rank]}, (), weight=float(rank != 2))[0]["w"])
+    assert torch.equal(done[0], BALLOTS[:2].sign().sum(0).sign())
+
+
+# Means over ranks. Laws run over every name (test_laws.py); here the exact sums, to a few roundings of float32.
+
+
+@pytest.mark.parametrize("carrier", ["allgather", "two_shot"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_sent_adds_up_to_the_mean(carrier, n):
+    def body(rank: int) -> None:
+        for text in CODECS:
+            sync = fnddp.parse(text.replace("allgather", carrier))
+            grads = {"w": laws.model(rank, 0)["fc.weight"], "b": laws.model(rank, 0)["fc.bias"]}
+            done = sync.exchange(grads, sync.init(grads))
+            everyone = laws.gather(done.sent)
+            for path, mean in done.mean.items():
+                want = sum(sent[path].double() for sent in everyone) / n
+                torch.testing.assert_close(mean.double(), want, rtol=1e-5, atol=1e-5, msg=text)
+
+    run_threads(n, body)
+
+
+def two_leaves(rank: int, step: int) -> dict[str, Tensor]:
+    tree = laws.model(rank, step)
+    return {"weight": tree["fc.weight"], "bias": tree["fc.bias"].half()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error_feedback(topk(quantize(bf16(allgather), bits=2, block=None), k=4, chunk=64))",
+        "fp16(fp8(natural(two_shot), block=30))",
+        "bucketize(topk(qsgd(two_shot), ratio=0.2))",
+        "random_k(random_block(quantize(two_shot), block=9), ratio=0.5)",
+    ],
+)
+def test_nestings_keep_the_laws(text):
+    """Lowered too, once: a trace takes seconds, and test_laws.py does it for every name."""
+    sync = fnddp.parse(text)
+    skipped = laws.law_5_lossless_is_exact, laws.law_7_resuming_an_engine_is_exact
+    for law in laws.LAWS:
+        if laws.applies(law, sync) and law not in skipped:
+            run_threads(3, law, sync, two_leaves)
+
+
+# Bytes.
+
+VECTOR, MATRIX, HALF = (1 << 20,), (1024, 1024), 2 * (1 << 20)
+FLOAT = 4 * (1 << 20)
+BYTES = [  # of 2 ** 20 elements
+    ("natural(allgather)", (1 << 20) * 9 // 8),
+    ("quantize(allgather, block=128)", (1 << 20) + 4 * (1 << 13)),
+    ("quantize(allgather, bits=4, block=128)", (1 << 19) + 4 * (1 << 13)),
+    ("quantize(bf16(allgather), bits=4, block=128)", (1 << 19) + 2 * (1 << 13)),
+    ("quantize(allgather, bits=2, block=None)", (1 << 18) + 4),
+    ("fp8(allgather, block=128)", (1 << 20) + 4 * (1 << 13)),
+    ("sign(allgather)", (1 << 17) + 4),
+    ("qsgd(allgather, levels=7, block=512)", (1 << 19) + 4 * (1 << 11)),
+    ("terngrad(allgather)", (1 << 18) + 4),
+    ("majority_vote(allgather)", 1 << 18),
+    ("random_k(allreduce, ratio=0.01)", 4 * 10_486),
+    ("random_block(fp16(allreduce), ratio=0.01)", 2 * 10_486),
+    # SparseLoCo: 12 + 2 bits for 64 of 4,096; the one scale of the leaf is 4 bytes.
+    ("topk(quantize(allgather, bits=2, block=None), k=64, chunk=4096)", 256 * 64 * 14 // 8 + 4),
+    # DeMo: 8 of 64 x 64 as int64 and float32, and in 12 and 16 bits.
+    ("dct_topk(allgather, k=8, index='int64')", 256 * 8 * 12),
+    ("dct_topk(bf16(allgather), k=8)", 256 * 28),
+]
+
+
+@pytest.mark.parametrize(("text", "want"), BYTES)
+def test_bytes_of_a_million_elements(text, want):
+    plan = fnddp.lower(fnddp.parse(text), {"w": torch.empty(MATRIX, device="meta")}, world_size=8)
+    assert plan.wire_bytes == want
+
+
+def test_bytes_are_the_papers():
+    by_text = dict(BYTES)
+    sparseloco = by_text["topk(quantize(allgather, bits=2, block=None), k=64, chunk=4096)"]
+    assert round(FLOAT / (sparseloco - 4), 2) == 146.29  # the paper counts no scale
+    assert round(FLOAT / sparseloco, 2) == 146.27
+    assert round(HALF / by_text["dct_topk(allgather, k=8, index='int64')"], 2) == 85.33
+    assert round(HALF / by_text["dct_topk(bf16(allgather), k=8)"], 2) == 292.57
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_of_two_hops(n):
+    """Of a million elements a rank sends them all in the first hop, and its n-th part in the second."""
+    params = {"w": torch.empty(1 << 20, device="meta")}
+    for text, bits, scales in [
+        ("majority_vote(two_shot)", 2, 0),
+        ("sign(two_shot)", 1, 4),
+        ("natural(two_shot)", 9, 0),
+    ]:
+        plan = fnddp.lower(fnddp.parse(text), params, world_size=n)
+        assert plan.wire_bytes == (1 << 20) * bits // 8 * (n + 1) // n + scales * (n + 1)
+
+
+@pytest.mark.parametrize("text", CODECS)
+def test_a_call_sends_what_is_encoded(text):
+    sync, grads = codec_of(text), {"w": torch.randn(4097)}
+
+    def body(rank: int) -> int:
+        with WireCounter() as counter:
+            sync(grads, sync.init(grads))
+        return counter.wire_bytes
+
+    want = nbytes(encoded(sync, grads["w"][None]))
+    assert run_threads(2, body) == [want] * 2
+
+
+# What may stand inside what.
+
+
+@pytest.mark.parametrize("name", ["topk", "quantize", "fp8", "sign", "majority_vote", "qsgd", "terngrad", "natural"])
+def test_payloads_that_do_not_add_need_a_carrier(name):
+    options = {"k": 1} if name == "topk" else {}
+    for inner in fnddp.allreduce, fnddp.powersgd(allgather), fnddp.random_k(allgather, k=1):
+        with pytest.raises(TypeError, match=rf"give it a carrier, {name}\(allgather\)"):
+            getattr(fnddp, name)(inner, **options)
+
+
+@pytest.mark.parametrize("outermost", [fnddp.majority_vote(two_shot), fnddp.dct_topk(allgather)])
+def test_some_codecs_are_the_outermost(outermost):
+    name = type(outermost).__name__
+    with pytest.raises(TypeError, match=rf"topk: {name} works on gradients .* {name}\(topk\(allgather\)\)"):
+        fnddp.topk(outermost, k=1)
+    assert fnddp.bucketize(fnddp.fp16(outermost)).ops == {"mean"}  # additive ones go around
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("random_k(allreduce)", "give ratio or k"),
+        ("random_k(allreduce, k=0)", "k must be at least 1"),
+        ("random_block(allreduce, ratio=1.5)", r"ratio must be in \(0, 1\]"),
+        ("random_block(allreduce, ratio=0.5, block=3)", "give ratio or block"),
+        ("fp8(allgather, format='e3m4')", "format must be one of e4m3, e5m2"),
+        ("fp8(allgather, block=0)", "block must be at least 1"),
+        ("quantize(allgather, bits=2, block=6)", "multiple of 4"),
+        ("qsgd(allgather, levels=128)", r"levels must be in 1\.\.127"),
+        ("qsgd(allgather, block=0)", "block must be at least 1"),
+        ("terngrad(allgather, clip=0)", "clip must be positive"),
+        ("terngrad(allgather, block=0)", "block must be at least 1"),
+        ("dct_topk(allgather, k=0)", "k must be at least 1"),
+        ("dct_topk(allgather, index='uint8')", "index must be one of small, int16"),
+        ("dct_topk(allgather, chunk=200, index='int16')", "use int32"),
+    ],
+)
+def test_options_out_of_range_are_refused(text, says):
+    with pytest.raises(ValueError, match=f"{text.split('(')[0]}: .*{says}"):
+        fnddp.parse(text)

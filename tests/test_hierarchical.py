@@ -1,0 +1,219 @@
+"""Two levels: the laws on nodes of one and two ranks, exact means, who takes which loss, and what travels."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fnddp
+from fnddp import DistributedDataParallel, allreduce, hierarchical, none, powersgd
+from fnddp.laws import (
+    DONATIONS,
+    LAWS,
+    applies,
+    gather,
+    law_5_lossless_is_exact,
+    law_6_lowered_is_eager,
+    law_7_resuming_an_engine_is_exact,
+)
+from fnddp.ranks import RankFailed, run_threads
+from tests.pipelines import TREES, grads
+from tests.ranks import on_ranks
+
+LOWERED = [law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact]
+SHAPES = [(2, 2), (1, 2), (2, 1)]  # nodes, ranks in each
+LOSSY = [
+    "hierarchical(fp16(all_reduce(group='across')), intra='inside')",
+    "hierarchical(error_feedback(powersgd(all_reduce(group='across'), min_compression_rate=0)), intra='inside')",
+    "hierarchical(topk(two_shot(group='across'), ratio=0.5), intra='inside')",
+    "bf16(hierarchical(powersgd(all_gather('across')), intra='inside', shard=False))",
+    "error_feedback(hierarchical(sign(all_gather('across')), intra='inside'))",
+]
+EXACT = [
+    "hierarchical(all_reduce(group='across'), intra='inside')",
+    "hierarchical(all_gather('across'), intra='inside')",
+    "hierarchical(all_reduce(group='across'), intra='inside', shard=False)",
+    "partition({'*': hierarchical(all_gather('across'), intra='inside')})",
+]
+
+
+def groups(rank: int, nodes: int, size: int) -> dict[str, dist.ProcessGroup]:
+    """This rank's group inside its node, and that across nodes; every rank makes all, in one order."""
+    inside = [dist.new_group([node * size + i for i in range(size)]) for node in range(nodes)]
+    across = [dist.new_group([node * size + i for node in range(nodes)]) for i in range(size)]
+    return {"inside": inside[rank // size], "across": across[rank % size]}
+
+
+def made(text: str, rank: int, nodes: int, size: int) -> fnddp.Sync:
+    for name, group in groups(rank, nodes, size).items():
+        text = text.replace(f"'{name}'", f"'{group.group_name}'")
+    return fnddp.parse(text)
+
+
+def few(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Shards that are matrices, and vectors; a leaf that is summed whole. Lowering takes long, so no more."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    weight, bias = torch.randn(8, 6, generator=generator), torch.randn(5, generator=generator)
+    return {"weight": weight, "bias": bias.double(), "count": torch.tensor(rank + step)}
+
+
+def check_eager_laws(rank: int, text: str, nodes: int, size: int) -> None:
+    sync = made(text, rank, nodes, size)
+    for law in LAWS:
+        if law not in LOWERED and applies(law, sync) and (law is not law_5_lossless_is_exact or text in EXACT):
+            law(rank, sync, TREES["mixed"])
+
+
+def check_lowered(rank: int, text: str, nodes: int, size: int) -> None:
+    donation = DONATIONS[(len(text) + nodes) % len(DONATIONS)]
+    law_6_lowered_is_eager(rank, made(text, rank, nodes, size), few, donation=donation)
+
+
+@pytest.mark.parametrize(("nodes", "size"), SHAPES)
+@pytest.mark.parametrize("text", LOSSY + EXACT)
+def test_laws(text, nodes, size):
+    run_threads(nodes * size, check_eager_laws, text, nodes, size, seconds=300)
+
+
+@pytest.mark.parametrize("text", LOSSY + EXACT)
+def test_lowered_is_eager(text):
+    run_threads(4, check_lowered, text, 2, 2, seconds=300)
+
+
+def check_resuming_an_engine(rank: int) -> None:
+    law_7_resuming_an_engine_is_exact(rank, made(LOSSY[1], rank, 2, 2), few)
+
+
+def test_resuming_an_engine_is_exact():
+    run_threads(4, check_resuming_an_engine, seconds=300)
+
+
+@on_ranks(4)
+def test_on_gloo_processes(rank: int) -> None:
+    """In groups of two, where a ring adds in one order, lowered is eager to the bit."""
+    for text in (LOSSY[1], EXACT[0]):
+        check_eager_laws(rank, text, 2, 2)
+        check_lowered(rank, text, 2, 2)
+
+
+@on_ranks(4)
+def test_a_mesh_names_the_groups(rank: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+    sync = hierarchical(allreduce.over((mesh, "across")), intra=(mesh, "inside"))
+    mean, _ = sync({"w": torch.full((6, 2), float(rank))}, sync.init({"w": torch.empty(6, 2)}))
+    assert mean["w"].eq(1.5).all()
+    fnddp.verify(sync, {"w": torch.empty(6, 2)})  # names of groups differ between ranks, pipelines do not
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_integers_are_divided_once(shard, dtype):
+    """A mean of rounded means would be another: of 1, 0, 0, 0 it is 1."""
+
+    def body(rank: int) -> list[float]:
+        sync = made(f"hierarchical(all_reduce(group='across'), intra='inside', shard={shard})", rank, 2, 2)
+        leaf = {"n": torch.tensor([rank == 0, rank < 2, True, rank < 3]).to(dtype)}
+        return sync(leaf, sync.init(leaf))[0]["n"].int().tolist()
+
+    assert run_threads(4, body) == [[0, 1, 1, 1]] * 4
+
+
+def test_an_owner_takes_what_its_shard_loses():
+    """What is not sent is n times the loss on the shard's owner, whose position in the node is its shard's."""
+
+    def body(rank: int) -> list[torch.Tensor]:
+        pair = groups(rank, 2, 2)
+        sync = hierarchical(fnddp.fp16(allreduce).over(pair["across"]), intra=pair["inside"])
+        leaf = {"w": torch.full((4, 3), (rank + 1) / 3)}
+        done = sync.exchange(leaf, sync.init(leaf))
+        mine = rank % 2
+        lost = leaf["w"] - done.sent["w"]
+        assert lost[2 * (1 - mine) : 2 * (1 - mine) + 2].eq(0).all()
+        node = sum((2 * (rank // 2) + i + 1) / 3 for i in range(2)) / 2
+        want = 2 * (torch.tensor(node) - torch.tensor(node).half())
+        torch.testing.assert_close(lost[2 * mine : 2 * mine + 2], want.expand(2, 3), rtol=1e-3, atol=1e-7)
+        return gather(done.sent["w"])
+
+    run_threads(4, body)
+
+
+def test_shards_are_rows_where_little_pads_them():
+    def body(rank: int) -> list[tuple[int, ...]]:
+        pair = groups(rank, 2, 2)
+        sync = hierarchical(powersgd(allreduce, min_compression_rate=0).over(pair["across"]), intra=pair["inside"])
+        leaves = {"even": (8, 6), "odd": (33, 6), "padded": (5, 6), "one": (1, 40), "vector": (7,), "scalar": ()}
+        state = sync.init({path: torch.empty(shape) for path, shape in leaves.items()})
+        return {path: tuple(q.shape) for path, q in state.inner.q.items()}
+
+    assert run_threads(4, body) == [{"even": (6, 1), "odd": (6, 1)}] * 4  # the others' shards are vectors
+
+
+def test_bytes_across_nodes():
+    """In float32, of a leaf [64, 32]: a shard of half of it, of PowerSGD's matrix [32, 32], or the whole leaf."""
+
+    def body(rank: int) -> dict[str, int]:
+        pair = groups(rank, 2, 2)
+        across = pair["across"].group_name
+        sent = {}
+        for name, sync in {
+            "shard": hierarchical(allreduce.over(across), intra=pair["inside"]),
+            "powersgd": hierarchical(powersgd(allreduce, rank=2).over(across), intra=pair["inside"]),
+            "whole": hierarchical(powersgd(allreduce, rank=2).over(across), intra=pair["inside"], shard=False),
+        }.items():
+            plan = fnddp.lower(sync, {"w": torch.empty(64, 32)})
+            sent[name] = sum(c.wire_bytes for c in plan.collectives if c.group == across)
+        return sent
+
+    whole = 4 * 64 * 32
+    assert run_threads(4, body) == [{"shard": whole // 2, "powersgd": 4 * 2 * (32 + 32), "whole": 4 * 2 * 96}] * 4
+
+
+@on_ranks(4)
+def test_a_module_trains_over_two_levels(rank: int) -> None:
+    torch.manual_seed(0)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+    sync = hierarchical(allreduce.over((mesh, "across")), intra=(mesh, "inside"))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    reference = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    wrapped = DistributedDataParallel(model, sync=sync)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(x).square().sum().backward()
+    everyone = gather([torch.autograd.grad(_loss(reference, x), reference)])
+    for i, parameter in enumerate(model.parameters()):
+        want = torch.stack([grads[0][i] for grads in everyone]).mean(0)
+        torch.testing.assert_close(parameter.grad, want)
+
+
+def _loss(parameters: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    w, b, v, c = parameters
+    return (torch.tanh(x @ w.T + b) @ v.T + c).square().sum()
+
+
+def test_what_a_shard_must_not_be_averaged_with_is_named():
+    with pytest.raises(TypeError, match="takes a sum, but inside the node there is a mean"):
+        hierarchical(fnddp.all_reduce(op="sum"))
+    with pytest.raises(ValueError, match=r"allreduce must reduce across nodes, over another group than the default"):
+        hierarchical(allreduce, intra="5").init({})
+    with pytest.raises(ValueError, match=r"another group than '5', that inside the node, .*name it, hier"):
+        hierarchical(allreduce.over("5"), intra="5").init({})
+    with pytest.raises(ValueError, match="reduces over two groups, so it cannot be put on one"):
+        hierarchical(allreduce.over("5"), intra="6").over("7")
+    with pytest.raises(TypeError, match="add"):
+        fnddp.topk(hierarchical(none), k=1)
+
+
+def test_adapters_leave_named_groups_as_they_are():
+    named = hierarchical(allreduce.over("5"), intra="6")
+    assert named.over("7", unnamed_only=True) == named
+    assert hierarchical(none).over("7", unnamed_only=True) == hierarchical(none, intra="7")
+
+
+def test_weights_are_refused_by_name():
+    def body(rank: int) -> None:
+        sync = made(EXACT[0], rank, 2, 1)
+        leaf = grads("one", rank) if "one" in TREES else {"w": torch.ones(2)}
+        sync(leaf, sync.init(leaf), weight=1.0)
+
+    with pytest.raises(RankFailed, match="weight: .*reduces over several process groups"):
+        run_threads(2, body)

@@ -1,0 +1,282 @@
+"""Memory against numpy written from the papers, against torch's own SGD, and what each promises of what is lost."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fnddp
+from fnddp import allgather, allreduce, bf16, ef21, error_feedback, momentum_correction, sign, topk, two_shot, warmup
+from fnddp.laws import gather
+from fnddp.ranks import RankFailed, run_threads
+from fnddp.sync import Sync
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 arithmetic, some ten steps deep
+
+
+def numpy_topk(x: np.ndarray, k: int) -> np.ndarray:
+    kept = np.zeros_like(x)
+    largest = np.argsort(-np.abs(x))[:k]
+    kept[largest] = x[largest]
+    return kept
+
+
+def gradient(rank: int, step: int, size: int = 12) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def outputs(sync: Sync, steps: int = 12) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    state = sync.init({"w": gradient(rank, 0)})
+    means: list[torch.Tensor] = []
+    for step in range(steps):
+        mean, state = sync({"w": gradient(rank, step)}, state)
+        means.append(mean["w"])
+    return means
+
+
+# EF21
+
+
+def papers_ef21(n: int, k: int, eta: float, steps: int) -> list[np.ndarray]:
+    """EF21, Algorithm 2, and EF21-SGDM, Algorithm 1, which differ in eta, for all ranks at once, from zero."""
+    g, v = np.zeros((n, 12)), np.zeros((n, 12))
+    estimates: list[np.ndarray] = []
+    for step in range(steps):
+        for i in range(n):
+            v[i] = (1 - eta) * v[i] + eta * gradient(i, step).double().numpy()
+            g[i] += numpy_topk(v[i] - g[i], k)
+        estimates.append(g.mean(0))
+    return estimates
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.3])
+@pytest.mark.parametrize("n", [1, 3])
+def test_ef21_is_the_papers(n, eta):
+    want = papers_ef21(n, 3, eta, 12)
+    for got in run_threads(n, lambda rank: outputs(ef21(topk(allgather, k=3), eta=eta))):
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine.double(), torch.from_numpy(theirs), **CLOSE)
+
+
+def descend(sync: Sync, steps: int = 100, rate: float = 0.1) -> float:
+    """How far descent ends from the least of the mean of |x - b_i|^2 / 2, with a target b_i for each rank."""
+    targets = [3 * gradient(rank, 0, 6) for rank in range(dist.get_world_size())]
+    x = torch.zeros(6)
+    state = sync.init({"x": x})
+    for _ in range(steps):
+        mean, state = sync({"x": x - targets[dist.get_rank()]}, state)
+        x = x - rate * mean["x"]
+    return float((x - torch.stack(targets).mean(0)).norm())
+
+
+def test_ranks_that_pull_apart_meet_with_ef21_and_a_constant_step():
+    """Each rank's gradient stays large where their mean vanishes: what error feedback holds back keeps shaking x."""
+    compressed = topk(allgather, k=1)
+    assert min(run_threads(3, lambda rank: descend(compressed))) > 1
+    assert min(run_threads(3, lambda rank: descend(error_feedback(compressed)))) > 0.1
+    assert max(run_threads(3, lambda rank: descend(ef21(compressed)))) < 1e-3
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20), st.integers(1, 20))
+def test_estimates_of_a_constant_gradient_contract(numbers, k):
+    """|g - h|^2 falls by 1 - k / d in each exchange: the contraction of top-k."""
+    g = torch.tensor(numbers)
+    k = min(k, len(numbers))
+    sync = ef21(topk(allgather, k=k))
+    state = sync.init({"w": g})
+    far = float(g.double().square().sum())
+    for _ in range(4):
+        _, state = sync({"w": g}, state)
+        left = float((g.double() - state.h["w"].double()).square().sum())
+        assert left <= (1 - k / len(numbers)) * far * (1 + 1e-5) + 1e-6
+        far = left
+
+
+def drift(sync: Sync, dtype: torch.dtype, steps: int = 500) -> float:
+    """How far the mean of h is from what all ranks hold of it, relative to it."""
+    rank = dist.get_rank()
+    state = sync.init({"w": gradient(rank, 0, 64).to(dtype)})
+    for step in range(steps):
+        _, state = sync({"w": gradient(rank, step, 64).to(dtype)}, state)
+    mean = torch.stack(gather(state.h["w"])).double().mean(0)
+    return float((mean - state.mean_h["w"]).norm() / mean.norm())
+
+
+def test_the_mean_estimate_drifts_by_float32_roundings_only():
+    """By the root of the number of steps: 6e-8 * 500 ** 0.5 is 1.3e-6. What a 16-bit sum rounds stays for good."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert max(run_threads(3, lambda rank, dtype=dtype: drift(ef21(topk(allgather, k=20)), dtype))) < 5e-6
+    assert min(run_threads(3, lambda rank: drift(ef21(bf16(allreduce)), torch.float32))) > 1e-3
+
+
+def test_what_is_done_to_an_output_does_not_reach_the_state():
+    for eta in (1.0, 0.5):
+        sync = ef21(allreduce, eta=eta)
+        mean, state = sync({"w": torch.ones(3)}, sync.init({"w": torch.ones(3)}))
+        before = copy.deepcopy(state)
+        mean["w"].zero_()
+        assert fnddp.laws.bits(state) == fnddp.laws.bits(before)
+
+
+# Momentum correction
+
+
+def papers_dgc(n: int, k: int, momentum: float, masking: bool, steps: int) -> list[np.ndarray]:
+    """Deep gradient compression, Algorithms 1 and 4, without clipping, for all ranks at once."""
+    u, v = np.zeros((n, 12)), np.zeros((n, 12))
+    means: list[np.ndarray] = []
+    for step in range(steps):
+        sent = np.zeros((n, 12))
+        for i in range(n):
+            u[i] = momentum * u[i] + gradient(i, step).double().numpy()
+            v[i] = v[i] + u[i]
+            sent[i] = numpy_topk(v[i], k)
+            mask = sent[i] != 0
+            v[i][mask] = 0
+            if masking:
+                u[i][mask] = 0
+        means.append(sent.mean(0))
+    return means
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_momentum_correction_is_the_papers(n, masking):
+    want = papers_dgc(n, 3, 0.9, masking, 12)
+    for got in run_threads(n, lambda rank: outputs(momentum_correction(topk(allgather, k=3), masking=masking))):
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine.double(), torch.from_numpy(theirs), **CLOSE)
+
+
+@pytest.mark.parametrize(("masking", "momentum"), [(False, 0.9), (True, 0.0)])
+def test_uncompressed_it_is_torchs_sgd(masking, momentum):
+    """With momentum; or, where what is sent forgets its momentum, without."""
+
+    def body(rank: int) -> None:
+        w, theirs = torch.zeros(12), torch.zeros(12, requires_grad=True)
+        optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=momentum)
+        for step, mean in enumerate(outputs(momentum_correction(topk(allgather, ratio=1.0), masking=masking))):
+            theirs.grad = sum(gradient(other, step) for other in range(2)) / 2
+            optimizer.step()
+            w = w - 0.1 * mean
+            torch.testing.assert_close(w, theirs.detach(), **CLOSE)
+
+    run_threads(2, body)
+
+
+@given(st.integers(1, 12), st.floats(0, 0.99), st.booleans(), st.integers(0, 1000))
+def test_what_is_sent_and_what_waits_is_all_momentum(k, momentum, masking, seed):
+    sync = momentum_correction(topk(allgather, k=k), momentum=momentum, masking=masking)
+    state = sync.init({"w": torch.empty(12)})
+    total = torch.zeros(12, dtype=torch.float64)
+    for step in range(5):
+        g = gradient(seed, step)
+        total += momentum * state.u["w"].double() + g.double()
+        mean, state = sync({"w": g}, state)
+        total -= mean["w"].double()
+        if masking:
+            assert state.u["w"][mean["w"] != 0].eq(0).all()
+    torch.testing.assert_close(state.v["w"].double(), total, **CLOSE)
+
+
+def test_a_warm_up_of_the_ratio_keeps_the_momentum():
+    """Warm-ups nest around top-k, inside the memory: what waits in a phase is sent in the next one."""
+    sparse = topk(allgather, ratio=0.25)
+    for i, ratio in enumerate((0.063, 0.015, 0.004, 0.001), start=1):
+        sparse = warmup(topk(allgather, ratio=ratio), steps=2 * i, before=sparse)
+    sync = momentum_correction(sparse)
+    assert fnddp.parse(repr(sync)) == sync
+    state = sync.init({"w": torch.empty(1000)})
+    kept: list[int] = []
+    for step in range(10):
+        before = state
+        mean, state = sync({"w": gradient(0, step, 1000)}, state)
+        kept.append(int(mean["w"].count_nonzero()))
+        waiting = before.v["w"] + 0.9 * before.u["w"] + gradient(0, step, 1000)
+        torch.testing.assert_close(mean["w"] + state.v["w"], waiting, **CLOSE)
+    assert kept == [250, 250, 63, 63, 15, 15, 4, 4, 1, 1]
+
+
+# One bit, with a residual on each side
+
+
+def check_law_8_with_both_residuals(rank: int) -> None:
+    n, steps, size = dist.get_world_size(), 6, 21
+    sync = error_feedback(sign(two_shot(server_memory=True)))
+    state = sync.init({"w": torch.empty(size)})
+    total = torch.zeros(size, dtype=torch.float64)
+    for step in range(steps):
+        mean, state = sync({"w": gradient(rank, step, size)}, state)
+        total += mean["w"].double()
+    workers = torch.stack(gather(state.residual["w"])).double().mean(0)
+    servers = torch.cat(gather(state.inner.residual["w"])).double()[:size]  # each owns a chunk
+    assert servers.abs().max() > 0
+    exact = sum(gradient(other, step, size).double() for other in range(n) for step in range(steps)) / n
+    torch.testing.assert_close(total + workers + servers, exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_one_bit_with_both_residuals_loses_nothing(n):
+    run_threads(n, check_law_8_with_both_residuals)
+
+
+@pytest.mark.parametrize("n", [2, 8, 64])
+def test_one_bit_bytes(n):
+    """A bit an element and a scale a chunk in both hops: 1-bit Adam's 32 times less, up to the scales."""
+    size = 64 * 1024
+    plan = fnddp.lower(error_feedback(sign(two_shot(server_memory=True))), {"w": torch.empty(size)}, world_size=n)
+    there, back = plan.collectives
+    assert (there.kind.name, there.wire_bytes) == ("all_to_all", size // 8 + 4 * n)
+    assert (back.kind.name, back.wire_bytes) == ("all_gather", size // n // 8 + 4)
+    dense = fnddp.lower(allreduce, {"w": torch.empty(size)}, world_size=n)
+    ratio = dense.link_bytes / plan.link_bytes
+    assert 32 / (1 + 4 * 8 * n / size) == pytest.approx(ratio, rel=1e-6)
+
+
+def test_residuals_of_another_number_of_ranks_are_named():
+    sync = sign(two_shot(server_memory=True))
+    saved = run_threads(2, lambda rank: sync.init({"w": torch.empty(20)}))[0]
+    message = r"two_shot: the state has an entry of shape \(10,\) for leaf 'w', .*\(7,\).* another number of ranks"
+    with pytest.raises(RankFailed, match=message):
+        run_threads(3, lambda rank: sync({"w": torch.ones(20)}, saved))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ef21(allgather, eta=0), ValueError, r"ef21: eta must be in \(0, 1\], got 0"),
+        (lambda: ef21(allgather, eta=1.5), ValueError, r"got 1.5"),
+        (lambda: ef21(fnddp.all_reduce(op="max")), TypeError, "estimates do not add up"),
+        (lambda: momentum_correction(allgather, momentum=1.0), ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+        (lambda: momentum_correction(fnddp.all_reduce(op="min")), TypeError, "losses do not add up"),
+    ],
+)
+def test_bad_options_are_named_at_construction(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("make", [ef21, lambda inner: ef21(inner, eta=0.5), momentum_correction])
+def test_a_state_of_another_tree_or_pipeline_is_named(make):
+    sync = make(allreduce)
+    state = sync.init({"other": torch.ones(20)})
+    with pytest.raises(ValueError, match=r"no entry for leaf 'w', which needs one of shape \(20,\)"):
+        sync({"w": torch.ones(20)}, state)
+    with pytest.raises(ValueError, match="it was made for another pipeline; call init on this one"):
+        sync({"w": torch.ones(20)}, ())
+
+
+def test_a_state_with_another_eta_is_named():
+    grads = {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match="no entry for leaf 'w'"):
+        ef21(allreduce, eta=0.5)(grads, ef21(allreduce).init(grads))
+    with pytest.raises(ValueError, match="an entry for 'w', which is no leaf that needs one"):
+        ef21(allreduce)(grads, ef21(allreduce, eta=0.5).init(grads))

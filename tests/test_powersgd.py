@@ -1,0 +1,214 @@
+"""PowerSGD in one round a step, and with refreshed queries: against numpy, and where warm queries alone stall."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import fnddp
+from fnddp import allreduce, error_feedback, powersgd
+from fnddp.laws import check_on_rank, engine_step, make_engine
+from fnddp.ranks import run_threads
+from fnddp.sync import Sync
+
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 arithmetic on matrices of some hundred elements, a few steps deep
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(14, 9, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+class NumpyACP:
+    """Alternate compressed PowerSGD with error feedback for one matrix and all ranks at once, in double precision."""
+
+    def __init__(self, query: np.ndarray, ranks: int) -> None:
+        self.p, self.q = np.zeros(0), query
+        self.memory = [0.0] * ranks
+        self.sends_p = True
+
+    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
+        delta = [g + e for g, e in zip(gradients, self.memory, strict=True)]
+        if self.sends_p:
+            q_hat, _ = np.linalg.qr(self.q)
+            seen = [(d @ q_hat) @ q_hat.T for d in delta]
+            self.p = np.mean([d @ q_hat for d in delta], axis=0)
+        else:
+            p_hat, _ = np.linalg.qr(self.p)
+            seen = [p_hat @ (p_hat.T @ d) for d in delta]
+            self.q = np.mean([d.T @ p_hat for d in delta], axis=0)
+        self.sends_p = not self.sends_p
+        self.memory = [d - s for d, s in zip(delta, seen, strict=True)]
+        return np.mean(seen, axis=0)
+
+
+@pytest.mark.parametrize("method", ["cholesky", "qr", "gram_schmidt"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_alternating_is_the_papers(n, method):
+    sync = error_feedback(powersgd(allreduce, 2, min_compression_rate=0, orthogonalization=method, alternate=True))
+
+    def body(rank: int) -> None:
+        state = sync.init({"w": gradient(rank, 0)})
+        paper = NumpyACP(state.inner.q["w"].double().numpy(), dist.get_world_size())
+        for step in range(6):
+            mean, state = sync({"w": gradient(rank, step)}, state)
+            want = paper.step([gradient(r, step).double().numpy() for r in range(dist.get_world_size())])
+            torch.testing.assert_close(mean["w"].double(), torch.from_numpy(want), **CLOSE)
+            torch.testing.assert_close(state.residual["w"].double(), torch.from_numpy(paper.memory[rank]), **CLOSE)
+
+    run_threads(n, body)
+
+
+FORMS = [
+    "error_feedback(powersgd(fp16(allreduce), rank=2, alternate=True))",
+    "powersgd(two_shot, rank=2, refresh=2)",
+    "powersgd(error_feedback(fp16(allreduce)), rank=2, min_compression_rate=0, alternate=True, refresh=3)",
+]
+
+
+def few(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """A matrix of each kind, and what is not compressed. Lowering takes long, so no more."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    conv = torch.randn(8, 3, 3, 3, generator=generator).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(14, 9, generator=generator, dtype=torch.complex64)
+    return {"conv": conv, "weight": weight, "bias": torch.randn(5, generator=generator), "count": torch.tensor(rank)}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_laws(text):
+    run_threads(2, check_on_rank, fnddp.parse(text), few, seconds=300)
+
+
+GRADS = {"w": torch.empty(64, 32), "b": torch.empty(64)}
+
+
+def plan_after(sync: Sync, steps: int) -> fnddp.Plan:
+    state = sync.init(GRADS)
+    for _ in range(steps):
+        _, state = sync({path: torch.ones_like(leaf) for path, leaf in GRADS.items()}, state)
+    return fnddp.lower(sync, GRADS, state=state, world_size=2)
+
+
+def test_alternating_takes_one_round():
+    """P and what is not compressed, then Q and that: on average half of PowerSGD's factors."""
+    sync = powersgd(allreduce, rank=2, alternate=True)
+    even, odd = plan_after(sync, 0), plan_after(sync, 1)
+    assert (even.rounds, len(even.collectives), even.wire_bytes) == (1, 1, 4 * (2 * 64 + 64))
+    assert (odd.rounds, len(odd.collectives), odd.wire_bytes) == (1, 1, 4 * (2 * 32 + 64))
+    both = plan_after(powersgd(allreduce, rank=2), 0)
+    assert (both.rounds, both.wire_bytes) == (2, 4 * (2 * 64 + 2 * 32 + 64))
+
+
+@pytest.mark.parametrize(
+    ("options", "plans"), [("alternate=True", 2), ("refresh=3", 2), ("alternate=True, refresh=4", 3)]
+)
+def test_there_is_a_plan_for_each_kind_of_exchange(options, plans):
+    sync = fnddp.parse(f"powersgd(allreduce, {options})")
+    engine, state = make_engine(sync, GRADS), sync.init(GRADS)
+    texts: set[str] = set()
+    for _ in range(9):
+        engine_step(engine, state, {path: torch.ones_like(leaf) for path, leaf in GRADS.items()}, random.Random(0))
+        state = None
+        texts.add(str(engine.plan))
+    assert len(texts) == plans
+
+
+def test_a_state_without_options_is_saved_as_before():
+    assert list(fnddp.state_dict(powersgd(allreduce).init(GRADS))) == ["replicated/q.w", "replicated/step"]
+
+
+# Refreshing
+
+
+def minimum(sync: Sync, steps: int = 150) -> float:
+    """What descent makes of (a - 1)^2 / 2 + a^2 (b - 1)^2 / 2, two elements of a matrix, whose least is 0."""
+    x = torch.zeros(8, 8)
+    state = sync.init({"x": x})
+    for _ in range(steps):
+        a, b = x[0, 0], x[1, 1]
+        grad = torch.zeros(8, 8)
+        grad[0, 0], grad[1, 1] = (a - 1) + a * (b - 1) ** 2, a**2 * (b - 1)
+        mean, state = sync({"x": grad}, state)
+        x = x - 0.2 * mean["x"]
+    a, b = float(x[0, 0]), float(x[1, 1])
+    return (a - 1) ** 2 / 2 + a**2 * (b - 1) ** 2 / 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_powersgd_stalls_where_refreshed_queries_converge(seed):
+    """At x = 0 only a has a gradient, so whatever the first query was, the second is a's column, exactly.
+
+    P is then zero in b's row, P_hat too, and Q keeps to a's column: b never moves, though its residual grows forever.
+    """
+    for make in (powersgd, lambda inner, **options: error_feedback(powersgd(inner, **options))):
+        assert minimum(make(allreduce, min_compression_rate=0, seed=seed)) == pytest.approx(0.25, abs=1e-6)
+        assert minimum(make(allreduce, min_compression_rate=0, seed=seed, refresh=20)) < 1e-8
+    both = powersgd(allreduce, min_compression_rate=0, seed=seed, alternate=True, refresh=20)
+    assert minimum(error_feedback(both)) < 1e-8
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_queries_become_leading_singular_vectors(dtype, alternate):
+    """Of the mean over ranks, as numpy's SVD has them; the mean of that exchange is exact, and nothing is left."""
+    sync = error_feedback(powersgd(allreduce, rank=3, min_compression_rate=0, refresh=4, alternate=alternate))
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.promote_types(dtype, torch.float64)
+    u, _ = torch.linalg.qr(torch.randn(20, 12, generator=generator, dtype=exact))
+    v, _ = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=exact))
+    target = ((u * torch.tensor([9.0, 7, 5, *[0.5] * 9])) @ v.mH).to(dtype)
+
+    def body(rank: int) -> None:
+        grads = {"w": (rank + 0.5) * target}
+        mean, state = sync(grads, sync.init(grads))
+        torch.testing.assert_close(mean["w"], target, rtol=1e-2, atol=1e-2)  # bfloat16's own rounding
+        assert state.residual["w"].eq(0).all()
+        _, _, rows = np.linalg.svd((target if dtype.is_complex else target.float()).numpy())
+        leading = torch.from_numpy(rows[:3]).mH  # [columns, rank]
+        basis, _ = torch.linalg.qr(state.inner.q["w"])
+        torch.testing.assert_close(basis @ basis.mH, leading @ leading.mH, rtol=0, atol=1e-3)
+        if alternate:
+            p_hat, _ = torch.linalg.qr(state.inner.p["w"])
+            compute = target if dtype.is_complex else target.float()
+            torch.testing.assert_close(p_hat @ (p_hat.mH @ compute @ basis), compute @ basis, rtol=0, atol=1e-3)
+
+    run_threads(2, body)
+
+
+def test_refreshing_sends_gradients_whole_in_every_kth_exchange():
+    sync = powersgd(allreduce, rank=1, refresh=3)
+    dense, low = 4 * (64 * 32 + 64), 4 * (64 + 32 + 64)
+    assert [plan_after(sync, steps).wire_bytes for steps in range(5)] == [dense, low, low, dense, low]
+
+
+@pytest.mark.parametrize("options", [{"alternate": True}, {"refresh": 3}, {"alternate": True, "refresh": 3}])
+def test_zero_and_infinite_gradients_are_recovered_from(options):
+    sync = powersgd(allreduce, rank=2, min_compression_rate=0, **options)
+    good = {"w": torch.outer(torch.arange(1.0, 33.0), torch.arange(1.0, 25.0))}
+    state = sync.init(good)
+    for bad in (torch.zeros(32, 24), torch.full((32, 24), torch.inf), torch.zeros(32, 24)):
+        _, state = sync({"w": bad}, state)
+    for _ in range(4):
+        mean, state = sync(good, state)
+    torch.testing.assert_close(mean["w"], good["w"], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"refresh": 1}, r"refresh must be 0 \(never\) or at least 2 exchanges, got 1"),
+        ({"refresh": -2}, "got -2"),
+        ({"refresh": 4, "warm_start": False}, "go on from the last factors; leave warm_start=True"),
+        ({"alternate": True, "warm_start": False}, "leave warm_start=True"),
+    ],
+)
+def test_bad_options_are_named_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        powersgd(allreduce, **options)
+
+
+def test_a_state_without_the_other_basis_is_named():
+    state = powersgd(allreduce).init(GRADS)
+    with pytest.raises(ValueError, match=r"no entry for leaf 'w', which needs one of shape \(64, 1\)"):
+        powersgd(allreduce, alternate=True)(GRADS, state)

@@ -1,0 +1,509 @@
+"""Schedules: which pipeline runs when, what a step without an update leaves alone, and what is measured on the way."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp import (
+    allgather,
+    allreduce,
+    clip_by_global_norm,
+    delayed,
+    error_feedback,
+    every,
+    fp16,
+    lower,
+    measure,
+    partition,
+    powersgd,
+    quantize,
+    skip_nonfinite,
+    switch,
+    topk,
+)
+from fnddp.laws import bits, gather
+from fnddp.ranks import run_threads
+from tests.ranks import on_ranks
+from tests.test_register import Branches, batch, loss_of, make_model
+
+MIXED = "partition({'0.*': error_feedback(every(2, allreduce)), '*': fp16(allreduce)})"
+
+
+# A leaf without an update, in every adapter
+
+
+def wrapped(kind: str, sync: fnddp.Sync, **options: Any) -> tuple[nn.Module, Any]:
+    """A model with either adapter, and what holds its `state`."""
+    if kind == "module":
+        model = fnddp.DistributedDataParallel(make_model(), sync=sync, bucket_cap_mb=0.01)
+        return model, lambda: model.sync_state
+    model = TorchDDP(make_model(), bucket_cap_mb=0.01, **options)
+    handle = fnddp.register(model, sync)
+    return model, lambda: handle.state
+
+
+ADAPTERS = [
+    ("module", {}),
+    ("register", {}),
+    ("register", {"gradient_as_bucket_view": True}),
+    ("register", {"static_graph": True}),
+    ("register", {"find_unused_parameters": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), ADAPTERS, ids=str)
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_adam_does_not_move_what_has_no_update(
+    rank: int, kind: str, options: dict[str, Any], batches: int, set_to_none: bool
+) -> None:
+    """Neither weight decay nor moments: bit for bit, and the same on all ranks. The n-th step has the sum."""
+    if "static_graph" in options and batches > 1:
+        return  # torch's own DDP fails: no_sync in the first step of a static graph
+    model, _ = wrapped(kind, error_feedback(every(3, allreduce)), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    reference = make_model()
+    for step in range(7):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        before = [p.detach().clone() for p in model.parameters()]
+        for i in range(batches):
+            with model.no_sync() if i < batches - 1 else nullcontext():
+                loss_of(model(batch(rank, batches * step + i))).backward()
+        has_update = step % 3 == 2
+        assert [p.grad is not None for p in model.parameters()] == [has_update] * len(before)
+        optimizer.step()
+        assert (bits(before) != bits(list(model.parameters()))) == has_update
+        assert all(other == bits(list(model.parameters())) for other in gather(bits(list(model.parameters()))))
+        if step == 2:  # the sum over three steps of the mean over ranks
+            for r in range(2):
+                for i in range(3 * batches):
+                    (loss_of(reference(batch(r, i))) / 2).backward()
+            for p, name in zip(reference.parameters(), dict(model.named_parameters()), strict=True):
+                got = dict(model.named_parameters())[name].grad
+                torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), ADAPTERS[:2], ids=str)
+@on_ranks(2)
+def test_only_some_leaves_may_have_no_update(rank: int, kind: str, options: dict[str, Any]) -> None:
+    model, state = wrapped(kind, fnddp.parse(MIXED), **options)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        missing = {name for name, p in model.module.named_parameters() if p.grad is None}
+        assert missing == (set() if step % 2 else {"0.weight", "0.bias"})
+        assert state().rules["0.*"].inner.step == (step + 1) % 2
+
+
+@on_ranks(2, 3)
+def test_unused_leaves_keep_what_they_have_and_others_have_none(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(Branches(), sync=every(2, allreduce))
+    kept = torch.ones_like(model.module.never.weight)
+    model.module.never.weight.grad = kept
+    for step in range(4):
+        loss_of(model(batch(rank, step), rank)).backward()
+        assert model.module.never.weight.grad is kept
+        others = [p for name, p in model.module.named_parameters() if not name.startswith("never")]
+        assert [p.grad is None for p in others] == [step % 2 == 0] * len(others)
+
+
+@on_ranks(2)
+def test_what_cannot_say_no_update_refuses_and_the_next_step_works(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(make_model(), sync=every(2, allreduce))
+    loss = loss_of(model(batch(rank, 0)))
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad cannot be told so; use backward\(\)"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"torch.func.* cannot be told so"):
+        torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (batch(rank, 0),))))(params)
+    for step in range(2):
+        loss_of(model(batch(rank, step))).backward()
+        assert [p.grad is None for p in model.parameters()] == [step == 0] * 6
+
+
+@on_ranks(2)
+def test_functional_adapters_say_none(rank: int) -> None:
+    sync = partition({"a": error_feedback(every(2, allreduce)), "*": allreduce})
+    params = {"a": torch.ones(4), "rest": [torch.ones(3)]}
+    steps = [fnddp.value_and_grad(lambda p, x: x * (p["a"].sum() + p["rest"][0].sum()), sync), fnddp.jit(sync)]
+    states = [sync.init(params) for _ in range(3)]
+    for step in range(4):
+        x = torch.tensor(float(rank + step))
+        grads = {"a": x.expand(4).clone(), "rest": [x.expand(3).clone()]}
+        want, states[0] = sync(grads, states[0])
+        _, got, states[1] = steps[0](params, states[1], x)
+        jitted, states[2] = steps[1](grads, states[2])
+        assert (want["a"] is None) == (step % 2 == 0)
+        for each, state in ((got, states[1]), (jitted, states[2])):
+            assert (each["a"] is None) == (want["a"] is None)
+            assert bits(each) == bits(want)
+            assert bits(state) == bits(states[0])
+
+
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_resuming_amid_a_cycle_is_exact(rank: int, kind: str) -> None:
+    def steps(model: nn.Module, numbers: range) -> list[Any]:
+        seen: list[Any] = []
+        for step in numbers:
+            model.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+            seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        return seen
+
+    def saved(model: nn.Module) -> Any:
+        return model.sync_state if kind == "module" else handles[model].state
+
+    def make() -> nn.Module:
+        if kind == "module":
+            return fnddp.DistributedDataParallel(make_model(), sync=sync)
+        model = TorchDDP(make_model())
+        handles[model] = fnddp.register(model, sync)
+        return model
+
+    handles: dict[nn.Module, Any] = {}
+    sync = error_feedback(every(3, fp16(allreduce)))
+    model = make()
+    steps(model, range(4))
+    half = {key: v.clone() if isinstance(v, Tensor) else v for key, v in fnddp.state_dict(saved(model)).items()}
+    straight = steps(model, range(4, 7))
+    again = make()
+    loaded = fnddp.load_state_dict(saved(again), half)
+    if kind == "module":
+        again.sync_state = loaded
+    else:
+        handles[again].state = loaded
+    assert saved(again).inner.step == 1
+    resumed = steps(again, range(4, 7))
+    assert [g is None for g in resumed] == [g is None for g in straight]
+    assert bits([g for g in resumed if g is not None]) == bits([g for g in straight if g is not None])
+
+
+# every
+
+
+def draws(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return {"w": torch.randn(24, 16, generator=generator), "b": torch.randn(24, generator=generator)}
+
+
+def mean_of(n: int, step: int, name: str) -> np.ndarray:
+    return np.mean([draws(rank, step)[name].double().numpy() for rank in range(n)], axis=0)
+
+
+def test_memory_outside_of_every_adds_up_what_it_skips_and_without_memory_it_is_lost():
+    def body(rank: int) -> None:
+        remembering, forgetting = error_feedback(every(3, allreduce)), every(3, allreduce)
+        states = [sync.init(draws(rank, 0)) for sync in (remembering, forgetting)]
+        for step in range(6):
+            sums, states[0] = remembering(draws(rank, step), states[0])
+            lasts, states[1] = forgetting(draws(rank, step), states[1])
+            if step % 3 < 2:
+                assert sums == lasts == {"w": None, "b": None}
+                continue
+            for name in sums:
+                total = sum(mean_of(2, each, name) for each in range(step - 2, step + 1))
+                np.testing.assert_allclose(sums[name], total, atol=1e-5)
+                np.testing.assert_allclose(lasts[name], mean_of(2, step, name), atol=1e-6)
+
+    run_threads(2, body)
+
+
+def test_both_phases_of_every_are_lowered_and_only_one_sends():
+    inner = error_feedback(powersgd(fp16(allreduce), rank=2))
+    params = draws(0, 0)
+    for sync, state_of in [
+        (every(4, inner), lambda state, step: state._replace(step=step)),
+        (
+            error_feedback(every(4, inner.inner)),
+            lambda state, step: state._replace(inner=state.inner._replace(step=step)),
+        ),
+    ]:
+        state = sync.init(params)
+        bytes_sent = [lower(sync, params, state=state_of(state, s), world_size=8).wire_bytes for s in range(4)]
+        assert bytes_sent == [0, 0, 0, lower(inner, params, world_size=8).wire_bytes]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: every(0, allreduce), "every: n must be at least 1, got 0"),
+        (lambda: powersgd(every(2, allreduce)), r"put what skips outside, such as every\(n, powersgd\(...\)\)"),
+        (lambda: topk(every(2, allgather), k=1), r"put what skips outside, such as every\(n, topk\(...\)\)"),
+        (lambda: delayed(every(2, allreduce)), r"such as every\(n, delayed\(...\)\)"),
+        (lambda: measure(partition({"*": every(2, allreduce)})), r"such as every\(n, measure\(...\)\)"),
+        (lambda: measure(fnddp.all_reduce(op="sum")), "takes no mean over one process group"),
+        (lambda: measure(allreduce, every_steps=0), "every_steps must be at least 1, got 0"),
+        (lambda: clip_by_global_norm(allreduce, max_norm=0), "max_norm must be above 0, got 0"),
+        (lambda: switch({}), "begins at step 0"),
+        (lambda: switch({1: allreduce}), "begins at step 0"),
+        (lambda: switch({0: allreduce, 2.5: allreduce}), "a step must be an int, got 2.5"),
+        (lambda: switch({0: "allreduce"}), "must be a dict of pipelines by step"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_says_why(make: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
+    class forgetful(fnddp.Sync):
+        def init(self, grads: Any) -> Any:
+            return ()
+
+        def exchange(self, leaves: Any, state: Any) -> fnddp.Exchange:
+            return fnddp.Exchange({}, leaves, state)
+
+        def __repr__(self) -> str:
+            return "forgetful"
+
+        def children(self) -> Any:
+            return iter(())
+
+    sync = object.__new__(forgetful)
+    for run in (sync, fnddp.jit(sync)):
+        with pytest.raises(ValueError, match="give all of them"):
+            run({"w": torch.ones(2)}, ())
+    with pytest.raises(ValueError, match="give all of them"):
+        lower(sync, {"w": torch.ones(2)}, world_size=2)
+
+
+# switch
+
+
+def test_switch_carries_a_residual_over_and_holds_it_once():
+    sync = switch({2: error_feedback(powersgd(allreduce, rank=1)), 0: error_feedback(powersgd(allreduce, rank=2))})
+    assert [step for step, _ in sync.stages] == [0, 2]
+
+    def body(rank: int) -> None:
+        state = sync.init(draws(rank, 0))
+        keys = [key for key in fnddp.state_dict(state) if "residual" in key]
+        assert keys == ["local/stages.0.residual.w", "local/stages.0.residual.b"]
+        total = {name: np.zeros(leaf.shape) for name, leaf in draws(0, 0).items()}
+        for step in range(5):
+            mean, state = sync(draws(rank, step), state)
+            for name in total:
+                total[name] += mean[name].double().numpy() - mean_of(2, step, name)
+            assert np.linalg.matrix_rank(mean["w"].numpy(), tol=1e-3) == (2 if step < 2 else 1)
+            for name, residuals in state.stages["0"].residual.items():  # nothing is lost where it switches
+                left = np.mean([each.numpy() for each in gather(residuals)], axis=0)
+                np.testing.assert_allclose(total[name] + left, 0, atol=1e-4)
+        assert state.step == 2
+
+    run_threads(2, body)
+
+
+def test_switch_there_and_back_goes_on_with_what_fits_the_stage_before():
+    lossy = [error_feedback(powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
+    sync = switch(dict(zip((0, 1, 2), lossy, strict=True)))
+    state = sync.init(draws(0, 0))
+    shapes = {key: list(v.shape) for key, v in fnddp.state_dict(state).items() if ".q." in key}
+    assert shapes == {
+        "replicated/stages.0.inner.q.w": [16, 2],
+        "replicated/stages.1.inner.q.w": [16, 1],
+        "replicated/stages.2.inner.q.w": [16, 2],
+    }
+    expected, memory = [each.init(draws(0, 0)) for each in lossy], None
+    for step in range(4):
+        mean, state = sync(draws(0, step), state)
+        stage = min(step, 2)
+        if memory is not None:
+            expected[stage] = expected[stage]._replace(residual=memory)
+        want, expected[stage] = lossy[stage](draws(0, step), expected[stage])
+        memory = expected[stage].residual
+        assert bits(mean) == bits(want)
+        assert bits(state.stages["0"].residual) == bits(memory)
+
+
+# delayed
+
+
+def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late():
+    sync = error_feedback(delayed(topk(allgather, ratio=0.2)))
+
+    def body(rank: int) -> None:
+        state = sync.init(draws(rank, 0))
+        total, late = np.zeros((24, 16)), None
+        for step in range(5):
+            mean, state = sync(draws(rank, step), state)
+            assert (mean["w"] is None) == (step == 0)
+            if step:
+                assert bits(mean["w"]) == late
+                total += mean["w"].double().numpy()
+            late = bits(state.inner.last["w"])
+            left = np.mean([each.double().numpy() for each in gather(state.residual["w"])], axis=0)
+            have = total + left + state.inner.last["w"].double().numpy()
+            np.testing.assert_allclose(have, sum(mean_of(2, each, "w") for each in range(step + 1)), atol=1e-5)
+
+    run_threads(2, body)
+
+
+@on_ranks(2)
+def test_a_delayed_mean_is_the_users_and_a_kept_state_is_not(rank: int) -> None:
+    sync = delayed(partition({"0.*": fnddp.none, "*": allreduce}))
+    for kind in ("module", "register"):
+        model, state = wrapped(kind, sync, gradient_as_bucket_view=True) if kind == "register" else wrapped(kind, sync)
+        own = []
+        for step in range(3):
+            model.zero_grad()
+            plain = make_model()
+            loss_of(plain(batch(rank, step))).backward()
+            own.append(plain[0].weight.grad)
+            loss_of(model(batch(rank, step))).backward()
+            kept = state().last["0.weight"]
+            if step:
+                torch.testing.assert_close(model.module[0].weight.grad, own[step - 1])
+                model.module[0].weight.grad.mul_(0)
+            torch.testing.assert_close(kept, own[step])
+
+
+# skip_nonfinite
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["powersgd(fp16(allreduce), rank=2)", "quantize(two_shot, bits=8)", "topk(allgather, k=3)", "every(2, allreduce)"],
+)
+def test_a_nan_on_one_rank_is_a_step_that_has_not_been_on_all(inner: str):
+    sync = skip_nonfinite(error_feedback(fnddp.parse(inner)))
+
+    def body(rank: int) -> None:
+        steps = [fnddp.jit(sync), sync]
+        states: list[Any] = [sync.init(draws(rank, 0)) for _ in steps]
+        for step in range(4):
+            grads = draws(rank, step)
+            if step == 1 and rank == 1:
+                grads["w"][3, 4] = torch.nan
+            for i, run in enumerate(steps):
+                before = states[i]
+                mean, states[i] = run(grads, before)
+                assert states[i].skipped.item() == (step >= 1)
+                tensors = [
+                    {k: v for k, v in fnddp.state_dict(s.inner).items() if isinstance(v, Tensor)}
+                    for s in (before, states[i])
+                ]
+                assert (bits(tensors[0]) == bits(tensors[1])) == (step == 1)
+                assert all(v.isfinite().all() for v in tensors[1].values())
+                for leaf in mean.values():
+                    assert leaf is None or (not leaf.isfinite().any() if step == 1 else leaf.isfinite().all())
+        assert bits(states[0]) == bits(states[1])
+
+    run_threads(2, body)
+
+
+@on_ranks(2)
+def test_a_loss_scaler_skips_where_the_wire_overflows_as_with_plain_ddp(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(make_model(), sync=skip_nonfinite(error_feedback(fp16(allreduce))))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    moved = []
+    for step in range(25):
+        optimizer.zero_grad()
+        before = bits(list(model.parameters()))
+        scaler.scale(loss_of(model(batch(rank, step)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(bits(list(model.parameters())) != before)
+        state = model.sync_state
+        assert all(leaf.isfinite().all() for leaf in state.inner.residual.values())
+        assert state.skipped.item() == moved.count(False)
+    assert not moved[0]
+    assert moved[-1]
+    assert all(scale == scaler.get_scale() for scale in gather(scaler.get_scale()))
+
+
+# clip_by_global_norm
+
+
+@given(scale=st.floats(2**-20, 2**20), max_norm=st.floats(2**-10, 2**10))
+def test_clipping_is_torchs(scale: float, max_norm: float):
+    params = [nn.Parameter(torch.zeros_like(leaf)) for leaf in draws(0, 0).values()]
+    for p, leaf in zip(params, draws(0, 0).values(), strict=True):
+        p.grad = scale * leaf
+    grads = {str(i): p.grad.clone() for i, p in enumerate(params)}
+    done = clip_by_global_norm(allreduce, max_norm=max_norm).exchange(grads, ())
+    torch.nn.utils.clip_grad_norm_(params, max_norm)
+    for p, mean, sent in zip(params, done.mean.values(), done.sent.values(), strict=True):
+        torch.testing.assert_close(mean, p.grad, rtol=1e-6, atol=0)
+        assert bits(mean) == bits(sent)
+
+
+def test_what_is_clipped_inside_of_memory_comes_back():
+    grads = {"w": torch.tensor([3.0, 4.0]), "count": torch.tensor([7])}
+    inside, outside = (
+        error_feedback(clip_by_global_norm(allreduce, 1)),
+        clip_by_global_norm(error_feedback(allreduce), 1),
+    )
+    mean, state = inside(grads, inside.init(grads))
+    torch.testing.assert_close(mean["w"], torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(state.residual["w"], torch.tensor([2.4, 3.2]))
+    mean, state = outside(grads, outside.init(grads))
+    assert state.residual["w"].tolist() == [0, 0]
+    assert mean["count"].tolist() == [7]
+
+
+# measure
+
+
+def test_what_is_measured_is_the_error_and_the_cosine_to_the_exact_mean():
+    sync = measure(topk(allgather, ratio=0.25), every_steps=3)
+
+    def body(rank: int) -> None:
+        state = sync.init(draws(rank, 0))
+        for step in range(5):
+            before, (mean, state) = state, sync(draws(rank, step), state)
+            if step % 3:
+                assert bits((state.error, state.cosine)) == bits((before.error, before.cosine))
+                continue
+            own = {name: leaf.numpy() for name, leaf in draws(rank, step).items()}
+            sent = sync.inner.exchange(draws(rank, step), ()).sent
+            lost = np.concatenate([(own[name] - sent[name].numpy()).ravel() for name in own])
+            given = np.concatenate([each.ravel() for each in own.values()])
+            got = np.concatenate([mean[name].numpy().ravel() for name in own])
+            exact = np.concatenate([mean_of(3, step, name).ravel() for name in own])
+            error = np.linalg.norm(lost) / np.linalg.norm(given)
+            cosine = got @ exact / np.linalg.norm(got) / np.linalg.norm(exact)
+            np.testing.assert_allclose([state.error, state.cosine], [error, cosine], rtol=1e-5)
+
+    run_threads(3, body)
+
+
+def test_a_lossless_pipeline_measures_nothing_lost_and_zeros_have_no_angle():
+    sync = measure(allreduce)
+    _, state = sync(draws(0, 0), sync.init(draws(0, 0)))
+    assert state.error.item() == 0
+    assert state.cosine.item() == pytest.approx(1)
+    zeros = {"w": torch.zeros(3)}
+    _, state = sync(zeros, sync.init(zeros))
+    assert (state.error.item(), state.cosine.item()) == (0, 0)
+
+
+def test_the_exact_mean_is_sent_only_in_the_steps_that_measure():
+    params, inner = draws(0, 0), topk(allgather, ratio=0.25)
+    sync = measure(inner, every_steps=3)
+    dense, sparse = 4 * sum(leaf.numel() for leaf in params.values()), lower(inner, params, world_size=4).wire_bytes
+    state = sync.init(params)
+    sent = [lower(sync, params, state=state._replace(step=step), world_size=4).wire_bytes for step in range(3)]
+    assert sent == [sparse + dense, sparse, sparse]
+
+
+@on_ranks(2)
+def test_a_user_reads_it_from_the_module(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(
+        make_model(), sync=error_feedback(measure(quantize(allgather), every_steps=2))
+    )
+    assert model.sync_state.inner.error.isnan()
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+    assert 0 < model.sync_state.inner.error < 0.1
+    assert 0.99 < model.sync_state.inner.cosine <= 1.0001

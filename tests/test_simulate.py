@@ -1,0 +1,408 @@
+"""Simulation: n virtual ranks get what n real ones get."""
+
+import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import fnddp
+from fnddp import Exchange, Local, Replicated, collectives, laws, tree
+from fnddp.laws import bits
+from fnddp.ranks import run_threads
+from fnddp.simulate import simulate
+from fnddp.wire.groups import World, within
+from fnddp.wire.kinds import KINDS
+from fnddp.wire.simulated import Ranks
+
+STEPS = 2
+
+# Over carriers everything is in rank order, and in our own code.
+CARRIED = [
+    "allgather",
+    "two_shot",
+    "fp16(two_shot)",
+    "bf16(allgather)",
+    "topk(allgather, ratio=0.1)",
+    "error_feedback(topk(fp16(two_shot), k=3))",
+    "quantize(two_shot)",
+    "error_feedback(quantize(bf16(allgather), bits=4, rounding='stochastic', seed=3))",
+    "error_feedback(quantize(two_shot(server_memory=True), bits=2, block=16))",
+    "bucketize(error_feedback(sign(two_shot, chunk=16)))",
+    "sign(topk(allgather, k=5), scale='max')",
+    "warmup(quantize(two_shot), steps=1, before=two_shot)",
+    "partition({'*weight': error_feedback(topk(allgather, k=4)), '*': none})",
+]
+
+# A ring adds in an order of its own, and a product of matrices is computed for all ranks at once.
+NEARLY = [
+    "allreduce",
+    "bf16(allreduce)",
+    "fp16(allreduce)",
+    "error_feedback(powersgd(allreduce, rank=2))",
+    "powersgd(bf16(two_shot), rank=2)",
+]
+# n roundings of the wire's dtype, of numbers of about 4; PowerSGD's factors amplify them.
+NEAR = {"bf16": 4 * 4 * 2**-8, "fp16": 4 * 4 * 2**-11, "float32": 1e-4}
+
+
+def real(rank: int, texts: list[str], names: list[str]) -> dict[tuple[str, str], list[Exchange]]:
+    """What this rank gets in each step."""
+    found: dict[tuple[str, str], list[Exchange]] = {}
+    for text in texts:
+        sync = fnddp.parse(text)
+        for name in names:
+            if name != "model" and "*weight" in text:
+                continue
+            state = sync.init(laws.TREES[name](rank, 0))
+            for step in range(STEPS):
+                leaves, _ = tree.flatten(laws.TREES[name](rank, step))
+                done = sync.exchange(leaves, state)
+                state = done.state
+                found.setdefault((text, name), []).append(done)
+    return found
+
+
+def stacked(name: str, n: int, step: int = 0) -> dict[str, Tensor]:
+    each = [tree.flatten(laws.TREES[name](rank, step))[0] for rank in range(n)]
+    return {path: torch.stack([leaves[path] for leaves in each]) for path in each[0]}
+
+
+def virtual(text: str, name: str, n: int, step: int, state: Any) -> tuple[list[Exchange], Any]:
+    """What each virtual rank gets."""
+    simulation = simulate(fnddp.parse(text), n)
+    done = simulation.exchange(stacked(name, n, step), state)
+    whole = tree.flatten(laws.TREES[name](0, step))[0]
+    each = [
+        Exchange(
+            {path: mean if mean.shape == whole[path].shape else mean[rank] for path, mean in done.mean.items()},
+            {path: sent[rank] for path, sent in done.sent.items()},
+            simulation.of_rank(done.state, rank),
+        )
+        for rank in range(n)
+    ]
+    return each, done.state
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_carriers_and_codecs_are_simulated_to_the_bit(gloo, n):
+    by_rank = gloo(n, real, CARRIED, ["model", "mixed"])
+    for text, name in by_rank[0]:
+        state = simulate(fnddp.parse(text), n).init(stacked(name, n))
+        for step in range(STEPS):
+            each, state = virtual(text, name, n, step, state)
+            for rank, got in enumerate(each):
+                want = by_rank[rank][text, name][step]
+                assert bits(got) == bits(want), f"{text} of {name}, step {step}, rank {rank} of {n}"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_rings_and_products_are_simulated_up_to_rounding(gloo, n):
+    by_rank = gloo(n, real, NEARLY, ["model"])
+    for text in NEARLY:
+        near = next((allowed for precision, allowed in NEAR.items() if precision in text), NEAR["float32"])
+        simulation = simulate(fnddp.parse(text), n)
+        state = simulation.init(stacked("model", n))
+        for step in range(STEPS):
+            each, _ = virtual(text, "model", n, step, state)
+            wants = [by_rank[rank][text, "model"][step] for rank in range(n)]
+            for got, want in zip(each, wants, strict=True):
+                torch.testing.assert_close(got.mean, want.mean, rtol=0, atol=near)
+                torch.testing.assert_close(got.sent, want.sent, rtol=0, atol=near)
+            state = simulation.of_ranks([want.state for want in wants])  # or roundings would add up over the steps
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_collective_is_what_all_ranks_receive(kind, n, mapped):
+    payloads = torch.randn(n, n, 6) if mapped else torch.randn(n, 6).expand(n, n, 6)
+    op = "sum" if kind.computes else None
+
+    def of_a_rank(rank: Tensor, payload: Tensor) -> Tensor:
+        return Ranks(n, rank).moved(kind, payload, op, None)
+
+    sent = payloads if mapped else payloads[0]
+    got = torch.func.vmap(of_a_rank, (0, 0 if mapped else None))(torch.arange(n), sent)
+    assert torch.equal(got, kind.together(payloads, op))
+
+
+def test_what_all_ranks_have_is_not_mapped():
+    sync = fnddp.error_feedback(fnddp.powersgd(fnddp.allreduce, rank=2, warm_start=True))
+    simulation = simulate(sync, 6)
+    grads = {"w": torch.randn(6, 12, 20), "b": torch.randn(6, 12)}
+    state = simulation.init(grads)
+    mean, after = simulation(grads, state)
+    assert {path: leaf.shape for path, leaf in mean.items()} == {"w": (12, 20), "b": (12,)}
+    for each in (state, after):
+        shapes = {part.path: tuple(part.value.shape) for part in laws.parts(each) if isinstance(part.value, Tensor)}
+        assert shapes == {"residual.w": (6, 12, 20), "residual.b": (6, 12), "inner.q.w": (20, 2)}
+    assert tree.structure(state) == tree.structure(after)
+    assert bits(simulation.of_ranks([simulation.of_rank(after, rank) for rank in range(6)])) == bits(after)
+
+
+def test_what_differs_between_ranks_keeps_its_rows():
+    grads = {"w": torch.randn(3, 4)}
+    mean, _ = simulate(fnddp.none, 3)(grads, ())
+    assert torch.equal(mean["w"], grads["w"])
+
+
+def test_nothing_given_is_changed():
+    sync = fnddp.parse("error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))")
+    simulation = simulate(sync, 3)
+    grads, generator = stacked("mixed", 3), torch.get_rng_state()
+    state = simulation.init(grads)
+    before = copy.deepcopy((grads, state))
+    first = simulation.exchange(grads, state)
+    assert bits((grads, state)) == bits(before)
+    assert bits(simulation.exchange(grads, state)) == bits(first)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_it_leaves_a_process_group_alone():
+    def of_rank(rank: int) -> list[Any]:
+        with fnddp.WireCounter() as counter:
+            done = simulate(fnddp.parse("sign(two_shot)"), 4).exchange(stacked("model", 4), ())
+        assert counter.collectives == 0
+        return bits(done)
+
+    alone = bits(simulate(fnddp.parse("sign(two_shot)"), 4).exchange(stacked("model", 4), ()))
+    assert run_threads(2, of_rank) == [alone, alone]
+
+
+WEIGHTED = ["allgather", "error_feedback(topk(two_shot, k=3))", "bf16(two_shot)"]
+WEIGHTS = [2.0, 0.0, 5.0]
+
+
+def weighted(rank: int) -> list[Any]:
+    grads = laws.TREES["model"](rank, 0)
+    return [bits(sync(grads, sync.init(grads), weight=WEIGHTS[rank])) for sync in map(fnddp.parse, WEIGHTED)]
+
+
+def test_weights_are_those_of_ranks():
+    want = run_threads(3, weighted)
+    for i, text in enumerate(WEIGHTED):
+        simulation, grads = simulate(fnddp.parse(text), 3), stacked("model", 3)
+        for weight in (WEIGHTS, torch.tensor(WEIGHTS)):
+            mean, state = simulation(grads, simulation.init(grads), weight=weight)
+            for rank in range(3):
+                assert bits((mean, simulation.of_rank(state, rank))) == want[rank][i]
+
+
+NODES = {"node": ((0, 2), (1, 3)), "rail": ((0, 1), (2, 3))}
+
+
+def test_groups_divide_ranks():
+    grads = {"w": torch.randn(4, 5)}
+    mean, _ = simulate(fnddp.all_reduce("node"), 4, groups=NODES)(grads, ())
+    of_nodes = [grads["w"][[0, 2]].mean(0), grads["w"][[1, 3]].mean(0)]
+    torch.testing.assert_close(mean["w"], torch.stack([*of_nodes, *of_nodes]))
+    mean, _ = simulate(fnddp.two_shot(group="rail"), 4, groups=NODES)(grads, ())
+    torch.testing.assert_close(mean["w"], grads["w"].view(2, 2, 5).mean(1).repeat_interleave(2, 0))
+
+
+def test_two_levels_are_a_mean_over_all():
+    def of_a_rank(rank: Tensor, leaf: Tensor) -> Tensor:
+        with within(World(simulated=Ranks(4, rank, NODES))):
+            part = collectives.reduce_scatter(leaf.view(2, -1), "node")
+            part = collectives.all_reduce({"": part}, "sum", "rail")[""]
+            return collectives.all_gather(part, "node").flatten() / 4
+
+    leaf = torch.randn(4, 6)
+    got = torch.func.vmap(of_a_rank)(torch.arange(4), leaf)
+    torch.testing.assert_close(got, leaf.mean(0).expand(4, 6))
+
+
+class SeenState(NamedTuple):
+    seen: Replicated[Tensor]
+    mine: Local[Tensor]
+    steps: int
+
+
+@fnddp.transform
+class remembers(fnddp.Sync):
+    """Marks as replicated what is the same on all ranks, or, if `wrong`, what is not."""
+
+    inner: fnddp.Sync
+    wrong: bool = False
+
+    def init(self, grads):
+        return SeenState(grads["w"].clone(), torch.zeros(()), 0)
+
+    def exchange(self, leaves, state):
+        done = self.inner.exchange(leaves, ())
+        rank = collectives.rank(None)
+        zero = torch.zeros_like(leaves["w"])  # mapped, though the same on all ranks
+        seen = leaves["w"] if self.wrong else done.mean["w"] + zero
+        return done._replace(state=SeenState(seen, state.mine + rank, state.steps + 1))
+
+
+def test_states_are_as_they_are_marked():
+    grads = {"w": torch.randn(3, 4)}
+    simulation = simulate(remembers(fnddp.allgather), 3)
+    mean, state = simulation(grads, simulation.init(grads))
+    mean, state = simulation(grads, state)
+    assert torch.equal(state.seen, mean["w"])
+    assert torch.equal(state.mine, torch.tensor([0.0, 2.0, 4.0]))
+    assert state.steps == 2
+    wrong = simulate(remembers(fnddp.allgather, wrong=True), 3)
+    with pytest.raises(ValueError, match="gives another 'seen' on each rank, which its state marks as Replicated"):
+        wrong(grads, wrong.init(grads))
+
+
+def test_errors_say_what_to_do():
+    grads = {"layer.w": torch.ones(3, 2), "layer.b": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"leaf 'layer.b' has shape \(2,\), which has no row for each of 3 ranks"):
+        simulate(fnddp.allreduce, 3)(grads, ())
+    with pytest.raises(ValueError, match="leaf 'layer.b'"):
+        simulate(fnddp.allreduce, 3).init(grads)
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        simulate(fnddp.allreduce, 0)
+    with pytest.raises(ValueError, match=r"process group 'node', whose ranks are not known; give them"):
+        simulate(fnddp.all_reduce("node"), 4)
+    with pytest.raises(ValueError, match="group 'node' must divide the ranks 0 to 3 into groups of equal size"):
+        simulate(fnddp.all_reduce("node"), 4, groups={"node": ((0, 1, 2), (3,))})
+    with pytest.raises(ValueError, match="`traceable` is False"):
+        simulate(fnddp.fp16(fnddp.allreduce, check=True), 2)
+    with pytest.raises(ValueError, match="one for each of 2 ranks, got 3"):
+        simulate(fnddp.allreduce, 2)({"w": torch.ones(2, 1)}, (), weight=[1.0, 1.0, 1.0])
+    with pytest.raises(RuntimeError, match=r"inside torch.func.grad"):
+        torch.func.grad(lambda w: simulate(fnddp.allreduce, 2)({"w": w}, ())[0]["w"].sum())(torch.ones(2, 3))
+
+
+# Training.
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(functional_call(model, params, (x,)), y)
+
+
+def batches(n: int, steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(steps, n, 5, 6, generator=generator)
+    return list(zip(x, x[..., :3].argmax(-1), strict=True))
+
+
+def trained(sync: fnddp.Sync, n: int = 4, steps: int = 6, **options: Any) -> Any:
+    model = model_of(0)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    if "update" not in options:
+        options.setdefault("optimizer", partial(torch.optim.AdamW, lr=0.01))
+    return fnddp.simulate_training(partial(loss_of, model), params, batches(n, steps), sync, world_size=n, **options)
+
+
+def test_training_with_the_mean_is_training_on_the_pooled_batch():
+    model = model_of(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses: list[Tensor] = []
+    for x, y in batches(4, 6):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.flatten(0, 1)), y.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    done = trained(fnddp.allreduce)
+    assert done.losses.shape == (6, 4)
+    torch.testing.assert_close(done.losses.mean(1), torch.stack(losses))
+    # AdamW makes steps of 0.01 of gradients of any size, so also of their roundings.
+    torch.testing.assert_close(done.params, {n: p.detach() for n, p in model.named_parameters()}, rtol=0, atol=1e-4)
+
+
+def of_real_rank(rank: int, text: str, given: list[Any]) -> list[Any]:
+    """The pipeline's part of a training: the gradients that virtual ranks have."""
+    sync, found = fnddp.parse(text), []
+    state = sync.init({path: leaf[rank] for path, leaf in given[0].items()})
+    for grads in given:
+        mean, state = sync({path: leaf[rank] for path, leaf in grads.items()}, state)
+        found.append(bits(mean))
+    return found
+
+
+def test_training_is_that_of_real_ranks(gloo):
+    text, means = "error_feedback(quantize(two_shot, bits=4, block=16))", []
+
+    def sgd(params: Any, mean: Any, memory: Any) -> Any:
+        means.append(bits(mean))
+        return {path: leaf - 0.1 * mean[path] for path, leaf in params.items()}, None
+
+    model = model_of(0)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    done = trained(fnddp.parse(text), n=3, update=sgd)
+
+    # Once more by hand, to have the gradients of all ranks, which real ones then synchronize.
+    simulation = simulate(fnddp.parse(text), 3)
+    of_ranks = torch.func.vmap(torch.func.grad(partial(loss_of, model)), (None, 0, 0))
+    state, seen = None, []
+    for x, y in batches(3, 6):
+        seen.append(of_ranks(params, x, y))
+        mean, state = simulation(seen[-1], simulation.init(seen[-1]) if state is None else state)
+        params, _ = sgd(params, mean, None)
+    assert bits(params) == bits(done.params)
+    assert means[:6] == means[6:]
+    assert gloo(3, of_real_rank, text, seen) == [means[:6]] * 3
+
+
+def test_training_is_repeatable_and_changes_nothing():
+    sync = fnddp.parse("error_feedback(powersgd(allreduce, rank=1))")
+    model = model_of(0)
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = copy.deepcopy(params)
+    step = partial(
+        fnddp.simulate_training,
+        partial(loss_of, model),
+        params,
+        sync=sync,
+        world_size=4,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    first, second = step(batches(4, 3)), step(batches(4, 3))
+    assert bits(first) == bits(second)
+    assert bits(params) == bits(before)
+
+
+def test_ranks_at_once_change_no_more_than_roundings():
+    whole, parts_of = trained(fnddp.allgather), trained(fnddp.allgather, ranks_at_once=3)
+    torch.testing.assert_close(whole.losses, parts_of.losses)
+
+
+def test_errors_of_training_say_what_to_do():
+    with pytest.raises(ValueError, match="give optimizer, which makes a torch.optim one, or update, and not both"):
+        trained(fnddp.allreduce, optimizer=None)
+    with pytest.raises(ValueError, match=r"the mean of leaf '0.weight' is not the same on all ranks"):
+        trained(fnddp.none)
+    with pytest.raises(ValueError, match=r"part 0 of a batch has shape \(2, 5\), which has no row for each of 3 ranks"):
+        fnddp.simulate_training(
+            lambda params, x: (params["w"] * x).sum(),
+            {"w": torch.ones(5)},
+            [(torch.ones(2, 5),)],
+            fnddp.allreduce,
+            world_size=3,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+        )
+
+
+def test_a_step_without_an_update_leaves_parameters_alone():
+    sync = fnddp.error_feedback(fnddp.every(2, fnddp.allreduce))
+    mean, state = simulate(sync, 3)({"w": torch.ones(3, 2)}, simulate(sync, 3).init({"w": torch.ones(3, 2)}))
+    assert mean == {"w": None}
+    mean, _ = simulate(sync, 3)({"w": torch.ones(3, 2)}, state)
+    assert torch.equal(mean["w"], torch.full((2,), 2.0))
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (params["w"] - x).square().mean()
+
+    batches = [(torch.randn(3, 2),) for _ in range(2)]
+    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    start = {"w": torch.ones(2)}
+    first = fnddp.simulate_training(loss, start, batches[:1], sync, world_size=3, optimizer=adam)
+    both = fnddp.simulate_training(loss, start, batches, sync, world_size=3, optimizer=adam)
+    assert torch.equal(first.params["w"], start["w"])
+    assert not torch.equal(both.params["w"], start["w"])
