@@ -237,7 +237,10 @@ def law_5_lossless_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
 def law_6_lowered_is_eager(
     rank: int, sync: Sync, grads: Grads, *, donation: Donation | None = None, seed: int = 0
 ) -> None:
-    """An engine gives the means and states of the pipeline itself, bit for bit, whatever the order of the gradients."""
+    """An engine gives the means and states of the pipeline itself, bit for bit, whatever the order of the gradients.
+
+    Where the backend's order of summation depends on where an element lies: near them, and the same bits on all ranks.
+    """
     # Lowering takes longer than all the rest, so each number of ranks tries what one adapter lets be written over.
     donation = DONATIONS[_world_size() % len(DONATIONS)] if donation is None else donation
     exact = _adds_in_one_order()
@@ -267,6 +270,8 @@ def law_6_lowered_is_eager(
         for path, leaf in want[-1].items():
             what = f"{where}: leaf {path!r}: the eager mean"
             _require_near(what, leaf, done.mean[path], eps, scale, terms=4 * _world_size())
+        everyone = gather(bits(done.mean)) if sync.ops else []
+        _require(everyone[1:] == everyone[:-1], f"{where}: ranks have other bits of the engine's mean")
     for step in range(STEPS if exact else 0):
         _require_same_bits(
             got[step], want[step], f"with {donation} a later step has written over step {step}'s mean of"
@@ -343,7 +348,8 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
 @_stated
 def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
     """Simulated on n virtual ranks, an exchange gives what n ranks get: to the bit where all reducers are carriers and
-    no matrices are multiplied, otherwise up to rounding (of which a codec may make anything, so that is not looked at).
+    no matrices are multiplied nor whole leaves added up, otherwise up to rounding (of which a codec may make anything,
+    so that is not looked at).
     """
     n, state = _world_size(), sync.init(grads(rank, 0))
     simulation = simulate(sync, n)
@@ -351,7 +357,7 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
         leaves = _leaves(grads, rank, step)
         with _Roundings() as roundings:
             done = sync.exchange(leaves, state)
-        exact = not roundings.multiplies and (n == 1 or _only_carries(sync))
+        exact = not roundings.adds_up and (n == 1 or _only_carries(sync))
         everyone: list[Any] = gather((leaves, state, done))
         state = done.state  # the real one, or roundings would add up over the steps
         if rank == 0 and (exact or not _has_codec(sync)):
@@ -456,18 +462,21 @@ def _bytes(leaf: Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-_MULTIPLIES = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+# What adds up in an order that is the library's, and another one under vmap: products, and sums of whole leaves.
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+_SUMS = ("sum", "mean", "linalg_vector_norm")
 
 
 class _Roundings(TorchDispatchMode):
-    """Notes the coarsest rounding of whatever is computed, and whether matrices are multiplied."""
+    """Notes the coarsest rounding of whatever is computed, and whether the order of a rank's own sums matters."""
 
     coarsest = 0.0
-    multiplies = False
+    adds_up = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.multiplies |= func.overloadpacket.__name__ in _MULTIPLIES
+        name = func.overloadpacket.__name__
+        self.adds_up |= name in _PRODUCTS or (name in _SUMS and made.ndim == 0)
         dtypes = {leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and tree.is_inexact(leaf)}
         self.coarsest = max([self.coarsest, *(torch.finfo(dtype).eps for dtype in dtypes)])
         return made

@@ -137,9 +137,10 @@ def check_lowered(rank: int, texts: list[str], trees: list[str]) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_lowered_on_two_gloo_processes(gloo, part):
-    # A ring of two adds an element in one order, wherever it lies in a buffer.
-    gloo(2, check_lowered, list(EXAMPLES.values())[part::PARTS], ["model", "mixed"])
+@pytest.mark.parametrize(("n", "trees"), [(2, ["model", "mixed"]), (3, ["model"]), (4, ["model"])])
+def test_lowered_on_gloo_processes(gloo, n, trees, part):
+    # A ring of two adds an element in one order, wherever it lies in a buffer; a larger one is near.
+    gloo(n, check_lowered, list(EXAMPLES.values())[part::PARTS], trees)
 
 
 EXACT_SUMS = ["allreduce", "all_reduce(op='sum')", "fp16(allreduce)", "bf16(allreduce)", *LOSSLESS]
@@ -161,34 +162,6 @@ def test_lowered_sums_on_more_gloo_processes(rank: int) -> None:
             state = engine.state
             assert bits(done.mean) == bits(mean), text
             assert bits(state) == bits(expected), text
-
-
-# A ring of more than two adds an element's parts in an order that depends on where it lies in its buffer. The sum of a
-# 16-bit wire may then be rounded to its other neighbours: n roundings, relative to numbers of at most 4.
-NEAR = {"float16": 4 * 4 * 2**-11, "bfloat16": 4 * 4 * 2**-8, "float32": 1e-4}
-
-
-def check_near(rank: int, text: str, precision: str) -> None:
-    sync = fnddp.parse(text)
-    state = sync.init(grads("model", rank))
-    engine, order = make_engine(sync, grads("model", rank), DONATIONS[2]), random.Random(rank)
-    expected = sync.init(grads("model", rank))
-    for step in range(STEPS):
-        mean, expected = sync(grads("model", rank, step), expected)
-        done = engine_step(engine, state, grads("model", rank, step), order)
-        torch.testing.assert_close(done.mean, trees_of.flatten(mean)[0], rtol=0, atol=NEAR[precision])
-        everyone = gather(bits(done.mean))
-        assert all(other == everyone[0] for other in everyone)
-        state = engine.state
-        expected = copy.deepcopy(state)  # or roundings would add up over the steps
-
-
-@pytest.mark.parametrize("n", [3, 4])
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_lowered_is_near_eager_on_more_gloo_processes(gloo, name, n):
-    text = EXAMPLES[name]
-    precision = "bfloat16" if "bf16" in text else "float16" if "fp16" in text else "float32"
-    gloo(n, check_near, text, precision)
 
 
 # Not laws for everyone: what the transforms of this package keep beyond them.

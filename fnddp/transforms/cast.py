@@ -107,14 +107,12 @@ class cast(Sync):
     def _spec(self, leaf: Tensor) -> Tensor:
         if not is_inexact(leaf):
             return leaf
-        shape = (*leaf.shape, 2) if leaf.is_complex() else leaf.shape
-        return leaf.detach().new_empty(shape, dtype=self._wire_dtype)
+        return torch.empty_like(_real(leaf.detach()), dtype=self._wire_dtype)
 
     def _encode(self, leaf: Tensor) -> Tensor:
         if not is_inexact(leaf):
             return leaf
-        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-        return real.to(self._wire_dtype)
+        return _real(leaf).to(self._wire_dtype)
 
     def _raise_if_not_finite(self, mean: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
         largest = torch.finfo(self._wire_dtype).max
@@ -176,6 +174,10 @@ def bf16(inner: Sync, *, check: bool = False) -> cast:
 
 registry.add("fp16", fp16)
 registry.add("bf16", bf16)
+
+
+def _real(leaf: Tensor) -> Tensor:
+    return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
 
 
 def _decode(wire: Tensor, leaf: Tensor) -> Tensor:
