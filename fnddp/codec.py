@@ -25,7 +25,7 @@ Payload: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Key:
-    """What tells the random numbers of a codec apart from all others: see `fnddp.random.uniform`.
+    """What tells the random numbers of a codec apart from all others: see `fnddp.random`.
 
     Attributes:
         name: Of the leaf, the hop, and the part of a payload that is encoded again.
@@ -41,6 +41,11 @@ class Key:
     def uniform(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Numbers in (0, 1), in float32, on the device of `like`; other ones on each rank."""
         return random.uniform(shape, name=self.name, seed=self.seed, step=self.step, rank=self.rank, device=like.device)
+
+    def integers(self, shape: tuple[int, ...], bits: int, like: Tensor) -> Tensor:
+        """Integers in [0, 2 ** bits), in int32, on the device of `like`; other ones on each rank."""
+        key = {"name": self.name, "seed": self.seed, "step": self.step, "rank": self.rank}
+        return random.integers(shape, bits=bits, **key, device=like.device)
 
 
 class Layer(NamedTuple):

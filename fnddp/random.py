@@ -1,7 +1,8 @@
 """Random numbers as a pure function of a key: the same on every rank, traceable, and without any global generator.
 
 A counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) from a 32-bit
-multiply-xorshift hash, in aten integer operations. Statistically good enough for random projections; not for secrets.
+multiply-xorshift hash, in aten operations on int32, whose sums and products wrap around. Statistically good enough for
+random projections; not for secrets.
 """
 
 import math
@@ -29,9 +30,8 @@ def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Ten
     >>> abs(one.mean()) < 0.1 and abs(one.std() - 1) < 0.1
     tensor(True)
     """
-    # The step may be symbolic, so it enters as a tensor. Two words make one number.
-    offset = torch.full((), step, dtype=torch.int64, device=like.device) * 0x9E3779B9 + _fnv1a(f"{seed}:{name}")
-    counter = 2 * torch.arange(math.prod(shape), dtype=torch.int64, device=like.device) + offset
+    counter = 2 * torch.arange(math.prod(shape), dtype=torch.int32, device=like.device)  # two words make one number
+    counter = counter + _offset(name, seed, step, 0, like.device)
     radius = (-2 * _uniform(counter).log()).sqrt()
     angle = 2 * math.pi * _uniform(counter + 1)
     return (radius * angle.cos()).reshape(shape).to(like.dtype)  # Box and Muller
@@ -51,24 +51,37 @@ def uniform(
     >>> abs(one.mean() - 0.5) < 0.05, bool((one == uniform((1000,), name="w", seed=0, step=0, rank=1)).any())
     (tensor(True), False)
     """
-    counter = words(shape, name=name, seed=seed, step=step, rank=rank, device=device)
-    return ((counter >> 9).float() + 0.5) * 2.0**-23  # 23 bits and a half: exact in float32, never 0 or 1
+    word = integers(shape, bits=23, name=name, seed=seed, step=step, rank=rank, device=device)
+    return (word.float() + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
 
 
-def words(
-    shape: tuple[int, ...], *, name: str, seed: int, step: Any, rank: Any = 0, device: torch.device | None = None
+def integers(
+    shape: tuple[int, ...],
+    *,
+    bits: int,
+    name: str,
+    seed: int,
+    step: Any,
+    rank: Any = 0,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Integers uniform in [0, 2 ** 32), in int64, as a function of `name`, `seed`, `step` and `rank` alone.
+    """Integers uniform in [0, 2 ** bits), in int32, as a function of `name`, `seed`, `step` and `rank` alone.
 
     Args:
         shape, name, seed, step, rank, device: See `uniform`.
+        bits: 1 to 31.
 
-    >>> words((2,), name="w", seed=0, step=0)
-    tensor([ 165951695, 2333251950])
+    >>> integers((3,), bits=4, name="w", seed=0, step=0)
+    tensor([ 0,  8, 14], dtype=torch.int32)
     """
+    counter = torch.arange(math.prod(shape), dtype=torch.int32, device=device).reshape(shape)
+    return _shifted(_hash(counter + _offset(name, seed, step, rank, device)), 32 - bits)
+
+
+def _offset(name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
+    # The step may be symbolic, so it enters as a tensor.
     offset = torch.full((), step, dtype=torch.int64, device=device) * 0x9E3779B9 + _fnv1a(f"{seed}:{name}")
-    offset = offset + rank * 0x85EBCA6B
-    return _hash(torch.arange(math.prod(shape), dtype=torch.int64, device=device).reshape(shape) + offset)
+    return (offset + rank * 0x85EBCA6B).to(torch.int32)
 
 
 def _fnv1a(text: str) -> int:
@@ -80,13 +93,16 @@ def _fnv1a(text: str) -> int:
 
 
 def _uniform(counter: Tensor) -> Tensor:
-    return (_hash(counter).to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), never 0: its logarithm is taken
+    word = _hash(counter).to(torch.int64) & _LOW_32
+    return (word.to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), never 0: its logarithm is taken
 
 
 def _hash(counter: Tensor) -> Tensor:
-    # Few rounds: Inductor inlines the chain, and every round doubles it. Multipliers below 2**31 keep the product of a
-    # 32-bit word within int64.
-    word = counter & _LOW_32
-    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _LOW_32
-    word = ((word ^ (word >> 15)) * 0x68E31DA5) & _LOW_32
-    return word ^ (word >> 16)
+    # Few rounds: Inductor inlines the chain, and every round doubles it.
+    word = (counter ^ _shifted(counter, 16)) * 0x7FEB352D
+    word = (word ^ _shifted(word, 15)) * 0x68E31DA5
+    return word ^ _shifted(word, 16)
+
+
+def _shifted(word: Tensor, by: int) -> Tensor:
+    return (word >> by) & (_LOW_32 >> by)  # a shift of int32 alone brings the sign in

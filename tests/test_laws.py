@@ -1,11 +1,9 @@
 """Every law, over every registered name and over random nestings, on 1 to 4 ranks."""
 
-import copy
 import random
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +16,6 @@ from fnddp.laws import (
     applies,
     bits,
     engine_step,
-    gather,
     law_5_lossless_is_exact,
     law_6_lowered_is_eager,
     law_7_resuming_an_engine_is_exact,

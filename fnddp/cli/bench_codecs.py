@@ -27,9 +27,17 @@ CODECS: tuple[str, ...] = (
     "quantize(allgather, bits=4)",
     "quantize(allgather, bits=2)",
     "quantize(allgather, rounding='stochastic')",
+    "fp8(allgather)",
     "sign(allgather)",
+    "majority_vote(allgather)",
+    "natural(allgather)",
+    "qsgd(allgather)",
+    "terngrad(allgather)",
     "topk(allgather, ratio=0.01)",
     "topk(allgather, k=64, chunk=4096)",
+    "dct_topk(allgather)",
+    "random_k(allgather, ratio=0.01)",
+    "random_block(allgather, ratio=0.01)",
 )
 
 LEAVES, ELEMENTS = 10, 1 << 20

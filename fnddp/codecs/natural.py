@@ -48,10 +48,11 @@ class natural(Codec):
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         bits = x.float().view(torch.int32)
-        exponent, mantissa = bits >> 23 & 255, bits & (1 << 23) - 1
-        up = key.uniform(x.shape, like=x) < mantissa * 2.0**-23
+        exponent = bits >> 23 & 255
+        # The carry of a random mantissa into the exponent is as likely as the paper has it.
+        raised = (bits & 0x7FFFFFFF) + key.integers(x.shape, bits=23, like=x) >> 23 & 511
         top = min(math.frexp(torch.finfo(x.dtype).max)[1] - 1, BIAS) + BIAS
-        exponent = exponent + (up & (exponent < top))  # 255 stands for what is not finite, and stays
+        exponent = torch.minimum(raised, exponent.clamp(min=top))  # 255 stands for what is not finite, and stays
         return {"exponent": exponent.to(torch.uint8), "sign": pack_bits((bits >> 31).to(torch.int8))}
 
     def decode(self, payload: Payload, n: int) -> Tensor:

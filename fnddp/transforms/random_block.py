@@ -55,9 +55,9 @@ class random_block(Sync):
     def exchange(self, leaves: Leaves, state: DrawnState) -> Exchange:
         def draw(path: str, leaf: Tensor) -> Tensor:
             n = leaf.numel()
-            word = random.words((1,), name=path, seed=self.seed, step=state.step, device=leaf.device)
+            word = random.integers((1,), bits=31, name=path, seed=self.seed, step=state.step, device=leaf.device)
             # The high half of the product: uniform over all starts of a leaf of up to 2 ** 31 elements.
-            return ((word * n >> 32) + torch.arange(self._share.of(n), device=leaf.device)) % n
+            return ((word.long() * n >> 31) + torch.arange(self._share.of(n), device=leaf.device)) % n
 
         return exchange_drawn("random_block", self.inner, leaves, state, draw, self.unbiased)
 
