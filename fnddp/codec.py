@@ -44,8 +44,8 @@ class Key:
 
     def integers(self, shape: tuple[int, ...], bits: int, like: Tensor) -> Tensor:
         """Integers in [0, 2 ** bits), in int32, on the device of `like`; other ones on each rank."""
-        key = {"name": self.name, "seed": self.seed, "step": self.step, "rank": self.rank}
-        return random.integers(shape, bits=bits, **key, device=like.device)
+        name, seed, step, rank = self.name, self.seed, self.step, self.rank
+        return random.integers(shape, bits=bits, name=name, seed=seed, step=step, rank=rank, device=like.device)
 
 
 class Layer(NamedTuple):

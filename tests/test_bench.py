@@ -11,11 +11,13 @@ from matplotlib.image import imread
 from torch.func import functional_call
 
 from fnddp import allreduce, fp16, parse
-from fnddp.cli import bench_report, main
+from fnddp.cli import bench_codecs, bench_report, main
 from fnddp.cli.bench_arms import Setup
 from fnddp.cli.bench_rank import Times
 from fnddp.cli.bench_report import Ratio, Run
 from fnddp.cli.models import ModelError, load
+from fnddp.codec import Codec
+from fnddp.sync import registry
 from tests.test_network import namespaces, needs_hosts
 
 TINY = """
@@ -248,3 +250,17 @@ def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
 def test_arms_that_occur_twice_are_numbered() -> None:
     setup = Setup("tiny", [allreduce, parse("allreduce"), fp16(allreduce)], ["ddp"])
     assert setup.names == ["allreduce", "allreduce #2", "fp16(allreduce)", "ddp"]
+
+
+def test_codecs_are_timed_against_a_copy(capsys, monkeypatch):
+    monkeypatch.setattr(bench_codecs, "LEAVES", 2)
+    monkeypatch.setattr(bench_codecs, "ELEMENTS", 1 << 18)
+    assert main.main(["bench", "--codecs", "fp16(allgather)", "sign(allgather)", "quantize(allgather, bits=4)"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "allgather" in line]
+    assert [row[-5] for row in rows] == ["16.00", "1.00", "4.25"]  # a scale of 32 bits for a leaf, or for 128 elements
+    assert all(float(row[-4]) > 0 and float(row[-2]) > 0 for row in rows)
+
+
+def test_codecs_are_all_there():
+    ours = {name for name, entry in registry.items() if isinstance(entry, type) and issubclass(entry, Codec)}
+    assert ours <= {text.split("(")[0] for text in bench_codecs.CODECS}
