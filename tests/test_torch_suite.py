@@ -13,11 +13,8 @@ from tests.torch_suite.expected_failures import EXPECTED_FAILURES
 SUITE = Path(__file__).parent / "torch_suite"
 QUICK = (
     "test_accumulate_gradients_no_sync_grad_is_view",
-    "test_ddp_broadcast_buffer",
     "test_ddp_hook_parity_powerSGD",
     "test_ddp_join_model_equivalence",
-    "test_invalid_static_graph",
-    "test_stateless_api_with_ddp",
     "test_undefined_grad_parity_unused_parameters",
 )
 
