@@ -71,7 +71,7 @@ def check(
 
     Raises:
         LawError: Names the law, the pipeline, the number of ranks, the leaf and the numbers.
-        RankFailed: `sync` itself raised on a rank, or took more than a minute.
+        RankFailed: `sync` itself raised on a rank, or took more than three minutes.
 
     >>> import fnddp
     >>> check(fnddp.fp16(fnddp.allreduce), ranks=(1, 2))

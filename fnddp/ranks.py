@@ -16,6 +16,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
+GRACE_SECONDS = 60  # for ranks that are late to notice that they are not wanted
+
 
 class RankFailed(AssertionError):
     """A rank raised; the message has the traceback of each rank that did, and `errors` its exception."""
@@ -25,7 +27,7 @@ class RankFailed(AssertionError):
         self.errors = errors
 
 
-def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float = 180) -> list[Any]:
     """Runs `fn(rank, *arguments)` on `n` threads, each a rank of a process group that lasts for this call.
 
     A rank that raises ends the others, which may be waiting for it. Without a default process group in this process;
@@ -68,8 +70,8 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
             dist.init_process_group("threaded", rank=rank, world_size=n, store=store)
             results[rank] = fn(rank, *arguments)
         except BaseException as error:
-            errors[rank] = error
-            traces[rank] = traceback.format_exc()
+            errors.setdefault(rank, error)
+            traces.setdefault(rank, traceback.format_exc())
             ProcessLocalGroup.exception_handle(error)  # wakes the other ranks
         finally:
             if dist.is_initialized():
@@ -79,15 +81,23 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
     try:
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + seconds
-        for rank, thread in enumerate(threads):
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                errors.setdefault(rank, TimeoutError(f"rank {rank} ran for {seconds} s"))
+        for rank in _alive_after(threads, seconds):
+            errors.setdefault(rank, TimeoutError(f"rank {rank} ran for {seconds} s"))
+            traces.setdefault(rank, f"ran for {seconds} s")
+        if errors:  # late ranks would meet those of the next call
+            ProcessLocalGroup.exception_handle(None)
+            _alive_after(threads, GRACE_SECONDS)
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         _c10d._set_thread_isolation_mode(False)
     if errors:
-        raise RankFailed("".join(f"\nrank {rank}: {traces.get(rank, errors[rank])}" for rank in sorted(errors)), errors)
+        raise RankFailed("".join(f"\nrank {rank}: {traces[rank]}" for rank in sorted(errors)), errors)
     return results
+
+
+def _alive_after(threads: list[threading.Thread], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [rank for rank, thread in enumerate(threads) if thread.is_alive()]

@@ -40,6 +40,19 @@ def test_a_failure_names_the_rank(gloo):
         assert isinstance(caught.value.errors[1], ValueError)
 
 
+def late_on_one(rank: int) -> float:
+    if rank == 1:
+        time.sleep(0.6)
+    return total(rank)
+
+
+def test_a_late_rank_is_told_of_and_does_not_meet_the_next_ranks():
+    with pytest.raises(RankFailed, match="rank 1: ran for 0.3 s") as caught:
+        run_threads(2, late_on_one, seconds=0.3)
+    assert isinstance(caught.value.errors[0], TimeoutError)
+    assert run_threads(2, total) == [3, 3]
+
+
 def test_a_hang_is_ended_and_shows_where():
     pool = GlooPool(ranks=2)
     pool.run(2, total)  # started up
