@@ -177,18 +177,26 @@ class Codec(Sync):
     >>> fnddp.topk(fnddp.allreduce)
     Traceback (most recent call last):
         ...
-    TypeError: topk: allreduce adds payloads up, and those of topk do not add; give it a carrier, topk(allgather) or
-    topk(two_shot), and put transforms that are none outside: bucketize(topk(allgather))
+    TypeError: topk: allreduce carries no encoded payloads, and those of topk do not add; give it a carrier,
+    topk(allgather) or topk(two_shot), and put transforms that are none outside: bucketize(topk(allgather))
     """
 
     inner: Sync
 
     draws: ClassVar[bool] = False
     carries: ClassVar[Any] = True
+    has_fractions: ClassVar[Any] = True
+    """Whether its payload has floating-point parts, which a codec inside encodes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_carrier(type(self).__name__, self.inner)
+        name = type(self).__name__
+        require_carrier(name, self.inner)
+        if not (self.has_fractions or isinstance(self.inner, Carrier)):
+            raise TypeError(
+                f"{name}: its payload has no fractions that {self.inner!r} could encode; give it a carrier alone, "
+                f"{name}(allgather) or {name}(two_shot)"
+            )
 
     @abc.abstractmethod
     def encode(self, x: Tensor) -> Payload:
@@ -216,14 +224,14 @@ class Codec(Sync):
 
 def require_carrier(owner: str, inner: Sync) -> None:
     """Raises a TypeError unless `inner` moves payloads that do not add."""
-    if isinstance(inner, Codec) and not inner.carries:
+    if isinstance(inner, Codec) and not inner.carries and inner.has_fractions:
         raise TypeError(
             f"{owner}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
             f"put {owner} inside, {type(inner).__name__}({owner}(allgather))"
         )
     if not inner.carries:
         raise TypeError(
-            f"{owner}: {inner!r} adds payloads up, and those of {owner} do not add; give it a carrier, "
+            f"{owner}: {inner!r} carries no encoded payloads, and those of {owner} do not add; give it a carrier, "
             f"{owner}(allgather) or {owner}(two_shot), and put transforms that are none outside: "
             f"bucketize({owner}(allgather))"
         )
@@ -232,3 +240,8 @@ def require_carrier(owner: str, inner: Sync) -> None:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """In what decoded payloads are added: float32, or the dtype itself if it is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def wide_zeros(leaves: Leaves) -> Leaves:
+    """What a memory of `leaves` that hold fractions begins with, in float32 or wider: sums of 16 bits stall."""
+    return {path: torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for path, leaf in leaves.items() if is_inexact(leaf)}

@@ -25,7 +25,7 @@ from fnddp.ranks import RankFailed, run_threads
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.simulate import simulate
 from fnddp.state import describe, load_state_dict, parts, state_dict
-from fnddp.sync import REPLICATED, Exchange, State, Sync, registry
+from fnddp.sync import REPLICATED, Exchange, State, Sync, all_in, registry
 from fnddp.torch_private import TorchDispatchMode, tree_leaves
 from fnddp.tree import Leaves, Tree
 from fnddp.wire.weights import scale_of, scaled
@@ -104,7 +104,7 @@ def applies(law: Law, sync: Sync) -> bool:
     if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
         return len(sync.ops) == 1 and sync.accounts
     if law is law_8_error_feedback_loses_nothing:
-        return sync.ops == {"mean"} and sync.accounts
+        return sync.ops == {"mean"} and sync.accounts and _remembering(sync) is not None
     if law is law_10_simulated_is_real:
         return sync.traceable and sync.groups is not None and sync.groups <= {None}
     if law is law_11_weighted_is_pooled:
@@ -321,7 +321,8 @@ def law_7_resuming_an_engine_is_exact(
 @_stated
 def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> None:
     """With error feedback the sum of all outputs plus the mean residual is the sum of all mean gradients."""
-    remembering = error_feedback(sync)
+    remembering = _remembering(sync)
+    assert remembering is not None
     means, state = run(remembering, grads, rank)
     residuals: list[Leaves] = gather(state.residual)
     eps = coarsest_rounding(rank, remembering, grads)
@@ -502,6 +503,13 @@ def coarsest_rounding(rank: int, sync: Sync, grads: Grads) -> float:
     with _Roundings() as roundings:
         run(sync, lambda rank, step: example[step], rank)
     return roundings.coarsest
+
+
+def _remembering(sync: Sync) -> Sync | None:
+    """`sync` with error feedback; None where it remembers in another way."""
+    if isinstance(sync, error_feedback) and sync.decay == 1:
+        return sync
+    return None if any(each.remembers for each in all_in(sync)) else error_feedback(sync)
 
 
 def _adds_in_one_order() -> bool:

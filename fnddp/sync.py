@@ -76,16 +76,21 @@ class Sync(abc.ABC):
 
     wraps_skipping: ClassVar[bool] = False
     """Whether `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
+    remembers: ClassVar[bool] = False
+    """Whether it adds what was lost to what comes: two such memories around each other add it twice, and diverge."""
+    wants_whole_leaves: ClassVar[bool] = False
+    """Whether it means all leaves, and goes wrong on a rank's shard of each."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             # A string in modules that postpone annotations.
-            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
-            check = _CHECKS.get(kind.rpartition(".")[2])
-            if field.init and check is not None:
-                value = check(f"{type(self).__name__}: {field.name}", getattr(self, field.name))
-                object.__setattr__(self, field.name, value)
+            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+            check = _CHECKS.get(kind.removesuffix(_OR_NONE).rpartition(".")[2])
+            value = getattr(self, field.name, None)
+            if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
+                object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
         require_no_skipping(self)
+        require_one_memory(self)
 
     @abc.abstractmethod
     def init(self, grads: Tree) -> State:
@@ -182,6 +187,12 @@ class Sync(abc.ABC):
         return all(child.accounts for child in self.children())
 
     @property
+    def agrees(self) -> bool:
+        """Whether all ranks that it reaches get the same mean of every leaf. False for parts over several groups."""
+        inner = list(self.children())
+        return all(child.agrees for child in inner) and len({child.groups for child in inner}) <= 1
+
+    @property
     def skips(self) -> bool:
         """Whether some leaves have no update in some steps: no entry in `Exchange.mean`, None in what is returned.
 
@@ -243,6 +254,26 @@ def require_no_skipping(sync: Sync) -> None:
                 f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all of "
                 f"them; put what skips outside, such as every(n, {name}(...))"
             )
+
+
+def require_one_memory(sync: Sync) -> None:
+    """Raises a TypeError if `sync` remembers what is lost, and so does something in it."""
+    for inner in all_in(*sync.children()) if sync.remembers else ():
+        if inner.remembers:
+            name, other = type(sync).__name__, type(inner).__name__
+            raise TypeError(
+                f"{name}: {other} in it remembers what is lost, too; what both add comes twice, and training diverges; "
+                "leave one of them out"
+            )
+
+
+def require_agreement(owner: str, inner: Sync) -> None:
+    """Raises a TypeError if ranks may get other means of some leaves: for what all of them do alike by those."""
+    if not inner.agrees:
+        raise TypeError(
+            f"{owner}: {inner!r} gives ranks other means of some leaves, so they would not do alike; "
+            f"put {owner} around the part that all share, as in partition({{'experts.*': none, '*': {owner}(...)}})"
+        )
 
 
 def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor]) -> None:
@@ -317,6 +348,13 @@ def require_sums(owner: str, inner: Sync, why: str) -> None:
         )
 
 
+def all_in(*syncs: Sync) -> Iterator[Sync]:
+    """`syncs` and all pipelines in them."""
+    for sync in syncs:
+        yield sync
+        yield from all_in(*sync.children())
+
+
 def _syncs_in(value: Any) -> Iterator[Sync]:
     if isinstance(value, Sync):
         yield value
@@ -340,6 +378,7 @@ def _checked_sync(what: str, value: Any) -> Sync:
     raise TypeError(f"{what} must be a pipeline such as allreduce, got {value!r}{made}")
 
 
+_OR_NONE = " | None"
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "Sync": _checked_sync,
     "int": checked_int,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import fnddp
 from fnddp import Sync, allgather, allreduce, laws, two_shot
+from fnddp.sync import all_in
 from fnddp.transforms.orthogonalize import METHODS
 
 # One expression for each registered name; a new transform gets a line here and inherits every law.
@@ -79,6 +80,7 @@ INNER_CODECS: list[Callable[[Sync], Sync]] = [
     lambda inner: fnddp.terngrad(inner, block=9),
     fnddp.natural,
 ]
+NO_FRACTIONS = (fnddp.natural, fnddp.majority_vote)  # in their payloads that a codec inside could encode
 CODECS = [*INNER_CODECS, fnddp.majority_vote, lambda inner: fnddp.dct_topk(inner, chunk=6, k=4)]
 
 
@@ -87,8 +89,8 @@ def bottoms(draw: st.DrawFn) -> Sync:
     """A reducer, or a carrier in up to two codecs."""
     if draw(st.booleans()):
         return allreduce
-    carrier = draw(st.sampled_from(CARRIERS))
-    return draw(st.sampled_from(CODECS))(draw(st.sampled_from(INNER_CODECS))(carrier))
+    carrier, inner, outer = draw(st.tuples(*map(st.sampled_from, (CARRIERS, INNER_CODECS, CODECS))))
+    return outer(carrier if outer in NO_FRACTIONS else inner(carrier))
 
 
 MEMORY = ["error_feedback", "ef21", "momentum_correction"]
@@ -107,7 +109,9 @@ def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
     if depth == 0:
         return draw(bottoms())
     inner = draw(nestings(depth=depth - 1))
-    kinds = ["keep", "cast", "bucketize", "squared", "powersgd", "random_k", "warmup", "partition", *MEMORY]
+    kinds = ["keep", "cast", "bucketize", "squared", "powersgd", "random_k", "warmup", "partition"]
+    if not any(each.remembers for each in all_in(inner)):
+        kinds += MEMORY
     match draw(st.sampled_from(kinds)):
         case "cast":
             return draw(st.sampled_from([fnddp.fp16, fnddp.bf16, lambda s: fnddp.cast(s, "float32")]))(inner)

@@ -514,12 +514,17 @@ def test_payloads_that_do_not_add_need_a_carrier(name):
             getattr(fnddp, name)(inner, **options)
 
 
-@pytest.mark.parametrize("outermost", [fnddp.majority_vote(two_shot), fnddp.dct_topk(allgather)])
-def test_some_codecs_are_the_outermost(outermost):
-    name = type(outermost).__name__
-    with pytest.raises(TypeError, match=rf"topk: {name} works on gradients .* {name}\(topk\(allgather\)\)"):
-        fnddp.topk(outermost, k=1)
-    assert fnddp.bucketize(fnddp.fp16(outermost)).ops == {"mean"}  # additive ones go around
+def test_some_codecs_are_the_outermost():
+    with pytest.raises(TypeError, match=r"topk: dct_topk works on gradients .* dct_topk\(topk\(allgather\)\)"):
+        fnddp.topk(fnddp.dct_topk(allgather), k=1)
+    with pytest.raises(TypeError, match=r"topk: majority_vote\(two_shot\) carries no encoded payloads"):
+        fnddp.topk(fnddp.majority_vote(two_shot), k=1)
+
+
+@pytest.mark.parametrize("make", [fnddp.majority_vote, fnddp.natural, lambda inner: fnddp.sign(inner, scale="none")])
+def test_codecs_without_fractions_take_carriers_alone(make):
+    with pytest.raises(TypeError, match=r"its payload has no fractions that topk\(allgather, k=1\) could encode"):
+        make(fnddp.topk(allgather, k=1))
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def integer_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
 
 
 def large_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
-    """Large enough for the ring that adds float16 on gloo."""
+    """Large enough for messages instead of gloo's collectives: the ring that adds float16, and direct ones."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    shapes = {"small": (5,), "large": (300, 301), "larger": (70000,), "odd": (65537,)}
+    shapes = {"small": (5,), "large": (363, 364), "larger": (140000,), "odd": (131073,)}
     return {
         path: torch.randint(-8, 9, shape, generator=generator).to(torch.float32) * 12 for path, shape in shapes.items()
     }
@@ -103,7 +103,9 @@ CHAOS = [
     (2, EXAMPLES["partition"], model_grads),
     (2, f"warmup({COMPRESSED}, steps=2, before=bf16(allreduce))", model_grads),
     (2, "fp16(allreduce)", large_grads),
+    (2, "two_shot", large_grads),
     (3, "allreduce", integer_grads),
+    (3, "error_feedback(quantize(two_shot))", large_grads),
     (3, "fp16(allreduce)", large_grads),
     (4, "warmup(fp16(allreduce), steps=3)", integer_grads),
     (4, "error_feedback(fp16(allreduce))", large_grads),

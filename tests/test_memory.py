@@ -1,6 +1,7 @@
 """Memory against numpy written from the papers, against torch's own SGD, and what each promises of what is lost."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -280,3 +281,45 @@ def test_a_state_with_another_eta_is_named():
         ef21(allreduce, eta=0.5)(grads, ef21(allreduce).init(grads))
     with pytest.raises(ValueError, match="an entry for 'w', which is no leaf that needs one"):
         ef21(allreduce)(grads, ef21(allreduce, eta=0.5).init(grads))
+
+
+# In few bits, and nested.
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [error_feedback, ef21, partial(momentum_correction, momentum=0.0)],
+    ids=["error_feedback", "ef21", "momentum_correction"],
+)
+def test_small_gradients_of_16_bits_add_up(memory):
+    sync = memory(topk(allgather, k=1))
+    grads = {"w": torch.tensor([1.0, 0.001], dtype=torch.bfloat16)}
+    state, total = sync.init(grads), torch.zeros(2)
+    for _ in range(3000):
+        mean, state = sync(grads, state)
+        total += mean["w"].float()
+    assert total[1] == pytest.approx(3, abs=1)
+
+
+@pytest.mark.parametrize("outer", [error_feedback, ef21, momentum_correction])
+@pytest.mark.parametrize("inner", [error_feedback, ef21, momentum_correction])
+def test_two_memories_are_an_error(outer, inner):
+    with pytest.raises(TypeError, match=f"{outer.__name__}: {inner.__name__} in it remembers what is lost, too"):
+        outer(fnddp.bucketize(inner(topk(allgather, k=1))))
+
+
+@pytest.mark.parametrize("text", ["bf16(allgather)", "bf16(two_shot)", "bf16(sign(allgather))"])
+def test_a_cast_of_what_carries_rounds_nothing_but_what_travels(text):
+    """So the sum of all outputs and the mean residual is that of all mean gradients, however many steps there are."""
+    sync = error_feedback(fnddp.parse(text))
+
+    def rank_errs_by(rank: int) -> float:
+        grads = {"w": torch.randn(50, generator=torch.Generator().manual_seed(rank))}
+        state, total = sync.init(grads), torch.zeros(50)
+        for _ in range(200):
+            mean, state = sync(grads, state)
+            total += mean["w"]
+        left = allreduce({"w": 200 * grads["w"] - state.residual["w"]}, ())[0]["w"]
+        return (total - left).abs().max().item()
+
+    assert max(run_threads(3, rank_errs_by)) < 1e-3

@@ -20,6 +20,7 @@ from fnddp import (
     error_feedback,
     every,
     fp16,
+    laws,
     lower,
     measure,
     partition,
@@ -507,3 +508,56 @@ def test_a_user_reads_it_from_the_module(rank: int) -> None:
         loss_of(model(batch(rank, step))).backward()
     assert 0 < model.sync_state.inner.error < 0.1
     assert 0.99 < model.sync_state.inner.cosine <= 1.0001
+
+
+# What ranks would not do alike.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "clip_by_global_norm(partition({'e*': none, '*': allreduce}), 1.0)",
+        "measure(partition({'e*': none, '*': allreduce}))",
+        "partition({'e*': fp16(none, check=True), '*': allreduce})",
+        "clip_by_global_norm(partition({'e*': all_reduce(group='1'), '*': allreduce}), 1.0)",
+    ],
+)
+def test_what_all_ranks_decide_needs_means_that_all_have(text):
+    with pytest.raises(TypeError, match="gives ranks other means of some leaves"):
+        fnddp.parse(text)
+
+
+def test_a_nan_that_one_rank_alone_gets_is_a_step_that_has_not_been_on_all():
+    sync = fnddp.parse("skip_nonfinite(error_feedback(partition({'e*': fp16(none), '*': fp16(allreduce)})))")
+
+    def skipped(rank: int) -> Any:
+        grads = {"experts": torch.full((2,), 1e6 if rank else 1.0), "shared": torch.full((3,), 1 / 3)}
+        mean, state = sync(grads, sync.init(grads))
+        return int(state.skipped), mean["shared"].isnan().all().item()
+
+    assert run_threads(2, skipped) == [(1, True), (1, True)]
+
+
+@pytest.mark.parametrize("text", ["clip_by_global_norm(allreduce, 1.0)", "skip_nonfinite(fp16(allreduce))"])
+def test_what_is_about_all_leaves_takes_no_shards(text):
+    inner = fnddp.parse(text).over("1")
+    with pytest.raises(TypeError, match=r"is about all leaves, and here a rank has a shard of each; put it outside"):
+        fnddp.hierarchical(inner, intra="0")
+    fnddp.hierarchical(inner, intra="0", shard=False)
+
+
+STAGES = ["allreduce", "powersgd(allreduce)", "every(2, allreduce)", "error_feedback(fp16(allreduce))", "allgather"]
+
+
+@pytest.mark.parametrize("first", STAGES)
+@pytest.mark.parametrize("second", [*STAGES, "random_k(allreduce, k=3)", "qsgd(allgather)", "delayed(allreduce)"])
+def test_stages_of_a_switch_may_have_states_of_other_structures(first, second):
+    sync = fnddp.parse(f"switch({{0: {first}, 2: {second}}})")
+    laws.check(sync, ranks=[2], grads=laws.model)
+
+
+def test_a_delayed_mean_of_another_tree_is_named():
+    sync = delayed(allreduce)
+    _, state = sync({"w": torch.ones(3)}, sync.init({"w": torch.ones(3)}))
+    with pytest.raises(ValueError, match="delayed: .*'w'"):
+        sync({"w": torch.ones(4)}, state)

@@ -88,13 +88,13 @@ class dct_topk(Codec):
         coefficients = (cosines(height, tiles) @ tiles @ cosines(width, tiles).mT).flatten(-2)
         indices = coefficients.abs().topk(min(self.k, height * width), sorted=False).indices
         return {
-            "values": coefficients.gather(-1, indices).to(x.dtype),
+            "values": (coefficients.gather(-1, indices) / _range(height, width)).to(x.dtype),
             "indices": pack_indices(indices, height * width, self.index),
         }
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         height, width = self._tile(n)
-        values = payload["values"].to(wide(payload["values"].dtype))
+        values = payload["values"].to(wide(payload["values"].dtype)) * _range(height, width)
         flat = values.new_zeros((*values.shape[:2], height * width))
         coefficients = flat.scatter(-1, unpack_indices(payload["indices"]), values).unflatten(-1, (height, width))
         tiles = cosines(height, values).mT @ coefficients @ cosines(width, values)
@@ -122,6 +122,11 @@ class dct_topk(Codec):
         rows, columns = leaf.shape[0], leaf.numel() // leaf.shape[0]
         matrix = rearrange(tiles, "(y x) h w -> (y h) (x w)", y=-(-rows // self.chunk))
         return in_format_of(leaf, matrix[:rows, :columns].reshape(leaf.shape))
+
+
+def _range(height: int, width: int) -> int:
+    """By how much a coefficient may exceed the largest element, so that float16 can hold it; a power of 2."""
+    return 1 << math.ceil(math.log2(height * width) / 2)
 
 
 def cosines(n: int, like: Tensor) -> Tensor:

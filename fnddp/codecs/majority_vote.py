@@ -43,6 +43,7 @@ class majority_vote(Codec):
 
     inner: Sync
 
+    has_fractions: ClassVar[Any] = False
     carries: ClassVar[Any] = False  # of what another codec has chosen or scaled there is nothing to vote on
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:

@@ -45,6 +45,7 @@ class natural(Codec):
     seed: int = 0
 
     draws = True
+    has_fractions = False
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         bits = x.float().view(torch.int32)

@@ -66,7 +66,7 @@ class quantize(Codec):
         scale = torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / largest
         tiny = torch.finfo(scale.dtype).tiny  # below it the inverse is infinite
         q = blocks * torch.where(scale < tiny, 0, 1 / scale).unsqueeze(-1)
-        q = q.round() if key is None else (q + key.uniform(q.shape, like=q)).floor().clamp(max=largest)
+        q = q.round() if key is None else (q + key.uniform(q.shape, like=q)).floor().clamp(-largest, largest)
         return {"scale": scale, "q": pack(q.to(torch.int8), self.bits)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:

@@ -40,6 +40,10 @@ class sign(Codec):
     scale: str = "mean"
     chunk: int | None = None
 
+    @property
+    def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.scale != "none"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scale not in SCALES:

@@ -1,11 +1,9 @@
 """EF21: what is sent is how far the gradient is from what the others hold of it."""
 
-from typing import NamedTuple
-
-import torch
+from typing import ClassVar, NamedTuple
 
 from fnddp import tree
-from fnddp.codec import wide
+from fnddp.codec import wide_zeros
 from fnddp.sync import Exchange, Local, Replicated, State, Sync, require_state, require_sums, transform
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
@@ -63,6 +61,8 @@ class ef21(Sync):
     inner: Sync
     eta: float = 1.0
 
+    remembers: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.eta <= 1:
@@ -71,12 +71,9 @@ class ef21(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-
-        def zeros() -> Leaves:
-            return {p: torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for p, leaf in leaves.items() if is_inexact(leaf)}
-
-        h = zeros()
-        return EF21State(h, zeros(), zeros() if self.eta < 1 else {}, self.inner.init({**leaves, **h}))
+        h = wide_zeros(leaves)
+        v = wide_zeros(leaves) if self.eta < 1 else {}
+        return EF21State(h, wide_zeros(leaves), v, self.inner.init({**leaves, **h}))
 
     def exchange(self, leaves: Leaves, state: EF21State) -> Exchange:
         require_leaves("ef21", leaves)

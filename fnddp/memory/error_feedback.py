@@ -2,15 +2,14 @@
 
 from typing import ClassVar, NamedTuple
 
-import torch
-
 from fnddp import tree
+from fnddp.codec import wide_zeros
 from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
 class ErrorFeedbackState(NamedTuple):
-    """`residual`: by leaf path, shaped and typed like the gradients."""
+    """`residual`: by leaf path, shaped like the gradients, in float32 or wider."""
 
     residual: Local[Leaves]
     inner: State
@@ -22,9 +21,10 @@ class error_feedback(Sync):
 
     With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. Whatever `inner` is made of,
     `sent` accounts for all of its losses, so the sum of all outputs plus the mean residual equals the sum of all mean
-    gradients (with decay 1). It turns a biased compressor (PowerSGD, top-k, sign) into one that converges, at the
-    price of one more copy of the gradients. The wrong choice around a lossless pipeline: it costs memory and does
-    nothing. Integer leaves have no residual.
+    gradients (with decay 1; of an all_reduce in 16 bits, but for what its sums round). It turns a biased compressor
+    (PowerSGD, top-k, sign) into one that converges, at the price of one more copy of the gradients, in float32 or
+    wider. The wrong choice around a lossless pipeline: it costs memory and does nothing. Integer leaves have no
+    residual.
 
     Args:
         inner: The lossy pipeline.
@@ -32,7 +32,7 @@ class error_feedback(Sync):
 
     Raises:
         ValueError: `decay` is outside [0, 1]; at the exchange: the state is of another tree.
-        TypeError: `inner` takes a max or min, which has no residual.
+        TypeError: `inner` takes a max or min, which has no residual, or remembers what is lost itself.
 
     Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
     of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows).
@@ -49,6 +49,7 @@ class error_feedback(Sync):
     decay: float = 1.0
 
     wraps_skipping: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,19 +59,19 @@ class error_feedback(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        residual = {path: torch.zeros_like(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
-        return ErrorFeedbackState(residual, self.inner.init(grads))
+        return ErrorFeedbackState(wide_zeros(leaves), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: ErrorFeedbackState) -> Exchange:
         require_leaves("error_feedback", leaves)
         require_state("error_feedback", state, ErrorFeedbackState)
         remembered = {path: leaf for path, leaf in leaves.items() if is_inexact(leaf)}
         check_entries("error_feedback", state.residual, {path: leaf.shape for path, leaf in remembered.items()})
-        x = dict(leaves)
+        whole: Leaves = {}
         for path, leaf in remembered.items():
             # Two operations, each rounded: one that scales and adds is rounded otherwise under vmap.
             residual = state.residual[path] if self.decay == 1 else self.decay * state.residual[path]
-            x[path] = leaf + residual
+            whole[path] = leaf + residual
+        x = {path: whole[path].to(leaf.dtype) if path in whole else leaf for path, leaf in leaves.items()}
         inner = self.inner.exchange(x, state.inner)
-        residual = {path: x[path] - inner.sent[path] for path in remembered}
+        residual = {path: whole[path] - inner.sent[path] for path in remembered}
         return inner._replace(state=ErrorFeedbackState(residual, inner.state))

@@ -1,16 +1,20 @@
 """Momentum correction: momentum of this rank's gradients, before they are made sparse."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from fnddp import tree
+from fnddp.codec import wide_zeros
 from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
 from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
 class MomentumCorrectionState(NamedTuple):
-    """By leaf path, shaped and typed like the gradients. `u`: the momentum. `v`: what has not been sent of its sum."""
+    """By leaf path, shaped like the gradients, in float32 or wider.
+
+    `u`: the momentum. `v`: what has not been sent of its sum.
+    """
 
     u: Local[Leaves]
     v: Local[Leaves]
@@ -41,7 +45,7 @@ class momentum_correction(Sync):
 
     Raises:
         ValueError: `momentum` is outside [0, 1); at the exchange: the state is of another tree.
-        TypeError: `inner` takes a max or min.
+        TypeError: `inner` takes a max or min, or remembers what is lost itself.
 
     Source: Lin et al., "Deep Gradient Compression", ICLR 2018, Algorithms 1 and 4, sections 3.1 to 3.3. Deviations:
     v keeps what the wire rounds of the values that are sent, where the paper zeroes v; no clipping of local gradients.
@@ -59,6 +63,8 @@ class momentum_correction(Sync):
     momentum: float = 0.9
     masking: bool = True
 
+    remembers: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
@@ -67,9 +73,7 @@ class momentum_correction(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        u = {path: torch.zeros_like(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
-        v = {path: torch.zeros_like(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
-        return MomentumCorrectionState(u, v, self.inner.init(grads))
+        return MomentumCorrectionState(wide_zeros(leaves), wide_zeros(leaves), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: MomentumCorrectionState) -> Exchange:
         require_leaves("momentum_correction", leaves)
@@ -79,7 +83,8 @@ class momentum_correction(Sync):
         check_entries("momentum_correction", state.v, shapes)
         u = {path: leaves[path] + self.momentum * state.u[path] for path in shapes}
         v = {path: state.v[path] + u[path] for path in shapes}
-        inner = self.inner.exchange({**leaves, **v}, state.inner)
+        x = {path: v[path].to(leaf.dtype) if path in v else leaf for path, leaf in leaves.items()}
+        inner = self.inner.exchange(x, state.inner)
         v = {path: v[path] - inner.sent[path] for path in shapes}
         if self.masking:
             u = {path: torch.where(inner.sent[path] == 0, u[path], 0) for path in shapes}

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fnddp import collectives, layout, tree
 from fnddp.group import Group, group_name
-from fnddp.sync import Exchange, Local, State, Sync, groups_of, require_state, transform
+from fnddp.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
 from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
 MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
@@ -82,6 +82,17 @@ class hierarchical(Sync):
             raise TypeError(
                 f"hierarchical: {self.inner!r} does not say over which group it reduces; use a pipeline of ours"
             )
+        for inner in all_in(self.inner) if self.shard else ():
+            if inner.wants_whole_leaves:
+                name = type(inner).__name__
+                raise TypeError(
+                    f"hierarchical: {name} is about all leaves, and here a rank has a shard of each; put it outside, "
+                    f"{name}(hierarchical(...)), or give whole leaves, shard=False"
+                )
+
+    @property
+    def agrees(self) -> bool:
+        return True
 
     @property
     def ops(self) -> frozenset[str]:

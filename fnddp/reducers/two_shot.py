@@ -1,5 +1,6 @@
 """Two-shot: each rank adds up one chunk for all, and sends the mean to all."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ class two_shot_mean(Carrier):
         return not self.server_memory
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return super().__call__(*arguments, **options) if arguments else two_shot_mean(**options)
+        is_exchange = arguments or "grads" in options
+        return super().__call__(*arguments, **options) if is_exchange else replace(self, **options)
 
     def init(self, grads: Tree) -> State:
         if not self.server_memory:
@@ -98,7 +100,7 @@ class two_shot_mean(Carrier):
 
         sent = {path: each.decode(each.payload) for path, each in first.items()}  # [n, chunk]
         if self.server_memory:
-            state = TwoShotState({path: -chunk for path, chunk in lost.items()})
+            state = TwoShotState({path: (-lost[path]).to(chunk.dtype) for path, chunk in state.residual.items()})
         else:
             owned = {path: torch.arange(n, device=x.device).unsqueeze(1) == rank for path, x in leaves.items()}
             sent = {path: mine + torch.where(owned[path], ranks * lost[path], 0) for path, mine in sent.items()}

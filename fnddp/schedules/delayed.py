@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree, check_entries, require_leaves
 
 
 class DelayedState(NamedTuple):
@@ -65,6 +65,7 @@ class delayed(Sync):
     def exchange(self, leaves: Leaves, state: DelayedState) -> Exchange:
         require_leaves("delayed", leaves)
         require_state("delayed", state, DelayedState)
+        check_entries("delayed", state.last, {path: leaf.shape for path, leaf in leaves.items()})
         inner = self.inner.exchange(leaves, state.inner)
         # Copies: a mean is the user's, who may scale it in place, and what comes in may be memory of the next step's.
         mean = _copies(state.last) if state.step else {}

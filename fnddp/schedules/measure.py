@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp import collectives, tree
 from fnddp.codec import wide
-from fnddp.sync import Exchange, Local, Replicated, State, Sync, require_state, transform
+from fnddp.sync import Exchange, Local, Replicated, State, Sync, require_agreement, require_state, transform
 from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
 
@@ -38,7 +38,8 @@ class measure(Sync):
 
     Raises:
         ValueError: `every_steps` is less than 1.
-        TypeError: `inner` takes no mean, takes it over several groups, or has no update in some steps.
+        TypeError: `inner` takes no mean, takes it over several groups, gives ranks other means of some leaves, or has
+            no update in some steps.
 
     >>> from fnddp import allgather, topk
     >>> sync = measure(topk(allgather, ratio=0.5), every_steps=100)
@@ -60,11 +61,12 @@ class measure(Sync):
                 f"measure: {self.inner!r} takes no mean over one process group to compare with; "
                 "measure a part of it, such as a rule of partition({...})"
             )
+        require_agreement("measure", self.inner)
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         device = next((leaf.device for leaf in leaves.values()), None)
-        error, cosine = (torch.full((), torch.nan, device=device) for _ in range(2))
+        error, cosine = (torch.full((), torch.nan, dtype=torch.float32, device=device) for _ in range(2))
         return MeasureState(0, error, cosine, self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: MeasureState) -> Exchange:
@@ -96,5 +98,5 @@ def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b in float32; 0 where both are."""
+    """a / b in float32; 0 where b is."""
     return torch.where(b == 0, torch.zeros_like(b), a / b).float()

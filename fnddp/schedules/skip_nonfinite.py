@@ -49,6 +49,7 @@ class skip_nonfinite(Sync):
     inner: Sync
 
     wraps_skipping: ClassVar[bool] = True
+    wants_whole_leaves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +68,7 @@ class skip_nonfinite(Sync):
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
         in_mean = _is_bad(inner.mean, state.skipped)
-        is_bad = is_bad | (in_mean if len(groups) <= 1 else _on_any_rank(in_mean, groups))
+        is_bad = is_bad | (in_mean if self.inner.agrees else _on_any_rank(in_mean, groups))
 
         def rolled_back(before: Any, after: Any) -> Any:
             return torch.where(is_bad.to(after.device), before, after) if isinstance(after, Tensor) else after

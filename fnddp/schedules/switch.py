@@ -116,7 +116,11 @@ def _or_before(own: Any, before: Any) -> Any:
 
 
 def _replaced(own: Any, following: Any) -> Any:
-    return own if own is None or following is None else following
+    return following if _is_part(own) and _is_part(following) else own
+
+
+def _is_part(value: Any) -> bool:
+    return value is not None and not isinstance(value, tuple | list | dict)  # of a state of another structure
 
 
 def _for_before(own: Any, following: Any) -> Any:

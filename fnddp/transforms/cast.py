@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.codec import Code, Layer, Payload
-from fnddp.sync import Exchange, State, Sync, registry, transform
+from fnddp.sync import Exchange, State, Sync, registry, require_agreement, transform
 from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
 # What every backend can add up.
@@ -63,12 +63,16 @@ class cast(Sync):
         if dtype not in DTYPES.values():
             raise ValueError(f"cast: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "dtype", dtype)
+        if self.check:
+            require_agreement(SHORT.get(self._wire_dtype, "cast"), self.inner)
 
     def init(self, grads: Tree) -> State:
-        return self.inner.init(tree.map_leaves(self._spec, grads))
+        return self.inner.init(grads if self.carries else tree.map_leaves(self._spec, grads))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         require_leaves("cast", leaves)
+        if self.carries:  # only what travels is cast, not the mean
+            return self.carry((), leaves, state)
         wires = {path: self._encode(leaf) for path, leaf in leaves.items()}
         inner = self.inner.exchange(wires, state)
         done = inner.decoded(lambda wires: {path: _decode(wire, leaves[path]) for path, wire in wires.items()})
@@ -78,10 +82,10 @@ class cast(Sync):
 
     @property
     def carries(self) -> bool:
-        return self.inner.carries
+        return self.inner.carries and not self.check
 
     def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
-        if not self.inner.carries or self.check:
+        if not self.carries:
             return super().carry(code, leaves, state)
         return self.inner.carry((*code, Layer(self)), leaves, state)
 

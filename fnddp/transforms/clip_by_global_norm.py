@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import wide
-from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.sync import Exchange, State, Sync, require_agreement, transform
 from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
 _EPSILON = 1e-6  # torch's
@@ -31,6 +31,7 @@ class clip_by_global_norm(Sync):
 
     Raises:
         ValueError: `max_norm` is not above 0.
+        TypeError: Ranks get other means of some leaves of `inner`.
 
     Source: Pascanu et al., ICML 2013, Algorithm 1; the factor is torch's, max_norm / (norm + 1e-6), at most 1.
 
@@ -43,11 +44,13 @@ class clip_by_global_norm(Sync):
     max_norm: float
 
     wraps_skipping: ClassVar[bool] = True
+    wants_whole_leaves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_norm <= 0:
             raise ValueError(f"clip_by_global_norm: max_norm must be above 0, got {self.max_norm!r}")
+        require_agreement("clip_by_global_norm", self.inner)
 
     def init(self, grads: Tree) -> State:
         return self.inner.init(grads)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp import random
-from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.sync import Exchange, State, Sync, require_sums, transform
 from fnddp.transforms.drawn import DrawnState, Share, checked_share, exchange_drawn, init_drawn
 from fnddp.tree import Leaves, Tree
 
@@ -48,6 +48,7 @@ class random_block(Sync):
     def __post_init__(self) -> None:
         super().__post_init__()
         checked_share("random_block", self.ratio, "block", self.block)
+        require_sums("random_block", self.inner, "and what is not drawn comes back as zeros")
 
     def init(self, grads: Tree) -> State:
         return init_drawn(self.inner, grads, self._share)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from fnddp import random
-from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.sync import Exchange, State, Sync, require_sums, transform
 from fnddp.transforms.drawn import DrawnState, Share, checked_share, exchange_drawn, init_drawn
 from fnddp.tree import Leaves, Tree
 
@@ -50,6 +50,7 @@ class random_k(Sync):
     def __post_init__(self) -> None:
         super().__post_init__()
         checked_share("random_k", self.ratio, "k", self.k)
+        require_sums("random_k", self.inner, "and what is not drawn comes back as zeros")
 
     def init(self, grads: Tree) -> State:
         return init_drawn(self.inner, grads, self._share)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.torch_private import backend_timeout, without_modes
-from fnddp.wire.gloo_ring import RingAllReduce, is_faster
+from fnddp.wire.gloo_messages import Messages, faster
 from fnddp.wire.groups import live_group, live_rank, live_size
-from fnddp.wire.kinds import ALL_REDUCE, Kind
+from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import Wire, Work
 
 
@@ -39,9 +39,8 @@ class C10d:
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`."""
         live = self._live(group, send.device)
-        if kind is ALL_REDUCE and is_faster(send, op, live):
-            return RingAllReduce(send, live, tag)
-        return kind.start(send, receive, op, live)
+        steps = faster(kind, send, receive, op, live, tag)
+        return kind.start(send, receive, op, live) if steps is None else Messages(steps)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         """See `Wire.vote`. (A gather takes gloo half as many messages as a reduction.)"""

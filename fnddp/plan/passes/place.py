@@ -181,6 +181,8 @@ def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
     if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
         return None
     memory = memories.memory(operand)
+    if isinstance(memory, Scratch) and memories.is_kept(node):
+        return None  # the next step writes there
     if isinstance(memory, fx.Node):
         gradient = memory in memories.leaves and memories.donation.gradients == "yes"
         whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
