@@ -7,17 +7,28 @@ import torch
 from torch import Tensor
 
 from fnddp.state import load_state_dict, parts, state_dict
-from fnddp.sync import LOCAL, State
+from fnddp.sync import LOCAL, State, Sync
 from fnddp.tree import is_inexact
-from fnddp.wire import groups
+from fnddp.wire import control, groups
 
 WORLD_SIZE = "world_size"  # the key under which a checkpoint says how many ranks have saved it
+_PARTS = "parts"
+_PIPELINE = "pipeline"
 
 
 class HasState(Protocol):
     """What keeps the state of a pipeline."""
 
     sync_state: State
+
+
+class HasSync(HasState, Protocol):
+    """What keeps a pipeline and its state."""
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline."""
+        ...
 
 
 class Checkpoint:
@@ -45,7 +56,7 @@ class Checkpoint:
         replicated = {key: value for key, value in saved.items() if kinds[key] != LOCAL}
         local = {key: value for key, value in saved.items() if kinds[key] == LOCAL}
         keyed = {_of_rank(r, key): value for r in self._shares for key, value in local.items()}
-        everything = {**replicated, **keyed, WORLD_SIZE: self._saved_size}
+        everything = {**replicated, **keyed, WORLD_SIZE: self._saved_size, _PARTS: list(saved)}
         return {key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -60,6 +71,13 @@ class Checkpoint:
                 f"sync_checkpoint: {saved_by} ranks have saved this checkpoint, and it is loaded as one of "
                 f"{self._saved_size}, which would lose residuals; pass sync_checkpoint(saved_world_size={saved_by})"
             )
+        have, want = state_dict[_PARTS], [part.key for part in parts(self._owner.sync_state)]
+        if set(have) != set(want):
+            missing, unexpected = [key for key in want if key not in have], [key for key in have if key not in want]
+            raise ValueError(
+                f"sync_checkpoint: missing {missing}, unexpected {unexpected}: the state was saved from another "
+                "pipeline or other parameters"
+            )
         merged: dict[str, Any] = {}
         for part in parts(self._owner.sync_state):
             if part.kind == LOCAL:
@@ -68,6 +86,43 @@ class Checkpoint:
             else:
                 merged[part.key] = state_dict[part.key]
         self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
+
+
+def gathered(owner: HasSync, group: str | None) -> dict[str, Any]:
+    """The state of all ranks in one flat dict on the CPU: for files that the first rank writes for all.
+
+    All ranks must call it. Only local parts travel, none if there are none. The wrong choice where they do not fit into
+    the first rank's memory, as many times as there are ranks: let `torch.distributed.checkpoint` write a `Checkpoint`.
+
+    Args:
+        owner: Whose state it is.
+        group: Name of its process group.
+
+    Returns:
+        On the first rank what `load_gathered` takes, of tensors, ints and text; on the others nothing.
+    """
+    mine = Checkpoint(owner, group).state_dict()
+    mine = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in mine.items()}
+    everyone = [mine]
+    if any(part.kind == LOCAL for part in parts(owner.sync_state)):
+        everyone = control.gather_object(mine, group)
+    if groups.rank(group) != 0:
+        return {}
+    return {_PIPELINE: repr(owner.sync.over(None)), **{key: v for each in everyone for key, v in each.items()}}
+
+
+def load_gathered(owner: HasSync, group: str | None, saved: Mapping[str, Any]) -> None:
+    """Sets the state of `owner` to what `gathered` gave, on as many ranks or on others: see `shares`.
+
+    Raises:
+        ValueError: It is of another pipeline or other parameters.
+    """
+    try:
+        Checkpoint(owner, group, saved[WORLD_SIZE]).load_state_dict(saved)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint has the state of {saved[_PIPELINE]}, which does not fit {owner.sync}: {error}"
+        ) from error
 
 
 def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
