@@ -2,6 +2,6 @@
 
 from importlib.util import find_spec
 
-_PEERS = {"lightning": "lightning"}
+_PEERS = {"huggingface": "accelerate", "lightning": "lightning"}
 
 collect_ignore = [f"fnddp/integrations/{name}.py" for name, peer in _PEERS.items() if find_spec(peer) is None]

@@ -1,9 +1,6 @@
 """Lightning itself, on two gloo ranks: its Trainer, its Fabric, its CLI."""
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,24 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, parse, powersgd
+from tests.peers import everyones, launched, residual, weights
 from tests.ranks import on_ranks
 
 # Imported where it is used: it takes seconds, and this file is collected by all workers.
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs pip install 'fnddp[lightning]'")
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
-
-
-@contextmanager
-def launched(rank: int) -> Iterator[None]:
-    """What torchrun tells a rank."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "TORCHELASTIC_RUN_ID": "test"}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
 
 
 def data() -> TensorDataset:
@@ -96,20 +82,6 @@ def quiet(root: Path) -> dict[str, Any]:
     }
 
 
-def weights(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def residual(strategy: Any) -> Tensor:
-    return torch.cat([r.flatten() for r in strategy.sync_state.residual.values()])
-
-
-def everyones(value: Tensor) -> list[Tensor]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 @on_ranks(2)
 def test_four_epochs_are_two_and_two_more(rank: int, tmp_path: Path) -> None:
     from fnddp.integrations.lightning import FnddpStrategy
@@ -125,8 +97,8 @@ def test_four_epochs_are_two_and_two_more(rank: int, tmp_path: Path) -> None:
         rest.fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
 
         assert torch.equal(weights(resumed), weights(whole))
-        assert torch.equal(residual(rest.strategy), residual(trained.strategy))
-        mine, other = everyones(residual(rest.strategy))
+        assert torch.equal(residual(rest.strategy.sync_state), residual(trained.strategy.sync_state))
+        mine, other = everyones(residual(rest.strategy.sync_state))
         assert not torch.equal(mine, other)
 
         forgetful = torch.load(tmp_path / "half.ckpt", weights_only=True)
@@ -184,7 +156,7 @@ def _resume_alone(rank: int, path: str, mean: Tensor) -> None:
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            torch.testing.assert_close(residual(trainer.strategy), mean)
+            torch.testing.assert_close(residual(trainer.strategy.sync_state), mean)
 
     with launched(rank):
         alone = trainer(Path(path).parent, FnddpStrategy(SYNC), 2, callbacks=[Look()])
@@ -199,7 +171,7 @@ def _train_and_save(rank: int, path: str) -> Tensor:
         two = trainer(Path(path).parent, FnddpStrategy(SYNC), 1)
         two.fit(module(), loader())
         two.save_checkpoint(path)
-        return residual(two.strategy)
+        return residual(two.strategy.sync_state)
 
 
 def test_another_number_of_ranks_gets_the_mean_residual(gloo: Any, tmp_path: Path) -> None:
@@ -235,14 +207,14 @@ def test_the_state_outlives_fit(rank: int, tmp_path: Path) -> None:
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            found.append(residual(trainer.strategy).clone())
+            found.append(residual(trainer.strategy.sync_state).clone())
 
     found: list[Tensor] = []
     with launched(rank):
         ours, model = trainer(tmp_path, FnddpStrategy(SYNC), 1, callbacks=[Look()]), module()
         assert ours.strategy.sync_state is None
         ours.fit(model, loader())
-        after = residual(ours.strategy)
+        after = residual(ours.strategy.sync_state)
         ours.validate(model, loader(), verbose=False)
         ours.fit_loop.max_epochs = 2
         ours.fit(model, loader())
@@ -275,7 +247,7 @@ def test_the_command_line_takes_a_pipeline_as_text(rank: int, tmp_path: Path) ->
         path.write_text(json.dumps(config))  # which is yaml
         cli: Any = LightningCLI(type(module()), args=["fit", "--config", str(path)], save_config_callback=None)
     assert cli.trainer.strategy.sync == parse(repr(SYNC))
-    assert residual(cli.trainer.strategy).any()
+    assert residual(cli.trainer.strategy.sync_state).any()
 
 
 @on_ranks(2)
@@ -310,8 +282,8 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
         train(SYNC, 1, save="half.ckpt")
         resumed = train(repr(SYNC), 1, load="half.ckpt")
         assert torch.equal(weights(resumed), weights(whole))
-        assert torch.equal(residual(wrapped_in(resumed)), residual(wrapped_in(whole)))
-        assert residual(wrapped_in(whole)).any()
+        assert torch.equal(residual(wrapped_in(resumed).sync_state), residual(wrapped_in(whole).sync_state))
+        assert residual(wrapped_in(whole).sync_state).any()
         assert not torch.equal(weights(train("allreduce", 2)), weights(whole))
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fnddp import tree
-from fnddp.adapters.checkpoint import gathered, load_gathered
+from fnddp.adapters.checkpoint_files import gathered, load_gathered
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.parse import parse
 from fnddp.state import load_state_dict, parts, state_dict
