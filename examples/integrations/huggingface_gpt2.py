@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from fnddp.integrations.huggingface import FnddpTrainerMixin
 
 SYNC = "error_feedback(powersgd(fp16(allreduce), rank=2))"
-LENGTH, STEPS = 64, 60
+LENGTH, STEPS = 64, 30
 
 
 class OurTrainer(FnddpTrainerMixin, Trainer):

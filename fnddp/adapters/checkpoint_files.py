@@ -64,18 +64,21 @@ def load_files(owner: HasSync, group: str | None, folder: str | Path, name: str)
             what they need raise `RankMismatchError`, which says so.
     """
 
-    def load() -> dict[str, str]:
+    saved: dict[str, Any] = {}
+
+    def read() -> dict[str, str]:
         mine = _path(folder, name, groups.rank(group))
         first = _read(mine if mine.exists() else _path(folder, name, 0))
         wanted = shares(groups.rank(group), groups.world_size(group), first[WORLD_SIZE])
-        saved = {key: value for r in wanted for key, value in _read(_path(folder, name, r)).items()}
-        load_gathered(owner, group, saved)
+        saved.update({key: value for r in wanted for key, value in _read(_path(folder, name, r)).items()})
+        Checkpoint(owner, group).require_fitting(saved)
         return {"how many ranks have saved": str(first[WORLD_SIZE])}
 
     found = any(Path(folder).glob(f"{name}-rank*.pt"))
     if b"\1" not in control.all_gather_bytes(bytes([found]), group):
         return False
-    agree(load, group)
+    agree(read, group)  # before any state is another one
+    load_gathered(owner, group, saved)
     return True
 
 

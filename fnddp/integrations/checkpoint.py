@@ -158,5 +158,6 @@ def _saver() -> dist.ProcessGroup | None:
     if world is None:
         return None
     if world not in _savers:
-        _savers[world] = dist.new_group(backend="gloo")
+        made: Any = dist.new_group(backend="gloo")
+        _savers[world] = made
     return _savers[world]

@@ -112,7 +112,7 @@ class Replicas:
 
     def _set_aside(self) -> None:
         """What is synchronized is not sent again: gradients that are made now add up apart from it."""
-        means = {name: p.grad for name, p in self._parameters.items() if self._is_mean(name)}
+        means = {name: grad for name, grad in self._gradients().items() if grad is self._means.get(name)}
         if not self._is_armed and any(mean.to_local().count_nonzero() for mean in means.values()):
             raise RuntimeError(
                 "no_sync: there are gradients that are synchronized already, to which others would be added that are "
@@ -122,9 +122,8 @@ class Replicas:
             self._parameters[name].grad = None
         self._before = means
 
-    def _is_mean(self, name: str) -> bool:
-        grad = self._parameters[name].grad
-        return grad is not None and grad is self._means.get(name)
+    def _gradients(self) -> dict[str, DTensor]:
+        return {name: p.grad for name, p in self._parameters.items() if isinstance(p.grad, DTensor)}
 
     def _start(self) -> None:
         if self._is_armed and not self._engine.is_open:
@@ -138,13 +137,13 @@ class Replicas:
             return
         try:
             self._start()  # of a backward that does not begin at what the model has returned
-            if self._is_mean(name):
+            grad = self._parameters[name].grad
+            assert isinstance(grad, DTensor)
+            if grad is self._means.get(name):
                 raise RuntimeError(
                     f"parameter {name!r} has a gradient that is synchronized already, to which this backward adds one; "
                     "it does not begin at what the model has returned, so call optimizer.zero_grad() before it"
                 )
-            grad = self._parameters[name].grad
-            assert isinstance(grad, DTensor)
             self._engine.feed(name, grad.to_local())
         except Exception as error:  # FSDP's other collectives must run all the same, on all ranks
             self._failure = self._failure or error
@@ -153,26 +152,26 @@ class Replicas:
         try:
             if self._failure is not None:
                 raise self._failure
-            for name in self._engine.missing:  # but there since no_sync
-                grad = self._parameters[name].grad
-                if isinstance(grad, DTensor) and not self._is_mean(name):
+            missing = self._engine.missing
+            for name, grad in self._gradients().items():
+                if name in missing and grad is not self._means.get(name):  # there since no_sync
                     self._engine.feed(name, grad.to_local())
             mean, unused = self._engine.finish()
         except Exception as error:
             self._engine.fail(error)
             self._put_back()
             raise
-        for name, p in self._parameters.items():
-            if name in unused:
-                continue
+        gradients = self._gradients()
+        for name in self._parameters.keys() - unused:
+            p, grad = self._parameters[name], gradients.get(name)
             if name not in mean:  # no update in this step
                 p.grad = None
-            elif p.grad is None:  # absent here
+            elif grad is None:  # absent here
                 p.grad = _like(p, mean[name].clone())
-            elif p.grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
-                p.grad.to_local().copy_(mean[name])
+            elif grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
+                grad.to_local().copy_(mean[name])
         self._put_back()
-        self._means.update({name: p.grad for name, p in self._parameters.items() if isinstance(p.grad, DTensor)})
+        self._means.update(self._gradients())
 
     def _put_back(self) -> None:
         for name, before in self._before.items():
