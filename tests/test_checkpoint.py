@@ -55,7 +55,8 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
     save(tmp_path, *whole.parts, sync=whole.keeper, more={"step": 3})
     resumed = Run(kind, seed=1).train(0, 1)
     assert load(tmp_path, *resumed.parts, sync=resumed.keeper, more={"step": 0}) == {"step": 3}
-    whole.train(3, 6), resumed.train(3, 6)
+    whole.train(3, 6)
+    resumed.train(3, 6)
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert torch.equal(resumed.residual, whole.residual)
     assert not torch.equal(*everyones(whole.residual))

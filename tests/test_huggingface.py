@@ -1,5 +1,6 @@
 """Accelerate and the Trainer of transformers themselves, on two gloo ranks."""
 
+import logging
 import pydoc_data.topics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -210,6 +211,36 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_both(rank: int, tmp_path: Pat
         torch.distributed.barrier()
         with pytest.raises((FileNotFoundError, fnddp.RankMismatchError), match="there is no .*fnddp-rank1.pt"):
             with_accelerate(SYNC, 1, load=str(tmp_path))
+
+
+@on_ranks(2)
+def test_a_folder_without_a_state_is_told_of(rank: int, tmp_path: Path) -> None:
+    with accelerated(rank):
+        with_accelerate(SYNC, 1, save=str(tmp_path))
+        (tmp_path / f"fnddp-rank{rank}.pt").unlink()
+        torch.distributed.barrier()
+        with telling() as told:
+            state = with_accelerate(SYNC, 0, load=str(tmp_path))[1]
+        assert not residual(state).any()
+        assert [message for message in told if "has no state of a fnddp pipeline" in message] == told
+        assert len(told) == (rank == 0)
+
+
+@contextmanager
+def telling() -> Iterator[list[str]]:
+    """What the adapter logs."""
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    logger, listener = logging.getLogger("fnddp.integrations.huggingface"), Listener()
+    logger.addHandler(listener)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(listener)
 
 
 @on_ranks(2)

@@ -67,7 +67,8 @@ def module(manual: bool = False) -> Any:
 def trainer(root: Path, strategy: Any, epochs: int, **options: Any) -> Any:
     from lightning.pytorch import Trainer
 
-    return Trainer(**{**quiet(root), "strategy": strategy, "max_epochs": epochs, **options})
+    given: dict[str, Any] = {**quiet(root), "strategy": strategy, "max_epochs": epochs, **options}
+    return Trainer(**given)
 
 
 def quiet(root: Path) -> dict[str, Any]:
