@@ -1,16 +1,20 @@
 """Every Python block of README.md and of the documentation runs, and prints what the page says that it prints.
 
 The blocks of a page run in order, in one namespace. A ```text block that follows a ```python block is its output, with
-"..." for anything. A block that is to be shown but not run is not marked python.
+"..." for anything. A block that is to be shown but not run is not marked python. A page that begins with
+`<!-- needs PACKAGE -->` is skipped where that is not installed; what it warns of is its own affair.
 """
 
 import contextlib
 import doctest
 import io
 import linecache
+import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +59,12 @@ def fenced(text: str) -> Iterator[Block | str]:
         else:
             yield line
     assert opened is None, f"line {opened[1] - 1}: the block is not closed"
+
+
+def needed(text: str) -> str:
+    """The package that a page needs; none for most."""
+    first = text.partition("\n")[0]
+    return first.removeprefix("<!-- needs ").removesuffix(" -->") if first.startswith("<!-- needs ") else ""
 
 
 def examples(text: str) -> list[Example]:
@@ -105,11 +115,13 @@ def _line_of(error: BaseException, page: Path, otherwise: int) -> int:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, own_transforms: None) -> Iterator[types.ModuleType]:
     """A module for the page's names (a state's annotations are looked up there). What pages change is undone."""
-    page = types.ModuleType("fnddp_docs_page")
+    page, environment = types.ModuleType("fnddp_docs_page"), dict(os.environ)
     monkeypatch.setitem(sys.modules, page.__name__, page)
     with torch.random.fork_rng():
         yield page
     linecache.checkcache()
+    os.environ.clear()
+    os.environ.update(environment)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -118,8 +130,15 @@ def module(monkeypatch: pytest.MonkeyPatch, own_transforms: None) -> Iterator[ty
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_page_runs(page: Path, module: types.ModuleType) -> None:
-    for example in examples(page.read_text()):
-        run(example, page, module.__dict__)
+    text = page.read_text()
+    peer = needed(text)
+    if peer and find_spec(peer) is None:
+        pytest.skip(f"needs {peer}")
+    with warnings.catch_warnings():
+        if peer:
+            warnings.simplefilter("default")
+        for example in examples(text):
+            run(example, page, module.__dict__)
     assert not dist.is_initialized(), f"{page}: the last block must call dist.destroy_process_group()"
 
 

@@ -23,8 +23,8 @@ SIMULATED = {"convergence.py": ("--quick", "4 runs")}  # one process, whatever t
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+def start(*arguments: object, warnings: str = "error") -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warnings}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -37,6 +37,7 @@ ORDER = [
         "tune",
         "ranks",
         "laws",
+        "integrations",
         "__init__",
         "cli",
         "__main__",

@@ -7,17 +7,24 @@ import torch
 from torch import Tensor
 
 from fnddp.state import load_state_dict, parts, state_dict
-from fnddp.sync import LOCAL, State
+from fnddp.sync import LOCAL, State, Sync
 from fnddp.tree import is_inexact
 from fnddp.wire import groups
 
 WORLD_SIZE = "world_size"  # the key under which a checkpoint says how many ranks have saved it
+_PARTS = "parts"  # what they have saved
+_PIPELINE = "pipeline"  # and of which one it is
 
 
-class HasState(Protocol):
-    """What keeps the state of a pipeline."""
+class HasSync(Protocol):
+    """What keeps a pipeline and its state."""
 
     sync_state: State
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline."""
+        ...
 
 
 class Checkpoint:
@@ -30,23 +37,42 @@ class Checkpoint:
         owner: Its `sync_state` is saved and set.
         group: Name of its process group.
         saved_world_size: How many ranks have saved what is loaded; None for as many as there are.
+        prefix: Of all keys, where ranks outside of the group have states of their own.
     """
 
-    def __init__(self, owner: HasState, group: str | None, saved_world_size: int | None = None) -> None:
-        self._owner = owner
+    def __init__(
+        self, owner: HasSync, group: str | None, saved_world_size: int | None = None, prefix: str = ""
+    ) -> None:
+        self._owner, self._prefix = owner, prefix
         size = groups.world_size(group)
         self._saved_size = saved_world_size or size
         self._shares = shares(groups.rank(group), size, self._saved_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save; also called to say what to load, into memory of its own."""
+        """What to save, of tensors, ints and lists of text; also called to say what to load, into memory of its own."""
         saved = state_dict(self._owner.sync_state)
         kinds = {part.key: part.kind for part in parts(self._owner.sync_state)}
         replicated = {key: value for key, value in saved.items() if kinds[key] != LOCAL}
         local = {key: value for key, value in saved.items() if kinds[key] == LOCAL}
-        keyed = {_of_rank(r, key): value for r in self._shares for key, value in local.items()}
-        everything = {**replicated, **keyed, WORLD_SIZE: self._saved_size}
-        return {key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
+        keyed = {of_rank(r, key): value for r in self._shares for key, value in local.items()}
+        everything = {**replicated, **keyed, **self._about(list(saved))}
+        return {self._prefix + key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
+
+    def about(self) -> dict[str, Any]:
+        """What of `state_dict` says who has saved what: enough for `require_fitting`."""
+        return {self._prefix + key: value for key, value in self._about([]).items()}
+
+    def saved_by(self, saved: Mapping[str, Any]) -> int:
+        """How many ranks have saved it."""
+        return saved[self._prefix + WORLD_SIZE]
+
+    def require_fitting(self, saved: Mapping[str, Any]) -> None:
+        """Raises a ValueError if it is of another pipeline or other parameters."""
+        have = saved[self._prefix + _PARTS]
+        want = [part.key for part in parts(self._owner.sync_state)]
+        if set(have) != set(want):
+            missing, unexpected = [key for key in want if key not in have], [key for key in have if key not in want]
+            raise self._unfitting(saved, f"missing {missing}, unexpected {unexpected}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets the state.
@@ -54,20 +80,33 @@ class Checkpoint:
         Raises:
             ValueError: It is of another pipeline or other parameters, or of another number of ranks than was said.
         """
-        saved_by = state_dict.get(WORLD_SIZE, self._saved_size)  # older ones do not say
+        saved_by = self.saved_by(state_dict)
         if saved_by != self._saved_size:
             raise ValueError(
                 f"sync_checkpoint: {saved_by} ranks have saved this checkpoint, and it is loaded as one of "
                 f"{self._saved_size}, which would lose residuals; pass sync_checkpoint(saved_world_size={saved_by})"
             )
+        self.require_fitting(state_dict)
+        saved = {key.removeprefix(self._prefix): value for key, value in state_dict.items()}
         merged: dict[str, Any] = {}
         for part in parts(self._owner.sync_state):
             if part.kind == LOCAL:
-                values = {r: state_dict[_of_rank(r, part.key)] for r in self._shares}
-                merged[part.key] = combined(values, self._shares)
+                merged[part.key] = combined({r: saved[of_rank(r, part.key)] for r in self._shares}, self._shares)
             else:
-                merged[part.key] = state_dict[part.key]
-        self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
+                merged[part.key] = saved[part.key]
+        try:
+            self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
+        except ValueError as error:
+            raise self._unfitting(state_dict, str(error)) from error
+
+    def _about(self, saved: list[str]) -> dict[str, Any]:
+        return {WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}
+
+    def _unfitting(self, saved: Mapping[str, Any], why: str) -> ValueError:
+        return ValueError(
+            f"the checkpoint has the state of {saved[self._prefix + _PIPELINE]}, which does not fit "
+            f"{self._owner.sync.over(None)} for this model: {why}"
+        )
 
 
 def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
@@ -92,5 +131,6 @@ def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
     return torch.stack([share * values[r] for r, share in shares.items()]).sum(0)
 
 
-def _of_rank(rank: int, key: str) -> str:
+def of_rank(rank: int, key: str) -> str:
+    """The key of a local part of `rank`."""
     return f"rank{rank}/{key}"

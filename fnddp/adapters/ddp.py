@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fnddp import torch_private
+from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.world import World
 from fnddp.agreement import agree, description
 from fnddp.group import group_name
@@ -26,10 +27,12 @@ class Handle:
     Attributes:
         sync: The pipeline that runs: it names the model's process group where it named none, unless that is the
             default group.
+        group: The name of the model's process group; None for the default one.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
         self.sync = sync
+        self.group = group_name(model.process_group)
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
         named = model.module.named_parameters()
@@ -42,12 +45,12 @@ class Handle:
             state=sync.init(self._parameters),
             donation=Donation(gradients="at_end", state=True),
             learns_order=False,
-            groups=[group_name(model.process_group)],
+            groups=[self.group],
             wire=wire,
             backend=backend,
         )
         fix = "wrap the module and register the pipeline again"
-        self._world = World(group_name(model.process_group), "register: the pipeline was registered", fix)
+        self._world = World(self.group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
 
@@ -59,6 +62,19 @@ class Handle:
     @state.setter
     def state(self, state: State) -> None:
         self._engine.state = state
+
+    @property
+    def sync_state(self) -> State:
+        """`state`, by the name that it has in `fnddp.DistributedDataParallel`."""
+        return self.state
+
+    @sync_state.setter
+    def sync_state(self, state: State) -> None:
+        self.state = state
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
+        """The state for torch.distributed.checkpoint; see `fnddp.DistributedDataParallel.sync_checkpoint`."""
+        return Checkpoint(self, self.group, saved_world_size)
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:

@@ -85,6 +85,7 @@ class Engine:
         check_unused: Called in each step, on all ranks alike, with the leaves that have arrived on no rank, before
             anything is written over. If it raises, the step has failed on all ranks, and the next one works.
         groups: Process groups whose ranks end a step together, where the pipeline does not say which it reaches.
+        beside: Process groups whose ranks end a step together though the pipeline does not reach them.
         wire: Who moves bytes.
         backend: Who runs segments: see `lower`. A pipeline without a plan is then an error.
 
@@ -106,6 +107,7 @@ class Engine:
         drops_unused: bool = False,
         check_unused: Callable[[frozenset[str]], None] | None = None,
         groups: Collection[str | None] = (),
+        beside: Collection[str | None] = (),
         wire: Wire = C10D,
         backend: str | None = None,
     ) -> None:
@@ -115,7 +117,7 @@ class Engine:
         self.is_open = False
         self._state = state
         self._wire = wire
-        self._groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups)]))
+        self._groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *beside]))
         self._knows_groups = sync.groups is not None or bool(groups)
         self._skips_unused, self._drops_unused = skips_unused, drops_unused
         self._check_unused = check_unused

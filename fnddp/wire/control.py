@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D, C10d
-from fnddp.wire.groups import live_group, world_size
+from fnddp.wire.groups import live_group, live_rank, world_size
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE
 from fnddp.wire.protocol import Wire, waited
 
@@ -64,6 +64,17 @@ def all_gather_object(value: Any, group: str | None) -> list[Any]:
     gathered: list[Any] = [None] * world_size(group)
     with without_modes():  # WireCounter's: this is no payload
         dist.all_gather_object(gathered, value, group=live_group(group))
+    return gathered
+
+
+def gather_object(value: Any, group: str | None) -> list[Any]:
+    """`value` of every rank, in rank order, on the first one; on the others nothing."""
+    if not dist.is_initialized():
+        return [value]
+    is_first = live_rank(group) == 0
+    gathered: list[Any] = [None] * world_size(group) if is_first else []
+    with without_modes():
+        dist.gather_object(value, gathered if is_first else None, group=live_group(group), group_dst=0)
     return gathered
 
 

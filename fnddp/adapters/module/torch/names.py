@@ -126,6 +126,13 @@ class TorchNames(nn.Module, Joinable):
         """Whether what the first step does not use is promised never to be used."""
         return self._promises.skips_unused
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        raise TypeError(
+            "Accelerate would wrap a fnddp.DistributedDataParallel once more, in torch's class, and synchronize twice; "
+            "call fnddp.integrations.huggingface.prepare(accelerator, sync), and give it the module itself"
+        )
+
     # Uneven inputs
 
     def join(

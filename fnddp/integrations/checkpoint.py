@@ -1,0 +1,163 @@
+"""torch.distributed.checkpoint: model, optimizers and the pipeline's state in one call of all ranks."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.optim import Optimizer
+
+from fnddp.adapters.checkpoint import Checkpoint
+
+_MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more"
+_savers: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+class HasCheckpoint(Protocol):
+    """What keeps a pipeline: a `fnddp.DistributedDataParallel`, what `register` or `compress_replicas` has returned."""
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
+        """Its state for torch.distributed.checkpoint."""
+        ...
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    sync: HasCheckpoint | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes one checkpoint of all ranks: what is replicated once, what is local for each rank, shards as they are.
+
+    Args:
+        folder: Where; all ranks see it.
+        model: A `fnddp.DistributedDataParallel`, torch's, or one that FSDP has sharded.
+        optimizers: Of its parameters.
+        sync: What keeps the pipeline: what `register` or `compress_replicas` has returned; None for `model` itself.
+        more: What else to save, by name: numbers, tensors, what has a `state_dict`, such as a scheduler.
+
+    Raises:
+        TypeError: Nothing keeps a pipeline.
+
+    >>> import tempfile, torch, fnddp
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> sync = fnddp.error_feedback(fnddp.fp16(fnddp.allreduce))
+    >>> model = fnddp.DistributedDataParallel(nn.Linear(2, 2), sync=sync)
+    >>> folder = tempfile.mkdtemp()
+    >>> save(folder, model, more={"step": 7})
+    >>> load(folder, model, more={"step": 0})
+    {'step': 7}
+    >>> dist.destroy_process_group()
+    """
+    dcp.save(_state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more), checkpoint_id=folder)
+
+
+def async_save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    sync: HasCheckpoint | None = None,
+    more: Mapping[str, Any] | None = None,
+    in_process: bool = False,
+) -> Future[Any]:
+    """`save`, which returns when all is copied to the CPU, and writes while training goes on.
+
+    Ranks agree about what they write on a process group of their own, which is made in the first call: what they say
+    there cannot meet the collectives of training.
+
+    Args:
+        folder, model, optimizers, sync, more: See `save`.
+        in_process: Write in a process beside, not in a thread. Its first call takes seconds, and the script must be
+            guarded by `if __name__ == "__main__"`.
+
+    Returns:
+        Its `result()` waits until all is written, and raises what went wrong.
+    """
+    state = _state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more)
+    kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
+    group = None if in_process else _saver()
+    response = dcp.async_save(state, checkpoint_id=folder, process_group=group, async_checkpointer_type=kind)
+    return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    sync: HasCheckpoint | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Reads what `save` or `async_save` has written, by as many ranks or by others. All ranks must call it.
+
+    As many ranks go on to the bit. Others take shares of what is local (`fnddp.adapters.checkpoint.shares`), so that
+    nothing which was yet to be sent is lost; how many have saved is in the checkpoint.
+
+    Args:
+        folder: Where.
+        model, optimizers, sync: As they were saved; they are written to.
+        more: Names of what else was saved. What has a `load_state_dict` is written to.
+
+    Returns:
+        `more`, with the values that were saved.
+
+    Raises:
+        ValueError: The state is of another pipeline or other parameters, or of another number of shards.
+        TypeError: Nothing keeps a pipeline.
+    """
+    keeper = _keeper(model, sync)
+    checkpoint = keeper.sync_checkpoint()
+    about = {_SYNC: checkpoint.about()}
+    try:
+        dcp.load(about, checkpoint_id=folder)
+    except CheckpointException as error:
+        raise ValueError(
+            f"load: {folder} has no state of a pipeline for this rank: it was written without one, or of another "
+            f"number of shards ({error})"
+        ) from error
+    checkpoint.require_fitting(about[_SYNC])
+    state = _state(model, optimizers, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
+    return state.get(_MORE, {})
+
+
+def _state(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    checkpoint: Checkpoint,
+    more: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizers)
+    state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint, _MORE: dict(more or {})}
+    return {name: part for name, part in state.items() if part or name == _SYNC}
+
+
+def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:
+    keeper: Any = model if sync is None else sync
+    if not hasattr(keeper, "sync_checkpoint"):
+        raise TypeError(
+            f"a {type(keeper).__name__} keeps no pipeline; give what fnddp.register or compress_replicas has returned "
+            "as `sync`"
+        )
+    return keeper
+
+
+def _saver() -> dist.ProcessGroup | None:
+    world = dist.group.WORLD
+    if world is None:
+        return None
+    if world not in _savers:
+        made: Any = dist.new_group(backend="gloo")
+        _savers[world] = made
+    return _savers[world]

@@ -1,0 +1,292 @@
+"""FSDP2: any pipeline between the replicas of a sharded model, where HSDP has an all-reduce of its own."""
+
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fnddp import torch_private
+from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.agreement import agree, description
+from fnddp.group import group_name
+from fnddp.parse import parse
+from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec
+from fnddp.plan.plan import Plan
+from fnddp.run.engine import Engine
+from fnddp.sync import State, Sync
+from fnddp.wire import control
+
+
+class Replicas:
+    """What `compress_replicas` returns: the pipeline between the replicas of a model, and its state.
+
+    Attributes:
+        sync: The pipeline that runs: it names the replicas' process group.
+    """
+
+    def __init__(self, parameters: dict[str, DTensor], sync: Sync, group: str | None, shards: DeviceMesh) -> None:
+        self.sync = sync
+        self._group = group
+        self._shards = shards
+        self._parameters = parameters
+        local = {name: p.to_local() for name, p in parameters.items()}
+        self._engine = Engine(
+            sync,
+            {name: LeafSpec.of(part) for name, part in local.items()},
+            state=sync.init(local),
+            donation=Donation(gradients="at_end", state=True),
+            learns_order=True,
+            groups=[group],
+            beside=[group_name((shards, dim)) for dim in range(shards.ndim)],
+        )
+        self._synchronizes = self._is_armed = True
+        self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # that `.grad` holds
+        self._before: dict[str, DTensor] = {}  # such, while others are made
+        self._failure: Exception | None = None
+
+    @property
+    def state(self) -> State:
+        """The pipeline's state for this rank's shard: a pytree keyed by the names of the model's parameters."""
+        return self._engine.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._engine.state = state
+
+    @property
+    def sync_state(self) -> State:
+        """`state`, by the name that it has in `fnddp.DistributedDataParallel`."""
+        return self.state
+
+    @sync_state.setter
+    def sync_state(self, state: State) -> None:
+        self.state = state
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last backward ran between replicas; None before the first, and for what cannot be lowered."""
+        return self._engine.plan
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
+        """The state for torch.distributed.checkpoint, under a prefix for each shard, which all ranks write.
+
+        Args:
+            saved_world_size: To load what another number of replicas has saved. The number of shards must be the same.
+        """
+        index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
+        return Checkpoint(self, self._group, saved_world_size, f"shard{index}of{self._shards.size()}/")
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Gradients of forwards within it are sharded and add up; a backward outside of it synchronizes the sum.
+
+        It keeps a shard of the gradients. FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at
+        all, and keeps whole gradients.
+        """
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or torch_private.is_within_backward():  # of an evaluation; of a checkpoint
+            return
+        self._break_off()
+        self._is_armed = self._synchronizes
+        for tensor in torch_private.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, _: Tensor) -> None:
+        if not self._engine.is_open and not self._before:
+            self._set_aside()
+        self._start()
+
+    def _set_aside(self) -> None:
+        """What is synchronized is not sent again: gradients that are made now add up apart from it."""
+        means = {name: grad for name, grad in self._gradients().items() if grad is self._means.get(name)}
+        if not self._is_armed and any(mean.to_local().count_nonzero() for mean in means.values()):
+            raise RuntimeError(
+                "no_sync: there are gradients that are synchronized already, to which others would be added that are "
+                "not; call optimizer.zero_grad() first"
+            )
+        for name in means:
+            self._parameters[name].grad = None
+        self._before = means
+
+    def _gradients(self) -> dict[str, DTensor]:
+        return {name: p.grad for name, p in self._parameters.items() if isinstance(p.grad, DTensor)}
+
+    def _start(self) -> None:
+        if self._is_armed and not self._engine.is_open:
+            self._failure = None
+            self._engine.start()
+            # Behind FSDP's own, which is queued before or after this.
+            torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._finish))
+
+    def _feed(self, name: str) -> None:
+        if not self._is_armed:
+            return
+        try:
+            self._start()  # of a backward that does not begin at what the model has returned
+            grad = self._parameters[name].grad
+            assert isinstance(grad, DTensor)
+            if grad is self._means.get(name):
+                raise RuntimeError(
+                    f"parameter {name!r} has a gradient that is synchronized already, to which this backward adds one; "
+                    "it does not begin at what the model has returned, so call optimizer.zero_grad() before it"
+                )
+            self._engine.feed(name, grad.to_local())
+        except Exception as error:  # FSDP's other collectives must run all the same, on all ranks
+            self._failure = self._failure or error
+
+    def _finish(self) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            missing = self._engine.missing
+            for name, grad in self._gradients().items():
+                if name in missing and grad is not self._means.get(name):  # there since no_sync
+                    self._engine.feed(name, grad.to_local())
+            mean, unused = self._engine.finish()
+        except Exception as error:
+            self._engine.fail(error)
+            self._put_back()
+            raise
+        gradients = self._gradients()
+        for name in self._parameters.keys() - unused:
+            p, grad = self._parameters[name], gradients.get(name)
+            if name not in mean:  # no update in this step
+                p.grad = None
+            elif grad is None:  # absent here
+                p.grad = _like(p, mean[name].clone())
+            elif grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
+                grad.to_local().copy_(mean[name])
+        self._put_back()
+        self._means.update(self._gradients())
+
+    def _put_back(self) -> None:
+        for name, before in self._before.items():
+            p = self._parameters[name]
+            p.grad = before if p.grad is None else before.add_(p.grad)
+        self._before = {}
+
+    def _break_off(self) -> None:
+        if self._engine.is_open:
+            self._engine.fail(RuntimeError("its backward did not finish"))
+            self._put_back()
+
+
+class _Feed:
+    """A hook of a parameter."""
+
+    def __init__(self, replicas: Replicas, name: str) -> None:
+        self._replicas = weakref.ref(replicas)  # the garbage collector does not see hooks of tensors
+        self._name = name
+
+    def __call__(self, _: Tensor) -> None:
+        replicas = self._replicas()
+        if replicas is not None:
+            replicas._feed(self._name)  # pyright: ignore[reportPrivateUsage]
+
+
+def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh) -> Replicas:
+    """Synchronizes the gradients of the replicas of a sharded model with a pipeline.
+
+    Shard the model over one dimension of a mesh, and give the other one here: a 2 x 4 mesh of "replicate" and "shard"
+    is HSDP, with the pipeline in the place of its all-reduce between nodes. FSDP hands each shard of a gradient over
+    when it has reduced it, and the pipeline's collectives run behind the rest of backward. A leaf is this rank's shard
+    of a parameter, so it has a name, and rows of a matrix are a matrix still. `allreduce` gives what HSDP gives, to the
+    bit where both add in one order, as with two replicas. The wrong choice where shards meet on slow links too, since
+    what they send is FSDP's.
+
+    Replicas begin with the parameters of the first one. All ranks must call it. What fails in the pipeline fails on all
+    ranks, of all shards; an error of the user's in the middle of one rank's backward leaves the others of its shards
+    in FSDP's collectives until these time out.
+
+    Args:
+        model: After `fully_shard(..., mesh=mesh["shard"])`, of the model as a whole too.
+        sync: The pipeline, or its text. Reducers that name no group use the replicas'.
+        replicate: One dimension of the mesh: `mesh["replicate"]`.
+
+    Raises:
+        TypeError: A parameter is not sharded, or on a mesh of which `replicate` is part.
+        RankMismatchError: On all replicas, if they disagree about the pipeline or the parameters.
+
+    Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13, `foreach_reduce`, which calls the
+    post-accumulate hooks of sharded parameters.
+
+    >>> from torch.distributed import init_device_mesh
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
+    >>> replicas = compress_replicas(model, "error_feedback(powersgd(allreduce))", mesh["replicate"])
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> replicas.state.residual["weight"].shape
+    torch.Size([8, 8])
+    >>> dist.destroy_process_group()
+    """
+    group = group_name(replicate)
+    made: list[Replicas] = []
+
+    def set_up() -> dict[str, str]:
+        parameters, shards = _sharded(model, replicate)
+        pipeline = (parse(sync) if isinstance(sync, str) else sync).over(group, unnamed_only=True)
+        made.append(Replicas(parameters, pipeline, group, shards))
+        local = {name: p.to_local() for name, p in parameters.items()}
+        return description(pipeline, local, made[-1].state)
+
+    agree(set_up, group)
+    (replicas,) = made
+    control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)
+    for name, parameter in replicas._parameters.items():  # pyright: ignore[reportPrivateUsage]
+        parameter.register_post_accumulate_grad_hook(_Feed(replicas, name))
+    model.register_forward_hook(replicas._after_forward)  # pyright: ignore[reportPrivateUsage]
+    return replicas
+
+
+def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
+    """The parameters that are trained, and the mesh over which all are sharded."""
+    parameters: dict[str, DTensor] = {}
+    replicas = set(replicate.mesh.flatten().tolist())
+    shards: DeviceMesh | None = None
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise TypeError(
+                f"compress_replicas: parameter {name!r} is not sharded, so FSDP would not reduce its gradient; call "
+                "fully_shard on the whole model first, with mesh=mesh['shard']"
+            )
+        mesh = parameter.device_mesh
+        shards = mesh if shards is None else shards
+        if len(replicas & set(mesh.mesh.flatten().tolist())) > 1:
+            raise TypeError(
+                f"compress_replicas: parameter {name!r} is on {mesh}, which has the replicas {sorted(replicas)} in it, "
+                "so FSDP reduces between them already; call fully_shard with mesh=mesh['shard']"
+            )
+        if mesh != shards:
+            raise TypeError(f"compress_replicas: parameter {name!r} is sharded over {mesh}, and others over {shards}")
+        if parameter.requires_grad:
+            parameters[name] = parameter
+    if shards is None or not parameters:
+        raise TypeError("compress_replicas: the model has no parameter that requires a gradient")
+    return parameters, shards
+
+
+def _like(parameter: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,206 @@
+"""Accelerate, and the `Trainer` of transformers. Needs `pip install 'fnddp[huggingface]'`."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fnddp.adapters.checkpoint_files import load_files, save_file
+from fnddp.adapters.ddp import Handle, register
+from fnddp.parse import parse
+from fnddp.state import parts
+from fnddp.sync import State, Sync
+
+_NAME = "fnddp"
+_TRAINER_METHODS = (
+    "create_accelerator_and_postprocess",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+
+
+class Pipelines:
+    """What Accelerate asks how it is to wrap a model, in the place of its `DistributedDataParallelKwargs`.
+
+    Args:
+        sync: The pipeline of each model.
+        wrapping: What Accelerate asked before; torch's class gets its arguments.
+    """
+
+    def __init__(self, sync: Sync, wrapping: DistributedDataParallelKwargs | None) -> None:
+        self.sync = sync
+        self._wrapping = wrapping
+        self._handles: weakref.WeakKeyDictionary[DistributedDataParallel, Handle] = weakref.WeakKeyDictionary()
+
+    def handle(self, model: nn.Module) -> Handle:
+        """The pipeline that runs in what `accelerator.prepare` returned, with its state.
+
+        Raises:
+            ValueError: There is none.
+        """
+        found = self._find(model)
+        if found is not None:
+            return found
+        raise ValueError(
+            f"no pipeline runs in this {type(model).__name__}: it is not what accelerator.prepare returned, or there "
+            "is one process alone, for which Accelerate wraps nothing"
+        )
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Accelerate calls it: arguments of torch's class."""
+        return {} if self._wrapping is None else self._wrapping.to_kwargs()
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Accelerate calls it with each model that it has wrapped."""
+        self._handles[model] = register(model, self.sync)
+
+    def save(self, models: Sequence[nn.Module], _: Any, folder: str) -> None:
+        """Writes a file for each rank and each model. `accelerator.save_state` calls it."""
+        for name, handle in self._named(models):
+            save_file(handle, handle.group, folder, name)
+
+    def load(self, models: Sequence[nn.Module], folder: str) -> None:
+        """Reads what `save` has written; another number of ranks takes shares. `accelerator.load_state` calls it.
+
+        Raises:
+            ValueError: On all ranks: it is of another pipeline.
+        """
+        for name, handle in self._named(models):
+            found = load_files(handle, handle.group, folder, name)
+            if not found and list(parts(handle.state)):
+                get_logger(__name__).warning(f"{folder} has no state of a fnddp pipeline: {self.sync} begins anew")
+
+    def _named(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Handle]]:
+        for index, model in enumerate(models):
+            found = self._find(model)
+            if found is not None:
+                yield f"{_NAME}-{index}" if index else _NAME, found
+
+    def _find(self, model: nn.Module) -> Handle | None:
+        """By what Accelerate returned, or by the module within, which is what it keeps; compiled or not."""
+        parts = set(model.modules())
+        found = [handle for wrapped, handle in self._handles.items() if {wrapped, wrapped.module} & parts]
+        return found[-1] if found else None
+
+
+def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
+    """Has `accelerator` synchronize the gradients of all models with `sync`. Call it before `accelerator.prepare`.
+
+    Models are wrapped in torch's class, as Accelerate does it, and the pipeline is registered in it. `save_state`
+    writes the pipeline's state, a file for each rank, and `load_state` reads it, so resuming is exact to the bit. The
+    wrong choice where Accelerate does not wrap models in that class, as with FSDP. With one process it wraps nothing,
+    and no pipeline runs.
+
+    Args:
+        accelerator: One that has prepared no model yet.
+        sync: The pipeline, or its text.
+
+    Returns:
+        Where the pipeline and the state of each model are found: `.handle(model)`.
+
+    Raises:
+        TypeError: Accelerate wraps models in something else, or has a communication hook for them.
+        RuntimeError: It has prepared a model already.
+
+    Source: `accelerate/accelerator.py` of Accelerate 1.15, `prepare_model`.
+
+    >>> from fnddp import fp16, allreduce
+    >>> prepare(Accelerator(cpu=True), "fp16(allreduce)").sync == fp16(allreduce)
+    True
+    """
+    kind, wrapping = accelerator.distributed_type, accelerator.ddp_handler
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
+        raise TypeError(
+            f"prepare: Accelerate runs {kind.value}, which does not wrap models in torch's DistributedDataParallel, so "
+            "no pipeline would run"
+        )
+    if parallelism is not None and parallelism.tp_enabled:
+        raise TypeError("prepare: with tensor parallelism Accelerate does not wrap models, so no pipeline would run")
+    if isinstance(wrapping, Pipelines):
+        raise RuntimeError(f"prepare: this accelerator has {wrapping.sync} already; make another Accelerator")
+    if wrapping is not None and wrapping.comm_hook != DDPCommunicationHookType.NO:
+        raise TypeError(
+            f"prepare: DistributedDataParallelKwargs has comm_hook={wrapping.comm_hook!r}, and torch's class has one "
+            "slot; leave it out, and pass the pipeline as `sync`"
+        )
+    if accelerator._models:  # pyright: ignore[reportPrivateUsage]
+        raise RuntimeError(
+            "prepare: call it before accelerator.prepare, which has wrapped a model without the pipeline"
+        )
+    pipelines = Pipelines(parse(sync) if isinstance(sync, str) else sync, wrapping)
+    accelerator.ddp_handler = pipelines  # pyright: ignore[reportAttributeAccessIssue]
+    accelerator.register_save_state_pre_hook(pipelines.save)
+    accelerator.register_load_state_pre_hook(pipelines.load)
+    return pipelines
+
+
+class FnddpTrainerMixin:
+    """`class OurTrainer(FnddpTrainerMixin, Trainer)`: a Trainer of transformers, or one made of it, with a pipeline.
+
+    `OurTrainer(model, args, ..., sync=...)` trains as before, with the gradients that the pipeline gives. Checkpoints
+    have the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` goes on to the bit. The
+    wrong choice for several GPUs in one process, and for what `prepare` refuses.
+
+    Args:
+        *args, **kwargs: As of the Trainer.
+        sync: The pipeline, or its text.
+
+    Attributes:
+        pipelines: What `prepare` returned.
+
+    Raises:
+        TypeError: See `prepare`; there are several GPUs and one process.
+
+    Source: `transformers/trainer.py` of transformers 5.23.
+    """
+
+    args: Any
+    accelerator: Accelerator
+    model_wrapped: nn.Module
+    pipelines: Pipelines
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        missing = [name for name in _TRAINER_METHODS if not hasattr(super(FnddpTrainerMixin, cls), name)]
+        if missing:
+            raise TypeError(
+                f"{cls.__name__}: FnddpTrainerMixin stands before a Trainer of transformers 5, as in "
+                f"class {cls.__name__}(FnddpTrainerMixin, Trainer); what follows it has no {', '.join(missing)}"
+            )
+
+    def __init__(self, *args: Any, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
+        self._sync = sync
+        super().__init__(*args, **kwargs)
+
+    @property
+    def sync_state(self) -> State:
+        """The pipeline's state.
+
+        Raises:
+            ValueError: Nothing has been trained, or there is one process alone.
+        """
+        return self.pipelines.handle(self.model_wrapped).state
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer calls it before it wraps anything."""
+        super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
+        if self.args.n_gpu > 1:
+            raise TypeError(
+                f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; start one for each: torchrun"
+            )
+        self.pipelines = prepare(self.accelerator, self._sync)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # pyright: ignore[reportAttributeAccessIssue]
+        self.pipelines.save([self.model_wrapped], (), output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # pyright: ignore[reportAttributeAccessIssue]
+        if checkpoint is not None:
+            self.pipelines.load([self.model_wrapped], checkpoint)

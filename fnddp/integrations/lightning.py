@@ -1,0 +1,175 @@
+"""Lightning: strategies for its `Trainer` and for `Fabric`. Needs `pip install 'fnddp[lightning]'`."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from fnddp import tree
+from fnddp.adapters.checkpoint_files import gathered, load_gathered
+from fnddp.adapters.module.wrapper import DistributedDataParallel
+from fnddp.parse import parse
+from fnddp.state import load_state_dict, parts, state_dict
+from fnddp.sync import State, Sync
+
+KEY = "fnddp"
+"""Where a checkpoint of Lightning has the pipeline's state."""
+
+
+class FnddpStrategy(DDPStrategy):
+    """Lightning's "ddp", whose gradients a pipeline synchronizes: `Trainer(strategy=FnddpStrategy(sync=...))`.
+
+    Checkpoints hold the pipeline's state of all ranks under "fnddp", so `fit(ckpt_path=...)` goes on to the bit, on
+    another number of ranks with the shares of `fnddp.adapters.checkpoint.shares`; Lightning's own strategies read them
+    as well. The first rank gathers residuals to write them: the wrong choice where its memory does not hold them as
+    many times as there are ranks. With `start_method="spawn"` or "fork" a state ends with the processes of its `fit`,
+    and only a checkpoint keeps it.
+
+    Args:
+        sync: The pipeline, or its text, as a config file has it.
+        **kwargs: As of Lightning's `DDPStrategy`, so of `fnddp.DistributedDataParallel` too.
+
+    Raises:
+        TypeError: A communication hook is given, for which there is no slot.
+
+    Source: `lightning/pytorch/strategies/ddp.py` of Lightning 2.6.
+
+    >>> from fnddp import allreduce, fp16
+    >>> FnddpStrategy("fp16(allreduce)").sync == fp16(allreduce)
+    True
+    """
+
+    def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
+        _refuse_hooks(kwargs)
+        super().__init__(**kwargs)
+        self.sync = _pipeline(sync)
+        self._kept: tuple[nn.Module, State] | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    @property
+    def sync_state(self) -> State:
+        """The pipeline's state, also when `fit` is over; None before the first one."""
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.sync_state
+        return None if self._kept is None else self._kept[1]
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wrapped = _wrapped(model, self.sync, self.determine_ddp_device_ids(), self._ddp_kwargs)
+        if self._loaded is not None:
+            _restore(wrapped, self._loaded)
+        elif self._kept is not None and self._kept[0] is model:
+            wrapped.sync_state = load_state_dict(wrapped.sync_state, state_dict(self._kept[1]))
+        return wrapped
+
+    def _register_ddp_hooks(self) -> None:
+        """There is no hook: the wrapped module has its pipeline."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes it, on the first rank, with the pipeline's state unless it holds weights only. All ranks call it."""
+        if "optimizer_states" in checkpoint and self.sync_state is not None:
+            checkpoint = {**checkpoint, KEY: gathered(self, None)}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads it; the pipeline's state in it is that of the `fit` which begins."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._kept, self._loaded = None, checkpoint.get(KEY, {})
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Unwraps the module. The state is kept, on the CPU as the module, for the next `fit` of the same module."""
+        if isinstance(self.model, DistributedDataParallel):
+            self._kept = self.model.module, tree.map_tensors(Tensor.cpu, self.model.sync_state)
+            self.model = self.lightning_module
+        self._loaded = None
+        super().teardown()
+
+
+class FnddpFabricStrategy(FabricDDPStrategy):
+    """`FnddpStrategy` for `lightning.Fabric(strategy=...)`; `fabric.save` and `fabric.load` know the state.
+
+    Args:
+        sync: The pipeline, or its text.
+        **kwargs: As of Fabric's `DDPStrategy`, so of `fnddp.DistributedDataParallel` too.
+
+    Source: `lightning/fabric/strategies/ddp.py` of Lightning 2.6.
+
+    >>> from fnddp import allreduce
+    >>> FnddpFabricStrategy().sync == allreduce
+    True
+    """
+
+    def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
+        _refuse_hooks(kwargs)
+        super().__init__(**kwargs)
+        self.sync = _pipeline(sync)
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Wraps the module; see `wrapped_in`."""
+        return _wrapped(module, self.sync, self._determine_ddp_device_ids(), self._ddp_kwargs)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Writes it, on the first rank, with the state of the pipeline of each module. All ranks call it."""
+        saved = {name: gathered(model, None) for name, model in state.items() if _is_ours(model)}
+        super().save_checkpoint(path, {**state, KEY: saved} if saved else state, storage_options, filter)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads what is named in `state`, the pipelines' states of its modules too, and returns the rest."""
+        rest = super().load_checkpoint(path, state, strict, weights_only)
+        if not isinstance(state, dict):
+            return rest
+        saved = rest.pop(KEY, {})
+        for name, model in state.items():  # pyright: ignore[reportUnknownVariableType]
+            if _is_ours(model):
+                _restore(model, saved.get(name, {}))  # pyright: ignore[reportUnknownArgumentType]
+        return rest
+
+
+def wrapped_in(model: nn.Module) -> DistributedDataParallel:
+    """The wrapped module in what `fabric.setup` returned: it has `sync`, `sync_state`, `plan` and `weight`."""
+    return next(part for part in model.modules() if isinstance(part, DistributedDataParallel))
+
+
+def _is_ours(model: Any) -> bool:
+    return isinstance(model, DistributedDataParallel)
+
+
+def _pipeline(sync: str | Sync) -> Sync:
+    return parse(sync) if isinstance(sync, str) else sync
+
+
+def _wrapped(
+    module: nn.Module, sync: Sync, device_ids: list[int] | None, kwargs: Mapping[str, Any]
+) -> DistributedDataParallel:
+    # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
+    with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
+        return DistributedDataParallel(module, device_ids=device_ids, sync=sync, **kwargs)
+
+
+def _refuse_hooks(kwargs: Mapping[str, Any]) -> None:
+    hooks = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+    given = [name for name in hooks if kwargs.get(name) is not None]
+    if given:
+        raise TypeError(
+            f"FnddpStrategy: {given[0]} has no slot here; the pipeline is `sync`, and a hook of torch's becomes one "
+            "with sync=fnddp.from_hook(hook, state)"
+        )
+
+
+def _restore(model: DistributedDataParallel, saved: Mapping[str, Any]) -> None:
+    if saved:
+        load_gathered(model, None, saved)
+    elif list(parts(model.sync_state)):
+        rank_zero_warn(f"the checkpoint has no state of a fnddp pipeline, so that of {model.sync} begins anew")

@@ -1,0 +1,122 @@
+"""torch.distributed.checkpoint of model, optimizer and pipeline in one call, on gloo ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import fnddp
+from fnddp import allreduce, error_feedback, fp16, powersgd
+from fnddp.integrations.checkpoint import async_save, load, save
+from tests.peers import everyones, residual, weights
+from tests.ranks import on_ranks
+
+SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
+
+
+class Run:
+    """A model, its optimizer and what keeps its pipeline, in one of two classes."""
+
+    def __init__(self, kind: str, sync: Any = SYNC, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.model: Any = fnddp.DistributedDataParallel(net, sync=sync)
+        self.keeper: Any = None
+        if kind == "register":
+            self.model = nn.parallel.DistributedDataParallel(net)
+            self.keeper = fnddp.register(self.model, sync)
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+
+    def train(self, begin: int, end: int) -> "Run":
+        for step in range(begin, end):
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+            self.optimizer.step()
+        return self
+
+    @property
+    def residual(self) -> Tensor:
+        return residual((self.keeper or self.model).sync_state)
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        return self.model, self.optimizer
+
+
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
+    whole = Run(kind).train(0, 3)
+    save(tmp_path, *whole.parts, sync=whole.keeper, more={"step": 3})
+    resumed = Run(kind, seed=1).train(0, 1)
+    assert load(tmp_path, *resumed.parts, sync=resumed.keeper, more={"step": 0}) == {"step": 3}
+    whole.train(3, 6)
+    resumed.train(3, 6)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert torch.equal(resumed.residual, whole.residual)
+    assert not torch.equal(*everyones(whole.residual))
+
+
+@on_ranks(2)
+def test_what_is_written_in_the_background_is_of_the_moment(rank: int, tmp_path: Path) -> None:
+    """And what ranks say about it does not meet the collectives of training."""
+    whole = Run("module").train(0, 3)
+    written = async_save(tmp_path / "first", *whole.parts)
+    whole.train(3, 6)
+    written.result()
+    async_save(tmp_path / "second", *whole.parts).result()
+    resumed = Run("module", seed=1)
+    load(tmp_path / "first", *resumed.parts)
+    resumed.train(3, 6)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert torch.equal(resumed.residual, whole.residual)
+
+
+def _save(rank: int, folder: str) -> Tensor:
+    run = Run("module").train(0, 2)
+    save(folder, *run.parts)
+    return run.residual
+
+
+def _load(rank: int, folder: str) -> Tensor:
+    run = Run("module", seed=1)
+    load(folder, *run.parts)
+    return run.residual
+
+
+def _load_without_a_word(rank: int, folder: str) -> None:
+    run = Run("module")
+    with pytest.raises(ValueError, match=r"2 ranks have saved .* loaded as one of 1.*saved_world_size=2"):
+        dcp.load({"sync": run.model.sync_checkpoint()}, checkpoint_id=folder)
+
+
+def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    one, other = gloo(2, _save, folder)
+    assert one.any()
+    (alone,) = gloo(1, _load, folder)
+    torch.testing.assert_close(alone, (one + other) / 2)
+    for rank, loaded in enumerate(gloo(4, _load, folder)):
+        assert torch.equal(loaded, one if rank < 2 else other)
+    gloo(1, _load_without_a_word, folder)
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
+    run = Run("module").train(0, 1)
+    save(tmp_path / "ours", *run.parts)
+    text = "has the state of error_feedback(powersgd(fp16(allreduce))), which does not fit "
+    for other in (error_feedback(powersgd(allreduce, rank=2)), error_feedback(fp16(allreduce)), allreduce):
+        with pytest.raises(ValueError, match="does not fit") as raised:
+            load(tmp_path / "ours", *Run("module", other).parts)
+        assert f"{text}{other} for this model: " in str(raised.value)
+    dcp.save({"model": run.model.state_dict()}, checkpoint_id=tmp_path / "weights")
+    with pytest.raises(ValueError, match="has no state of a pipeline for this rank"):
+        load(tmp_path / "weights", *run.parts)
+    with pytest.raises(TypeError, match="a DistributedDataParallel keeps no pipeline; give what fnddp.register"):
+        save(tmp_path, *Run("register").parts)

@@ -1,0 +1,256 @@
+"""FSDP2 itself, on four gloo ranks: 2 replicas of 2 shards, and 1 of 4."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
+from fnddp.integrations.fsdp import Replicas, compress_replicas
+from tests.peers import everyones
+from tests.ranks import on_ranks
+
+SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
+
+
+class Net(nn.Module):
+    """Shapes that do not divide by the shards, a bias of one element, and a layer that some steps leave out."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 5), nn.Linear(5, 1)])
+        self.extra = nn.Linear(5, 5)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor, extra: bool = True) -> dict[str, Tensor]:
+        first, second, last = self.layers
+        x = first(x).tanh()
+        x = checkpoint(second, x, use_reentrant=False) if self.checkpointed else second(x)
+        return {"out": last(x.tanh() + self.extra(x) if extra else x)}
+
+
+def meshes(replicas: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: DeviceMesh, seed: int = 0, **options: Any) -> nn.Module:
+    checkpointed = options.pop("checkpointed", False)
+    torch.manual_seed(seed)
+    model = Net(checkpointed)
+    for part in [*model.layers, model.extra]:
+        fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def batches(steps: int, seed: int = 5) -> list[Tensor]:
+    """This rank's own."""
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    return [torch.randn(4, 6, generator=generator) for _ in range(steps)]
+
+
+def train(model: nn.Module, steps: list[Tensor], no_sync: Callable[[], Any] | None = None, **given: Any) -> None:
+    optimizer = given.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in steps:
+        for i, part in enumerate(x.chunk(2)):
+            if i == 0 and no_sync is not None:
+                with no_sync():
+                    model(part)["out"].square().mean().backward()
+            else:
+                model(part)["out"].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shards(model: nn.Module) -> Tensor:
+    parameters: Any = model.parameters()
+    return torch.cat([p.to_local().detach().flatten() for p in parameters])
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "mixed"])
+@on_ranks(4)
+def test_the_plain_mean_is_that_of_hsdp(rank: int, way: str) -> None:
+    """To the bit. The second microbatch is sent together with the first, or in a step of its own."""
+    mesh = meshes(2)
+    options: dict[str, Any] = {"plain": {}, "checkpointed": {"checkpointed": True}}.get(way) or {}
+    sync: Any = "allreduce"
+    if way == "mixed":
+        options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+        sync = "bf16(allreduce)"
+    native: Any = sharded(mesh, **options)
+    ours: Any = sharded(mesh["shard"], seed=rank, **options)  # replicas begin with the first one's parameters
+    replicas = compress_replicas(ours, sync, mesh["replicate"])
+    for parameter, mine in zip(native.parameters(), ours.parameters(), strict=True):
+        parameter.to_local().detach().copy_(mine.to_local())
+    steps = batches(5)
+    train(native, steps)
+    train(ours, steps)
+    assert torch.equal(shards(ours), shards(native))
+
+    def at_last(model: Any) -> Callable[[], Any]:
+        class Unsynchronized:
+            def __enter__(self) -> None:
+                model.set_requires_all_reduce(False)
+
+            def __exit__(self, *_: object) -> None:
+                model.set_requires_all_reduce(True)
+
+        return Unsynchronized
+
+    train(native, steps, at_last(native))
+    train(ours, steps, replicas.no_sync)
+    assert torch.equal(shards(ours), shards(native))
+
+
+@pytest.mark.parametrize(
+    "sync", [repr(SYNC), "error_feedback(quantize(two_shot, bits=4))", "topk(allgather, ratio=0.2)"]
+)
+@on_ranks(4)
+def test_replicas_stay_equal_with_any_pipeline(rank: int, sync: str) -> None:
+    mesh = meshes(2)
+    model = sharded(mesh["shard"])
+    replicas = compress_replicas(model, sync, mesh["replicate"])
+    train(model, batches(4))
+    everyone = everyones(shards(model))
+    assert torch.equal(everyone[0], everyone[2])
+    assert torch.equal(everyone[1], everyone[3])
+    plain = sharded(mesh["shard"])
+    compress_replicas(plain, allreduce, mesh["replicate"])
+    train(plain, batches(4))
+    assert not torch.equal(shards(plain), shards(model))
+    plan = replicas.plan
+    assert plan is not None
+    assert plan.wire_bytes < 4 * sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
+    assert {c.group for c in plan.collectives} == {mesh["replicate"].get_group().group_name}
+
+
+@on_ranks(4)
+def test_one_replica_of_four_shards_is_fsdp(rank: int) -> None:
+    mesh = meshes(1)
+    ours, native = sharded(mesh["shard"]), sharded(mesh["shard"])
+    compress_replicas(ours, allreduce, mesh["replicate"])
+    train(ours, batches(3))
+    train(native, batches(3))
+    assert torch.equal(shards(ours), shards(native))
+
+
+@on_ranks(4)
+def test_a_checkpoint_resumes_to_the_bit(rank: int, tmp_path: Path) -> None:
+    mesh, steps = meshes(2), batches(6)
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Replicas]:
+        model = sharded(mesh["shard"])
+        replicas = compress_replicas(model, SYNC, mesh["replicate"])
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), replicas
+
+    def saved(model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Replicas) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, "sync": replicas.sync_checkpoint()}
+
+    whole, optimizer, replicas = made()
+    train(whole, steps[:3], optimizer=optimizer)
+    dcp.save(saved(whole, optimizer, replicas), checkpoint_id=tmp_path)
+    train(whole, steps[3:], optimizer=optimizer)
+
+    resumed, optimizer, after = made()
+    train(resumed, steps[:1], optimizer=optimizer)
+    loaded = saved(resumed, optimizer, after)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(resumed, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    train(resumed, steps[3:], optimizer=optimizer)
+    assert torch.equal(shards(resumed), shards(whole))
+    mine = torch.cat([r.flatten() for r in after.state.residual.values()])
+    assert torch.equal(mine, torch.cat([r.flatten() for r in replicas.state.residual.values()]))
+    assert len({tuple(each.tolist()) for each in everyones(mine)}) == 4
+
+
+@on_ranks(4)
+def test_a_failure_on_one_rank_is_one_on_all(rank: int) -> None:
+    mesh = meshes(2)
+    model = sharded(mesh["shard"])
+    replicas = compress_replicas(model, SYNC, mesh["replicate"])
+    train(model, batches(1))
+    before, state = shards(model), torch.cat([r.flatten() for r in replicas.state.residual.values()])
+    if rank == 3:
+        feed, calls = replicas._engine.feed, []
+
+        def failing(name: str, grad: Tensor) -> None:
+            calls.append(name)
+            if len(calls) == 2:
+                raise ValueError("the second gradient is odd")
+            feed(name, grad)
+
+        replicas._engine.feed = failing  # type: ignore[method-assign]
+    kind, text = (ValueError, "is odd") if rank == 3 else (StepFailedError, "rank 3 failed with ValueError: the second")
+    with pytest.raises(kind, match=text):
+        model(batches(1)[0])["out"].sum().backward()
+    if rank == 3:
+        del replicas._engine.feed
+    assert torch.equal(torch.cat([r.flatten() for r in replicas.state.residual.values()]), state)
+    assert torch.equal(shards(model), before)
+    model.zero_grad()
+    train(model, batches(2))
+    everyone = everyones(shards(model))
+    assert torch.equal(everyone[1], everyone[3])
+
+
+@on_ranks(4)
+def test_unused_and_kept_gradients(rank: int) -> None:
+    """As torch's DDP: unused on one replica counts as zero, on both it stays None; kept gradients add up."""
+    mesh, (x,) = meshes(2), batches(1)
+    model = sharded(mesh["shard"])
+    replicas = compress_replicas(model, SYNC, mesh["replicate"])
+    parameters: Any = dict(model.named_parameters())
+    model(x, extra=rank < 2)["out"].sum().backward()
+    assert parameters["extra.weight"].grad is not None
+    model.zero_grad()
+    model(x, extra=False)["out"].sum().backward()
+    assert parameters["extra.weight"].grad is None
+
+    # What is there is not sent again: of the two backwards each sends its own gradient.
+    first = parameters["layers.0.weight"].grad.to_local().clone()
+    state = replicas.state
+    model(x, extra=False)["out"].sum().backward()
+    both = parameters["layers.0.weight"].grad.to_local().clone()
+    replicas.state = state
+    model.zero_grad()
+    model(x, extra=False)["out"].sum().backward()
+    assert torch.equal(parameters["layers.0.weight"].grad.to_local() + first, both)
+    with (
+        pytest.raises(RuntimeError, match=r"no_sync: .* call optimizer.zero_grad\(\) first"),
+        replicas.no_sync(),
+    ):
+        model(x)["out"].sum().backward()
+
+
+@on_ranks(4)
+def test_what_a_last_backward_leaves_out_is_sent_with_it(rank: int) -> None:
+    mesh, (x,) = meshes(2), batches(1)
+    in_two, in_one = sharded(mesh["shard"]), sharded(mesh["shard"])
+    replicas = compress_replicas(in_two, allreduce, mesh["replicate"])
+    compress_replicas(in_one, allreduce, mesh["replicate"])
+    with replicas.no_sync():
+        in_two(x)["out"].sum().backward()
+    in_two(x, extra=False)["out"].sum().backward()
+    (in_one(x)["out"].sum() + in_one(x, extra=False)["out"].sum()).backward()
+    for one, other in zip(in_two.parameters(), in_one.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad.to_local(), other.grad.to_local())  # type: ignore[attr-defined]
+
+
+@on_ranks(4)
+def test_what_fsdp_would_do_as_well_raises(rank: int) -> None:
+    mesh = meshes(2)
+    with pytest.raises(TypeError, match="'layers.0.weight' is not sharded, .* call fully_shard"):
+        compress_replicas(Net(), SYNC, mesh["replicate"])
+    with pytest.raises(TypeError, match=r"'layers.0.weight' is on .* FSDP reduces between them already"):
+        compress_replicas(sharded(mesh), SYNC, mesh["replicate"])

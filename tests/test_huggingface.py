@@ -1,0 +1,330 @@
+"""Accelerate and the Trainer of transformers themselves, on two gloo ranks."""
+
+import logging
+import pydoc_data.topics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
+
+import fnddp
+from fnddp import allreduce, error_feedback, fp16, powersgd
+from tests.peers import everyones, launched, residual, weights
+from tests.ranks import on_ranks
+
+# Imported where they are used: that takes seconds, and this file is collected by all workers.
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None or find_spec("transformers") is None,
+    reason="needs pip install 'fnddp[huggingface]'",
+)
+
+SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
+BATCH, ACCUMULATED, MAX_NORM, RATE = 4, 2, 0.5, 0.05
+
+
+@contextmanager
+def accelerated(rank: int) -> Iterator[None]:
+    """As `accelerate launch --cpu` starts a rank. Accelerate keeps its state in the process: it begins anew."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    with launched(rank, ACCELERATE_USE_CPU="true", FORK_LAUNCHED="0"):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.net(x) - y).square().mean()}
+
+
+def data(samples: int = 32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(x, x @ torch.randn(6, 5, generator=generator))
+
+
+def in_a_loop(rank: int, sync: Any, wrap: Any) -> Tensor:
+    """Two epochs without either: what the others must give, to the bit."""
+    module = Regression()
+    model = wrap(module, sync)
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    batches = list(DataLoader(data(), BATCH))[rank::2]
+    for _ in range(2):
+        for i, (x, y) in enumerate(batches):
+            model.require_backward_grad_sync = i % ACCUMULATED == ACCUMULATED - 1
+            (model(x, y)["loss"] / ACCUMULATED).backward()
+            if model.require_backward_grad_sync:
+                nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(module)
+
+
+def ours(module: nn.Module, sync: Any) -> nn.Module:
+    return fnddp.DistributedDataParallel(module, sync=sync)
+
+
+def registered(module: nn.Module, sync: Any) -> nn.Module:
+    model = nn.parallel.DistributedDataParallel(module)
+    fnddp.register(model, sync)
+    return model
+
+
+def with_accelerate(sync: Any, epochs: int = 2, load: str = "", save: str = "") -> tuple[Tensor, Any]:
+    from accelerate import Accelerator
+
+    from fnddp.integrations.huggingface import prepare
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
+    pipelines = prepare(accelerator, sync)
+    module = Regression()
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    model, optimizer, batches = accelerator.prepare(module, optimizer, DataLoader(data(), BATCH))
+    if load:
+        accelerator.load_state(load)
+    for _ in range(epochs):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x, y)["loss"])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+    if save:
+        accelerator.save_state(save)
+    return weights(module), pipelines.handle(model).state
+
+
+def trainer(model: nn.Module, sync: Any, folder: Path, dataset: Dataset, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from fnddp.integrations.huggingface import FnddpTrainerMixin
+
+    class OurTrainer(FnddpTrainerMixin, Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(train_dataset or self.train_dataset)
+
+    class StockTrainer(Trainer):
+        _get_train_sampler = OurTrainer._get_train_sampler
+
+    given: dict[str, Any] = {
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "per_device_train_batch_size": BATCH,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        **options,
+    }
+    made, more = (StockTrainer, {}) if sync is None else (OurTrainer, {"sync": sync})
+    return made(model=model, args=TrainingArguments(str(folder), **given), train_dataset=dataset, **more)
+
+
+class Rows(Dataset):
+    """Named columns, as a Trainer wants them."""
+
+    def __init__(self, **columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {name: column[i] for name, column in self.columns.items()}
+
+
+def with_trainer(sync: Any, folder: Path) -> Tensor:
+    x, y = data().tensors
+    options = {"optim": "sgd", "learning_rate": RATE, "max_grad_norm": MAX_NORM}
+    options.update(gradient_accumulation_steps=ACCUMULATED, num_train_epochs=2)
+    made = trainer(Regression(), sync, folder, Rows(x=x, y=y), **options)
+    made.train()
+    return weights(made.model)
+
+
+@on_ranks(2)
+def test_each_way_ends_with_the_same_parameters(rank: int, tmp_path: Path) -> None:
+    """To the bit, with accumulation and clipping."""
+    with accelerated(rank):
+        expected = in_a_loop(rank, SYNC, ours)
+        assert torch.equal(in_a_loop(rank, SYNC, registered), expected)
+        assert torch.equal(with_accelerate(repr(SYNC))[0], expected)
+        assert torch.equal(with_trainer(SYNC, tmp_path), expected)
+        assert torch.equal(with_trainer("allreduce", tmp_path), with_trainer(None, tmp_path))
+        assert not torch.equal(with_trainer(None, tmp_path), expected)
+
+
+@on_ranks(2)
+def test_accelerate_resumes_with_the_residual_of_each_rank(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    with accelerated(rank):
+        whole, state = with_accelerate(SYNC, 2)
+        with_accelerate(SYNC, 1, save=folder)
+        resumed, after = with_accelerate(SYNC, 1, load=folder)
+        assert torch.equal(resumed, whole)
+        assert torch.equal(residual(after), residual(state))
+        mine, other = everyones(residual(after))
+        assert not torch.equal(mine, other)
+
+        with pytest.raises(ValueError, match=r"does not fit .*rank=2\)\) for this model: .*unexpected .*net.0.weight"):
+            with_accelerate(error_feedback(powersgd(allreduce, rank=2)), 1, load=folder)
+
+
+def _train_and_save(rank: int, folder: str) -> Tensor:
+    with accelerated(rank):
+        return residual(with_accelerate(SYNC, 1, save=folder)[1])
+
+
+def _load(rank: int, folder: str) -> Tensor:
+    with accelerated(rank):
+        return residual(with_accelerate(SYNC, 0, load=folder)[1])
+
+
+def test_another_number_of_ranks_takes_shares(gloo: Any, tmp_path: Path) -> None:
+    one, other = gloo(2, _train_and_save, str(tmp_path))
+    for rank, loaded in enumerate(gloo(4, _load, str(tmp_path))):
+        assert torch.equal(loaded, one if rank < 2 else other)
+
+
+@on_ranks(2)
+def test_a_file_that_one_rank_lacks_is_an_error_on_both(rank: int, tmp_path: Path) -> None:
+    with accelerated(rank):
+        with_accelerate(SYNC, 1, save=str(tmp_path))
+        torch.distributed.barrier()
+        if rank == 0:
+            (tmp_path / "fnddp-rank1.pt").unlink()
+        torch.distributed.barrier()
+        with pytest.raises((FileNotFoundError, fnddp.RankMismatchError), match="there is no .*fnddp-rank1.pt"):
+            with_accelerate(SYNC, 1, load=str(tmp_path))
+
+
+@on_ranks(2)
+def test_a_folder_without_a_state_is_told_of(rank: int, tmp_path: Path) -> None:
+    with accelerated(rank):
+        with_accelerate(SYNC, 1, save=str(tmp_path))
+        (tmp_path / f"fnddp-rank{rank}.pt").unlink()
+        torch.distributed.barrier()
+        with telling() as told:
+            state = with_accelerate(SYNC, 0, load=str(tmp_path))[1]
+        assert not residual(state).any()
+        assert [message for message in told if "has no state of a fnddp pipeline" in message] == told
+        assert len(told) == (rank == 0)
+
+
+@contextmanager
+def telling() -> Iterator[list[str]]:
+    """What the adapter logs."""
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    logger, listener = logging.getLogger("fnddp.integrations.huggingface"), Listener()
+    logger.addHandler(listener)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(listener)
+
+
+@on_ranks(2)
+def test_what_would_be_ignored_raises(rank: int) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+    from transformers import Trainer
+
+    from fnddp.integrations.huggingface import FnddpTrainerMixin, prepare
+
+    with accelerated(rank):
+        hooked: Any = DistributedDataParallelKwargs(comm_hook=SYNC)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="has comm_hook=error_feedback.*pass the pipeline as `sync`"):
+            prepare(Accelerator(cpu=True, kwargs_handlers=[hooked]), SYNC)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=3)])
+        with pytest.raises(TypeError, match="synchronize twice; call fnddp.integrations.huggingface.prepare"):
+            accelerator.prepare(fnddp.DistributedDataParallel(Regression(), sync=SYNC))
+        accelerator.free_memory()
+        pipelines = prepare(accelerator, SYNC)
+        assert pipelines.to_kwargs() == {"bucket_cap_mb": 3}
+        with pytest.raises(RuntimeError, match="has error_feedback.* already"):
+            prepare(accelerator, SYNC)
+        with pytest.raises(ValueError, match="no pipeline runs in this Regression"):
+            pipelines.handle(Regression())
+        late = Accelerator(cpu=True)
+        late.prepare(Regression())
+        with pytest.raises(RuntimeError, match="call it before accelerator.prepare"):
+            prepare(late, SYNC)
+    with pytest.raises(TypeError, match="stands before a Trainer"):
+
+        class Wrong(Trainer, FnddpTrainerMixin):
+            pass
+
+
+def text(length: int = 32) -> Rows:
+    """Real text, by character: CPython's own documentation."""
+    written = "".join(pydoc_data.topics.topics.values())[: 64 * length]
+    symbols = sorted(set(written))
+    ids = torch.tensor([symbols.index(c) for c in written]).view(-1, length)
+    return Rows(input_ids=ids, labels=ids)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+
+
+@on_ranks(2)
+def test_a_trainer_trains_gpt2_and_resumes(rank: int, tmp_path: Path) -> None:
+    """With dropout, AdamW and a schedule."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "learning_rate": 1e-2}
+    options.update(lr_scheduler_type="linear", logging_steps=1)
+    with accelerated(rank):
+        whole = trainer(gpt2(), SYNC, tmp_path / "whole", text(), **options)
+        whole.train()
+        losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+        assert losses[-1] < losses[0] - 0.3
+
+        checkpoint = tmp_path / "whole" / "checkpoint-4"
+        assert (checkpoint / f"fnddp-rank{rank}.pt").exists()
+        resumed = trainer(gpt2(), repr(SYNC), tmp_path / "resumed", text(), **options)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert torch.equal(weights(resumed.model), weights(whole.model))
+        assert torch.equal(residual(resumed.sync_state), residual(whole.sync_state))
+        assert torch.equal(*everyones(weights(whole.model)))
+        mine, other = everyones(residual(whole.sync_state))
+        assert not torch.equal(mine, other)
+
+        # The stock Trainer reads such a checkpoint, and does something else.
+        stock = trainer(gpt2(), None, tmp_path / "stock", text(), **options)
+        stock.train(resume_from_checkpoint=str(checkpoint))
+        assert not torch.equal(weights(stock.model), weights(whole.model))
+
+
+def test_one_process_has_no_pipeline() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from fnddp.integrations.huggingface import prepare
+
+    accelerator = Accelerator(cpu=True)
+    pipelines = prepare(accelerator, "fp16(allreduce)")
+    with pytest.raises(ValueError, match="one process alone"):
+        pipelines.handle(accelerator.prepare(Regression()))
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,295 @@
+"""Lightning itself, on two gloo ranks: its Trainer, its Fabric, its CLI."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnddp
+from fnddp import allreduce, error_feedback, fp16, parse, powersgd
+from tests.peers import everyones, launched, residual, weights
+from tests.ranks import on_ranks
+
+# Imported where it is used: it takes seconds, and this file is collected by all workers.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs pip install 'fnddp[lightning]'")
+
+SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(32, 6, generator=generator)
+    return TensorDataset(x, x @ torch.randn(6, 5, generator=generator))
+
+
+def loader() -> DataLoader:
+    return DataLoader(data(), batch_size=4)
+
+
+def module(manual: bool = False) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Regression(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            x, y = batch
+            loss = (self.net(x) - y).square().mean()
+            if manual:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.net(batch[0])
+
+        def train_dataloader(self) -> DataLoader:
+            return loader()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    return Regression()
+
+
+def trainer(root: Path, strategy: Any, epochs: int, **options: Any) -> Any:
+    from lightning.pytorch import Trainer
+
+    given: dict[str, Any] = {**quiet(root), "strategy": strategy, "max_epochs": epochs, **options}
+    return Trainer(**given)
+
+
+def quiet(root: Path) -> dict[str, Any]:
+    return {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "default_root_dir": str(root),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+    }
+
+
+@on_ranks(2)
+def test_four_epochs_are_two_and_two_more(rank: int, tmp_path: Path) -> None:
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    with launched(rank):
+        whole, trained = module(), trainer(tmp_path, FnddpStrategy(SYNC), 4)
+        trained.fit(whole, loader())
+
+        half = trainer(tmp_path, FnddpStrategy(SYNC), 2)
+        half.fit(module(), loader())
+        half.save_checkpoint(tmp_path / "half.ckpt")
+        resumed, rest = module(), trainer(tmp_path, FnddpStrategy(repr(SYNC)), 4)
+        rest.fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+
+        assert torch.equal(weights(resumed), weights(whole))
+        assert torch.equal(residual(rest.strategy.sync_state), residual(trained.strategy.sync_state))
+        mine, other = everyones(residual(rest.strategy.sync_state))
+        assert not torch.equal(mine, other)
+
+        forgetful = torch.load(tmp_path / "half.ckpt", weights_only=True)
+        forgetful["fnddp"]["rank0/local/residual.net.0.weight"].zero_()
+        torch.save(forgetful, tmp_path / f"forgetful{rank}.ckpt")
+        resumed = module()
+        trainer(tmp_path, FnddpStrategy(SYNC), 4).fit(
+            resumed, loader(), ckpt_path=tmp_path / f"forgetful{rank}.ckpt", weights_only=True
+        )
+        assert not torch.equal(weights(resumed), weights(whole))
+
+
+@on_ranks(2)
+def test_checkpoints_and_lightnings_own_strategy(rank: int, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    with launched(rank):
+        checkpoints = ModelCheckpoint(tmp_path, filename="last")
+        ours = trainer(tmp_path, FnddpStrategy(SYNC), 1, callbacks=[checkpoints], enable_checkpointing=True)
+        ours.fit(module(), loader())
+        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+        kept = saved["fnddp"]
+        assert kept["pipeline"] == repr(SYNC)
+        assert kept["world_size"] == 2
+        mine = fnddp.state_dict(ours.strategy.sync_state)
+        assert torch.equal(kept[f"rank{rank}/local/residual.net.0.weight"], mine["local/residual.net.0.weight"])
+
+        # Lightning's own reads it, and ours reads what its own has written, or a file of weights.
+        stock = trainer(tmp_path, "ddp", 2)
+        stock.fit(module(), loader(), ckpt_path=tmp_path / "last.ckpt")
+        assert stock.global_step == 2 * ours.global_step
+        stock.save_checkpoint(tmp_path / "stock.ckpt")
+        after = trainer(tmp_path, FnddpStrategy(SYNC), 3)
+        if rank == 0:
+            with pytest.warns(UserWarning, match="begins anew"):
+                after.fit(module(), loader(), ckpt_path=tmp_path / "stock.ckpt")
+        else:
+            after.fit(module(), loader(), ckpt_path=tmp_path / "stock.ckpt")
+        ours.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+        assert "fnddp" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+        other = trainer(tmp_path, FnddpStrategy(error_feedback(powersgd(allreduce, rank=2))), 2)
+        with pytest.raises(
+            ValueError, match="state of error_feedback.*does not fit .*rank=2.*unexpected.*net.0.weight"
+        ):
+            other.fit(module(), loader(), ckpt_path=tmp_path / "last.ckpt")
+
+
+def _resume_alone(rank: int, path: str, mean: Tensor) -> None:
+    from lightning.pytorch import Callback
+
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            torch.testing.assert_close(residual(trainer.strategy.sync_state), mean)
+
+    with launched(rank):
+        alone = trainer(Path(path).parent, FnddpStrategy(SYNC), 2, callbacks=[Look()])
+        alone.fit(module(), loader(), ckpt_path=path)
+        assert alone.global_step > 0
+
+
+def _train_and_save(rank: int, path: str) -> Tensor:
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    with launched(rank):
+        two = trainer(Path(path).parent, FnddpStrategy(SYNC), 1)
+        two.fit(module(), loader())
+        two.save_checkpoint(path)
+        return residual(two.strategy.sync_state)
+
+
+def test_another_number_of_ranks_gets_the_mean_residual(gloo: Any, tmp_path: Path) -> None:
+    one, other = gloo(2, _train_and_save, str(tmp_path / "two.ckpt"))
+    gloo(1, _resume_alone, str(tmp_path / "two.ckpt"), (one + other) / 2)
+
+
+@on_ranks(2)
+def test_the_plain_mean_is_lightnings_own(rank: int, tmp_path: Path) -> None:
+    """With accumulation, clipping, and manual optimization of a static graph."""
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    ways = {
+        "clipped": (False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {}),
+        "manual": (True, {}, {"static_graph": True}),
+    }
+    with launched(rank):
+        for manual, options, arguments in ways.values():
+            ours, stock, squeezed = module(manual), module(manual), module(manual)
+            trainer(tmp_path, FnddpStrategy(**arguments), 2, **options).fit(ours, loader())
+            trainer(tmp_path, "ddp", 2, **options).fit(stock, loader())
+            assert torch.equal(weights(ours), weights(stock))
+            trainer(tmp_path, FnddpStrategy(SYNC, **arguments), 2, **options).fit(squeezed, loader())
+            assert not torch.equal(weights(squeezed), weights(stock))
+            assert torch.equal(*everyones(weights(squeezed)))
+
+
+@on_ranks(2)
+def test_the_state_outlives_fit(rank: int, tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            found.append(residual(trainer.strategy.sync_state).clone())
+
+    found: list[Tensor] = []
+    with launched(rank):
+        ours, model = trainer(tmp_path, FnddpStrategy(SYNC), 1, callbacks=[Look()]), module()
+        assert ours.strategy.sync_state is None
+        ours.fit(model, loader())
+        after = residual(ours.strategy.sync_state)
+        ours.validate(model, loader(), verbose=False)
+        ours.fit_loop.max_epochs = 2
+        ours.fit(model, loader())
+        ours.fit_loop.max_epochs = 3
+        ours.fit(module(), loader())  # another module: its state begins anew
+        first, second, third = found
+        assert torch.equal(second, after)
+        assert not first.any()
+        assert after.any()
+        assert not third.any()
+
+
+@on_ranks(2)
+def test_the_command_line_takes_a_pipeline_as_text(rank: int, tmp_path: Path) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            **quiet(tmp_path),
+            "max_epochs": 1,
+            "strategy": {
+                "class_path": "fnddp.integrations.lightning.FnddpStrategy",
+                "init_args": {"sync": repr(SYNC), "static_graph": True},
+            },
+        },
+    }
+    with launched(rank):
+        path = tmp_path / f"config{rank}.yaml"
+        path.write_text(json.dumps(config))  # which is yaml
+        cli: Any = LightningCLI(type(module()), args=["fit", "--config", str(path)], save_config_callback=None)
+    assert cli.trainer.strategy.sync == parse(repr(SYNC))
+    assert residual(cli.trainer.strategy.sync_state).any()
+
+
+@on_ranks(2)
+def test_fabric(rank: int, tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+
+    from fnddp.integrations.lightning import FnddpFabricStrategy, wrapped_in
+
+    def train(sync: Any, epochs: int, load: str = "", save: str = "") -> Any:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=FnddpFabricStrategy(sync))
+        fabric.launch()
+        net = module().net
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+        batches = fabric.setup_dataloaders(loader())
+        state = {"model": model, "optimizer": optimizer, "epochs": epochs}
+        if load:
+            assert fabric.load(tmp_path / load, state, weights_only=True) == {}
+        for _ in range(epochs):
+            for i, (x, y) in enumerate(batches):
+                with fabric.no_backward_sync(model, enabled=i % 2 == 0):
+                    fabric.backward((model(x) - y).square().mean())
+                if i % 2:
+                    fabric.clip_gradients(model, optimizer, max_norm=0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if save:
+            fabric.save(tmp_path / save, state)
+        return model
+
+    with launched(rank):
+        whole = train(SYNC, 2)
+        train(SYNC, 1, save="half.ckpt")
+        resumed = train(repr(SYNC), 1, load="half.ckpt")
+        assert torch.equal(weights(resumed), weights(whole))
+        assert torch.equal(residual(wrapped_in(resumed).sync_state), residual(wrapped_in(whole).sync_state))
+        assert residual(wrapped_in(whole).sync_state).any()
+        assert not torch.equal(weights(train("allreduce", 2)), weights(whole))
+
+
+def test_a_hook_is_refused() -> None:
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    with pytest.raises(TypeError, match=r"ddp_comm_hook has no slot here; .*from_hook"):
+        FnddpStrategy(SYNC, ddp_comm_hook=print)
