@@ -1,0 +1,164 @@
+"""Outer steps in a training script: they follow the optimizer's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fnddp.agreement import agree, description
+from fnddp.group import Group, group_name
+from fnddp.outer.contract import Outer
+from fnddp.outer.des_loc import des_loc
+from fnddp.outer.overlap import Overlapped
+from fnddp.outer.trees import leaves_of
+from fnddp.state import load_state_dict, require_like, state_dict
+from fnddp.sync import State
+from fnddp.torch_private import without_autocast
+from fnddp.tree import Leaves
+from fnddp.wire import control
+from fnddp.wire.c10d import C10D
+from fnddp.wire.protocol import Wire
+
+OWNER = "outer.attach"
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    outer: Outer,
+    *,
+    wire: Wire = C10D,
+    group: Group = None,
+    init_sync: bool = True,
+) -> "Attached":
+    """Has `outer` follow each step of `optimizer`, on the parameters of `model`. All ranks call it.
+
+    Exchanges that end in a later call than they begin in go on meanwhile. If one fails, it fails on all ranks, out of
+    `optimizer.step()`: parameters and state are then what the local step left, and the next step exchanges again.
+
+    Ranks count their own steps: each takes as many, or the last exchanges wait for ranks that do not come. Where a step
+    of the optimizer is left out now and then, as by a `GradScaler`, give no optimizer, and call `Attached.step` in
+    every iteration.
+
+    Args:
+        model: Its parameters that require gradients are what is exchanged. Not one that averages gradients over the
+            same ranks.
+        optimizer: After its steps the outer step runs; None if the caller runs it, `Attached.step`.
+        outer: The outer step. One with several trees, `des_loc`, finds those that are not "params" in the optimizer's
+            state by their names.
+        wire: Who moves bytes; torch.distributed by default.
+        group: The ranks that train together, where the pipelines of `outer` name none; None for the default group.
+        init_sync: Whether to check that ranks agree, and to make parameters and buffers equal to the first rank's, now.
+            If not, they must be.
+
+    Raises:
+        ValueError: No parameter requires gradients.
+        RankMismatchError: On all ranks, if they disagree about `outer` or the parameters.
+
+    >>> from fnddp import allreduce, outer
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> attached = attach(model, optimizer, outer.diloco(allreduce, every=30))
+    >>> model(torch.ones(2)).sum().backward()
+    >>> optimizer.step()
+    >>> attached.state.step
+    1
+    """
+    return Attached(model, optimizer, outer, wire=wire, group=group, init_sync=init_sync)
+
+
+class Attached:
+    """An outer step on a model: see `attach`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        outer: Outer,
+        *,
+        wire: Wire,
+        group: Group,
+        init_sync: bool,
+    ) -> None:
+        self.outer = outer if group is None else outer.over(group, unnamed_only=True)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise ValueError(f"{OWNER}: no parameter of {type(model).__name__} requires gradients")
+        name = group_name(group)
+        if init_sync:
+            agree(lambda: description(self.outer, self._parameters, None), name, wire)
+            tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
+            control.broadcast(tensors, name, wire=wire)
+        if optimizer is None and isinstance(outer, des_loc):
+            raise ValueError(f"{OWNER}: {outer!r} exchanges the moments of an optimizer; give it")
+        self._optimizer = optimizer
+        self._state = self.outer.init(leaves_of(outer, self._detached(), None))
+        self._exchanges = Overlapped(wire)
+        self._handle = None if optimizer is None else optimizer.register_step_post_hook(self._after)
+
+    @property
+    def state(self) -> State:
+        """The outer step's state. It can be kept: later steps do not write over it.
+
+        Set it to go on from another one, on all ranks.
+
+        Raises:
+            ValueError: It is of another outer step or other parameters.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = require_like(repr(self.outer), state, self._state)
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """The names of the exchanges that have been started and not finished."""
+        return self._exchanges.under_way
+
+    def step(self) -> None:
+        """The outer step: what follows a local one. Called by the optimizer, if there is one.
+
+        Raises:
+            StepFailedError: Another rank has failed in the exchange of this call.
+        """
+        leaves = leaves_of(self.outer, self._detached(), self._moments())
+        with torch.no_grad(), without_autocast():
+            self._exchanges.poll()
+            stepped, state = self.outer.step(leaves, self._state, self._exchanges)
+            for path, leaf in leaves.items():
+                if stepped[path] is not leaf:
+                    leaf.copy_(stepped[path])
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a flat dict, as `fnddp.state_dict` makes it: every rank saves its own, also by itself.
+
+        What is under way is saved as what it was given: who loads it exchanges that again.
+        """
+        return state_dict(self._state)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from a saved state, on all ranks; load the model and the optimizer, too.
+
+        Raises:
+            ValueError: It is of another outer step or other parameters.
+        """
+        self._state = load_state_dict(self._state, saved)
+
+    def detach(self) -> None:
+        """Ends it: the optimizer's steps are followed by nothing. What is under way is finished, on all ranks."""
+        self._exchanges.discard()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _after(self, *_: Any) -> None:
+        self.step()
+
+    def _detached(self) -> Leaves:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def _moments(self) -> dict[str, Any]:
+        state: Mapping[Any, Any] = {} if self._optimizer is None else self._optimizer.state
+        return {name: state.get(parameter, {}) for name, parameter in self._parameters.items()}
