@@ -19,7 +19,8 @@ SAYS = {
     "two_shot.py": "error_feedback(int8_two_shot()) keeps the laws; 64 MiB are 17,843,200 bytes",
     "uneven.py": "all ranks have the same parameters to the bit: yes",
 }
-SIMULATED = {"convergence.py": ("--quick", "4 runs")}  # one process, whatever the ranks: what it is asked, what it says
+# One process, whatever the ranks: what it is asked, what it says.
+SIMULATED = {"convergence.py": ("--quick", "4 runs"), "outer_convergence.py": ("--quick", "3 runs")}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

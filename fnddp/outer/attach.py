@@ -1,6 +1,6 @@
 """Outer steps in a training script: they follow the optimizer's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from fnddp.outer.contract import Outer
 from fnddp.outer.des_loc import des_loc
 from fnddp.outer.overlap import Overlapped
 from fnddp.outer.trees import leaves_of
-from fnddp.state import load_state_dict, require_like, state_dict
-from fnddp.sync import State
+from fnddp.state import load_state_dict, parts, require_like, state_dict
+from fnddp.sync import REPLICATED, State, Sync
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves
 from fnddp.wire import control
@@ -31,6 +31,8 @@ def attach(
     wire: Wire = C10D,
     group: Group = None,
     init_sync: bool = True,
+    prepare: Callable[[], object] | None = None,
+    commit: Callable[[], bool] | None = None,
 ) -> "Attached":
     """Has `outer` follow each step of `optimizer`, on the parameters of `model`. All ranks call it.
 
@@ -51,6 +53,10 @@ def attach(
         group: The ranks that train together, where the pipelines of `outer` name none; None for the default group.
         init_sync: Whether to check that ranks agree, and to make parameters and buffers equal to the first rank's, now.
             If not, they must be.
+        prepare: Called before a step in which an exchange starts, and before anything is read: it may load parameters
+            and state. Such as `start_quorum` of a torchft manager.
+        commit: Asked when an exchange has ended, before anything is written. Such as `should_commit`. If it says no,
+            parameters and state stay what they are, and the next step exchanges again.
 
     Raises:
         ValueError: No parameter requires gradients.
@@ -65,7 +71,9 @@ def attach(
     >>> attached.state.step
     1
     """
-    return Attached(model, optimizer, outer, wire=wire, group=group, init_sync=init_sync)
+    return Attached(
+        model, optimizer, outer, wire=wire, group=group, init_sync=init_sync, prepare=prepare, commit=commit
+    )
 
 
 class Attached:
@@ -80,6 +88,8 @@ class Attached:
         wire: Wire,
         group: Group,
         init_sync: bool,
+        prepare: Callable[[], object] | None,
+        commit: Callable[[], bool] | None,
     ) -> None:
         self.outer = outer if group is None else outer.over(group, unnamed_only=True)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -95,6 +105,7 @@ class Attached:
         self._optimizer = optimizer
         self._state = self.outer.init(leaves_of(outer, self._detached(), None))
         self._exchanges = Overlapped(wire)
+        self._prepare, self._commit = prepare, commit
         self._handle = None if optimizer is None else optimizer.register_step_post_hook(self._after)
 
     @property
@@ -123,10 +134,15 @@ class Attached:
         Raises:
             StepFailedError: Another rank has failed in the exchange of this call.
         """
-        leaves = leaves_of(self.outer, self._detached(), self._moments())
+        rehearsed = self._rehearsed()
+        if self._prepare is not None and rehearsed.starts:
+            self._prepare()
+        leaves = self._leaves()
         with torch.no_grad(), without_autocast():
             self._exchanges.poll()
             stepped, state = self.outer.step(leaves, self._state, self._exchanges)
+            if self._commit is not None and rehearsed.ends and not self._commit():
+                return
             for path, leaf in leaves.items():
                 if stepped[path] is not leaf:
                     leaf.copy_(stepped[path])
@@ -147,6 +163,19 @@ class Attached:
         """
         self._state = load_state_dict(self._state, saved)
 
+    def replicated_state_dict(self) -> dict[str, Any]:
+        """The part of it that is the same on all ranks: what a rank that joins gets from another one."""
+        return {part.key: part.value for part in parts(self._state) if part.kind == REPLICATED}
+
+    def load_replicated_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from another rank's `replicated_state_dict`; what is this rank's own, such as residuals, begins anew.
+
+        Raises:
+            ValueError: It is of another outer step or other parameters.
+        """
+        fresh = self.outer.init(leaves_of(self.outer, self._detached(), None))
+        self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
+
     def detach(self) -> None:
         """Ends it: the optimizer's steps are followed by nothing. What is under way is finished, on all ranks."""
         self._exchanges.discard()
@@ -156,9 +185,37 @@ class Attached:
     def _after(self, *_: Any) -> None:
         self.step()
 
+    def _rehearsed(self) -> "_Rehearsal":
+        """What the next step is going to do."""
+        rehearsal = _Rehearsal(self._exchanges.under_way)
+        if self._prepare is not None or self._commit is not None:
+            with torch.no_grad():
+                self.outer.step(self._leaves(), self._state, rehearsal)
+        return rehearsal
+
+    def _leaves(self) -> Leaves:
+        return leaves_of(self.outer, self._detached(), self._moments())
+
     def _detached(self) -> Leaves:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def _moments(self) -> dict[str, Any]:
         state: Mapping[Any, Any] = {} if self._optimizer is None else self._optimizer.state
         return {name: state.get(parameter, {}) for name, parameter in self._parameters.items()}
+
+
+class _Rehearsal:
+    """Exchanges that do not take place: whether one starts, and whether one ends."""
+
+    def __init__(self, under_way: Collection[str]) -> None:
+        self._under_way = set(under_way)
+        self.starts = self.ends = False
+
+    def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
+        self._under_way.add(name)
+        self.starts = True
+
+    def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
+        self.starts = self.starts or name not in self._under_way
+        self.ends = True
+        return leaves, state

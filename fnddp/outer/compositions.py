@@ -28,12 +28,15 @@ def sparse_loco(
 
     Args:
         every: Local steps from one exchange to the next.
-        k: Differences that are sent, of each chunk.
+        k: Differences that are sent, of each chunk: a multiple of 8 / bits.
         chunk: Elements of a chunk.
         bits: Of each value: 8, 4 or 2.
         decay: Factor on the memory of what was not sent.
         lr: The outer learning rate.
         carrier: What gathers payloads.
+
+    Raises:
+        ValueError: An option is out of range.
 
     Source: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, Algorithm 1;
     its quantizer has a table of values for each chunk, and this one multiples of the chunk's largest.

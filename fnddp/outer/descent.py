@@ -32,6 +32,22 @@ def descended(
     return moved, velocities
 
 
+def require_anchored(owner: str, params: Leaves, anchor: Leaves) -> None:
+    """Raises a ValueError that names the first leaf that a state was not made for, also where leaves have rows."""
+    for path in [*anchor, *params]:
+        want = anchor[path].shape if path in anchor else None
+        has = params[path].shape if path in params else None
+        if want is None or has is None or has not in (want, (*has[:1], *want)):
+            raise ValueError(
+                f"{owner}: leaf {path!r} has shape {_shown(has)}, and the state was made for {_shown(want)}; call init "
+                "on these parameters"
+            )
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(tuple(shape))
+
+
 def below(anchor: Leaves, params: Leaves) -> Leaves:
     """How far each of `params` is below its anchor: what an outer step takes for a gradient."""
     return {path: leaf - params[path] for path, leaf in anchor.items()}

@@ -6,7 +6,7 @@ import torch
 
 from fnddp import tree
 from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_inexact, require_means
-from fnddp.outer.descent import below, copies, descended
+from fnddp.outer.descent import below, copies, descended, require_anchored
 from fnddp.sync import Replicated, State, Sync, require_state
 from fnddp.tree import Leaves, Tree, require_leaves
 
@@ -80,6 +80,7 @@ class diloco(Outer):
     def step(self, params: Leaves, state: DiLoCoState, exchanges: Exchanges) -> tuple[Leaves, State]:
         require_leaves("diloco", params)
         require_state("diloco", state, DiLoCoState)
+        require_anchored("diloco", params, state.anchor)
         if state.step + 1 < self.every:
             return params, state._replace(step=state.step + 1)
         mean, inner = exchanges.end("params", self.sync, below(state.anchor, params), state.inner)

@@ -39,14 +39,14 @@ class OuterPlan:
     Attributes:
         outer: The outer step.
         period: Local steps after which it recurs.
-        begins: Local steps before the first period.
+        lead: Local steps before the first period.
         exchanges: What a period has of them, in the order in which they start.
         nbytes: Of the leaves.
     """
 
     outer: Outer
     period: int
-    begins: int
+    lead: int
     exchanges: tuple[Planned, ...]
     nbytes: int
 
@@ -70,8 +70,8 @@ class OuterPlan:
         return f"<OuterPlan of {self.outer!r}: {len(self.exchanges)} exchanges in {self.period} steps>"
 
     def __str__(self) -> str:
-        begins = f", after {self.begins} steps without" if self.begins else ""
-        lines = [repr(self.outer), f"a period of {count(self.period, 'local step')}{begins}", ""]
+        lead = f", after {self.lead} steps without" if self.lead else ""
+        lines = [repr(self.outer), f"a period of {count(self.period, 'local step')}{lead}", ""]
         events = [(each.starts, 0, _starts(each)) for each in self.exchanges]
         events += [(each.ends, 1, _ends(each, self.period)) for each in self.exchanges if each.ends > each.starts]
         lines += [line for _, _, line in sorted(events, key=lambda event: event[:2])]

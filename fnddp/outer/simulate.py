@@ -9,6 +9,7 @@ from fnddp import tree
 from fnddp.options import checked_int
 from fnddp.outer.contract import Outer
 from fnddp.simulate import Simulation, of_rank, require_rows, with_rows
+from fnddp.state import parts
 from fnddp.sync import State, Sync
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves, Tree
@@ -89,8 +90,10 @@ class OuterSimulation:
         """
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
+        before = state
         with torch.no_grad(), without_autocast():
             stepped, state = self.outer.step(leaves, state, _Simulated(self.world_size, self.groups))
+        _require_same_for_all(state, before)
         rows = {path: _rows(leaf, leaves[path]) for path, leaf in stepped.items()}
         return tree.unflatten(spec, rows), state
 
@@ -112,6 +115,15 @@ class _Simulated:
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         done = Simulation(sync, self.world_size, self.groups).exchange(leaves, state)
         return done.mean, done.state
+
+
+def _require_same_for_all(state: State, before: State) -> None:
+    for part, earlier in zip(parts(state), parts(before), strict=True):
+        if isinstance(part.value, torch.Tensor) and part.value.shape != earlier.value.shape:
+            raise ValueError(
+                f"simulate: {part.path!r} is not the same on all ranks any more, since the pipeline reduces over some "
+                "of them; local_sgd and hierarchical_local_sgd do without such a state"
+            )
 
 
 def _rows(leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

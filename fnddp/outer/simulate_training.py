@@ -106,7 +106,8 @@ def simulate_training(
         require_batch_rows(batch, world_size)
         grads, loss = of_ranks(leaves, *batch)
         if gradients is not None:
-            grads, sync_state = gradients(grads, sync_state)
+            mean, sync_state = gradients(grads, sync_state)
+            grads = {path: mean[path].expand_as(leaf) for path, leaf in leaves.items()}
         local.step(grads)
         stepping = leaves_of(outer, leaves, local.state)
         stepped, state = simulation(stepping, state)
@@ -124,15 +125,15 @@ class _Optimizers:
     def __init__(
         self, make: Callable[[list[Tensor]], torch.optim.Optimizer], leaves: Leaves, elementwise: bool
     ) -> None:
-        self._rows = [leaves] if elementwise else _by_rank(leaves)
+        self._split = (lambda rows: [rows]) if elementwise else _by_rank
+        self._rows = self._split(leaves)
         self._optimizers = [make(list(rows.values())) for rows in self._rows]
 
     def step(self, grads: Leaves) -> None:
         """The local steps of all ranks."""
-        together = [grads] if len(self._rows) == 1 else _by_rank(grads)
-        for rows, of_rows, optimizer in zip(self._rows, together, self._optimizers, strict=True):
+        for rows, of_rows, optimizer in zip(self._rows, self._split(grads), self._optimizers, strict=True):
             for path, leaf in rows.items():
-                leaf.grad = of_rows[path].reshape(leaf.shape)
+                leaf.grad = of_rows[path]
             optimizer.step()
 
     @property
@@ -142,6 +143,5 @@ class _Optimizers:
 
 
 def _by_rank(leaves: Leaves) -> list[Leaves]:
-    rows = {path: leaf.unbind() for path, leaf in leaves.items()}
-    n = min(len(each) for each in rows.values())
-    return [{path: each[rank] for path, each in rows.items()} for rank in range(n)]
+    rows = [leaf.unbind() for leaf in leaves.values()]
+    return [dict(zip(leaves, of_rank, strict=True)) for of_rank in zip(*rows, strict=True)]

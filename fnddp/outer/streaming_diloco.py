@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_inexact, require_means
-from fnddp.outer.descent import below, descended
+from fnddp.outer.descent import below, descended, require_anchored
 from fnddp.outer.diloco import require_momentum
 from fnddp.outer.fragments import Fragments, checked_fragments, divided, number_of, taken
 from fnddp.sync import Local, Replicated, State, Sync, require_state
@@ -118,6 +118,7 @@ class streaming_diloco(Outer):
     def step(self, params: Leaves, state: StreamingDiLoCoState, exchanges: Exchanges) -> tuple[Leaves, State]:
         require_leaves("streaming_diloco", params)
         require_state("streaming_diloco", state, StreamingDiLoCoState)
+        require_anchored("streaming_diloco", params, state.anchor)
         state = state._replace(step=state.step + 1)
         for i in self._due(state.step):
             anchor = taken(state.anchor, self._divided(state.anchor)[i])
