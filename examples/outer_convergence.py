@@ -5,7 +5,8 @@
     python examples/outer_convergence.py --quick   # both in a minute, into a temporary folder
 
 Each worker has batches of its own, of the same size whatever the number of workers, and an AdamW of its own; runs with
-the same number of workers and seed begin alike and see the same tokens. What it found is in docs/outer.md.
+the same number of workers and seed begin alike and see the same tokens. They begin with random parameters, or, as in
+the paper, with trained ones and a smaller learning rate. What it found is in docs/outer.md.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import fnddp
-from fnddp import Link, outer
+from fnddp import Link, allreduce, outer
 
 SYNCHRONOUS = "allreduce"  # gradients, in every step
 PLAIN = [SYNCHRONOUS, *(f"diloco(allreduce, every={h})" for h in (10, 30, 100))]
@@ -39,47 +40,57 @@ MORE = [
     "sparse_loco(every=30)",
     "streaming_diloco(bucketize(quantize(two_shot, bits=4)), every=30, fragments=4, delay=3, alpha=0.5)",
 ]
-# What is run on how many workers, and with which seeds.
-RUNS = [
-    (1, PLAIN, [0, 1, 2]),
-    (8, [*PLAIN, *MORE], [0, 1, 2]),
-    (64, PLAIN, [0, 1, 2]),
-    (64, [FOUR_BITS, SPARSE], [0, 1]),
+RANDOM, TRAINED = "random", "trained"  # trained: by as many steps of averaged gradients on 8 workers
+LR = {RANDOM: 3e-3, TRAINED: 1e-3}
+Runs = list[tuple[str, int, list[str], list[int]]]
+# From which parameters, on how many workers, what, with which seeds.
+RUNS: Runs = [
+    (RANDOM, 1, PLAIN, [0, 1, 2]),
+    (RANDOM, 8, [*PLAIN, *MORE], [0, 1, 2]),
+    (RANDOM, 64, PLAIN, [0, 1, 2]),
+    (RANDOM, 64, [FOUR_BITS, SPARSE], [0, 1]),
+    (TRAINED, 1, [SYNCHRONOUS], [0, 1, 2]),
+    (TRAINED, 8, [*PLAIN, FOUR_BITS], [0, 1, 2]),
 ]
 STEPS, SEQUENCES, CONTEXT = 600, 4, 32
 
 
-def train(out: Path, runs: list[tuple[int, list[str], list[int]]], steps: int) -> None:
+def train(out: Path, runs: Runs, steps: int) -> None:
     """Runs what has no line in `out` yet."""
-    there = {(line["outer"], line["n"], line["seed"]) for line in lines_of(out)}
+    there = {(line["begins"], line["outer"], line["n"], line["seed"]) for line in lines_of(out)}
     task = characters_task(CONTEXT, sequences=SEQUENCES)
-    for n, texts, seeds in runs:
+    for begins, n, texts, seeds in runs:
         for seed in seeds:
             for text in texts:
-                if (text, n, seed) not in there:
-                    line = run(task, text, n, seed, steps)
+                if (begins, text, n, seed) not in there:
+                    line = run(task, begins, text, n, seed, steps)
                     with out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
 
 
-def run(task: Any, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:
+def run(task: Any, begins: str, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:
     """Trains once."""
     torch.manual_seed(seed)
     model = task.make()
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    loss, batches = partial(task.loss, model), counted(task.batches(n, seed, steps))
+    loss, optimizer = partial(task.loss, model), partial(torch.optim.AdamW, lr=LR[RANDOM])
+    if begins == TRAINED:
+        before = task.batches(8, 1000 + seed, steps)
+        params = fnddp.simulate_training(loss, params, before, allreduce, world_size=8, optimizer=optimizer).params
+    batches, optimizer = counted(task.batches(n, seed, steps)), partial(torch.optim.AdamW, lr=LR[begins])
     begin = time.process_time()
     if text == SYNCHRONOUS:
-        done = fnddp.simulate_training(loss, params, batches, fnddp.parse(text), world_size=n, optimizer=task.optimizer)
+        done = fnddp.simulate_training(loss, params, batches, fnddp.parse(text), world_size=n, optimizer=optimizer)
         trained = done.params
     else:
         done = outer.simulate_training(
-            loss, params, batches, outer.parse(text), world_size=n, optimizer=task.optimizer, elementwise=True
+            loss, params, batches, outer.parse(text), world_size=n, optimizer=optimizer, elementwise=True
         )
         trained = {name: leaf.mean(0) for name, leaf in done.params.items()}
     seconds = time.process_time() - begin
     wire_bytes, link_bytes = bytes_of(text, params, n)
     line = {
+        "begins": begins,
         "outer": text,
         "n": n,
         "seed": seed,
@@ -92,7 +103,10 @@ def run(task: Any, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:
         "link_bytes_per_step": link_bytes,
         "cpu_seconds": round(seconds, 2),
     }
-    print(f"n={n:<2} seed {seed}  {line['quality']:.4f}  {wire_bytes:9,.0f} B  {seconds:5.1f} s  {text}", flush=True)
+    print(
+        f"{begins:7} n={n:<2} seed {seed}  {line['quality']:.4f}  {wire_bytes:9,.0f} B  {seconds:5.1f} s  {text}",
+        flush=True,
+    )
     return line
 
 
@@ -115,15 +129,16 @@ def bytes_of(text: str, params: dict[str, Tensor], n: int) -> tuple[float, float
 
 def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean and spread over seeds, and how far above the synchronous run's, seed by seed."""
-    exact = {(x["n"], x["seed"]): x["quality"] for x in lines if x["outer"] == SYNCHRONOUS}
-    runs: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    exact = {(x["begins"], x["n"], x["seed"]): x["quality"] for x in lines if x["outer"] == SYNCHRONOUS}
+    runs: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for line in lines:
-        runs.setdefault((line["n"], line["outer"]), []).append(line)
+        runs.setdefault((line["begins"], line["n"], line["outer"]), []).append(line)
     found: list[dict[str, Any]] = []
-    for (n, text), of in runs.items():
-        quality, gaps = [x["quality"] for x in of], [x["quality"] - exact[n, x["seed"]] for x in of]
+    for (begins, n, text), of in runs.items():
+        quality, gaps = [x["quality"] for x in of], [x["quality"] - exact[begins, n, x["seed"]] for x in of]
         found.append(
             {
+                "begins": begins,
                 "n": n,
                 "outer": text,
                 "seeds": len(of),
@@ -149,10 +164,10 @@ def report(out: Path, folder: Path) -> None:
 
 def tables(found: list[dict[str, Any]]) -> str:
     parts: list[str] = []
-    for n in sorted({x["n"] for x in found}):
-        rows = [x for x in found if x["n"] == n]
+    for begins, n in dict.fromkeys((x["begins"], x["n"]) for x in found):
+        rows = [x for x in found if (x["begins"], x["n"]) == (begins, n)]
         whole = next(x["wire_bytes_per_step"] for x in rows if x["outer"] == SYNCHRONOUS)
-        parts.append(f"\n{n} workers, {rows[0]['steps']} steps, {rows[0]['tokens']:,} tokens\n")
+        parts.append(f"\n{begins} parameters, {n} workers, {rows[0]['steps']} steps, {rows[0]['tokens']:,} tokens\n")
         parts.append("| | loss | above the synchronous run, same seed | B a step | less by |")
         parts.append("| --- | --- | --- | --- | --- |")
         for x in rows:
@@ -163,13 +178,13 @@ def tables(found: list[dict[str, Any]]) -> str:
 
 
 def draw(found: list[dict[str, Any]], file: Path) -> None:
-    workers = sorted({x["n"] for x in found})
+    panels = [panel for panel in dict.fromkeys((x["begins"], x["n"]) for x in found) if panel != (TRAINED, 1)]
     order = list(dict.fromkeys(x["outer"] for x in found))
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    figure = Figure(figsize=(14, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    for i, n in enumerate(workers):
-        axes = figure.add_subplot(1, len(workers), i + 1)
-        for x in (x for x in found if x["n"] == n):
+    for i, (begins, n) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1)
+        for x in (x for x in found if (x["begins"], x["n"]) == (begins, n)):
             j = order.index(x["outer"])
             axes.errorbar(
                 x["wire_bytes_per_step"],
@@ -179,7 +194,7 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
                 color=f"C{j % 10}",
                 label=x["outer"],
             )
-        title = f"{n} worker{'s' if n > 1 else ''}, {next(x['tokens'] for x in found if x['n'] == n):,} tokens"
+        title = f"{begins} parameters, {n} worker{'s' if n > 1 else ''}"
         axes.set(xscale="log", xlabel="wire bytes a step and worker", ylabel="validation loss", title=title)
     pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in pairs}
@@ -197,7 +212,10 @@ def main() -> None:
     if arguments.quick:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "outer_convergence.jsonl"
-            runs = [(2, [SYNCHRONOUS, "diloco(allreduce, every=2)", SPARSE], [0])]
+            runs: Runs = [
+                (RANDOM, 2, [SYNCHRONOUS, "diloco(allreduce, every=2)", SPARSE], [0]),
+                (TRAINED, 2, [SYNCHRONOUS], [0]),
+            ]
             train(out, runs, steps=4)
             train(out, runs, steps=4)  # resumes: nothing is left to do
             report(out, Path(folder))

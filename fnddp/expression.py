@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from fnddp.group import Group
 from fnddp.options import checked_float, checked_int
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -33,6 +34,10 @@ class Expression:
             if field.init and check is not None:
                 value = check(f"{type(self).__name__}: {field.name}", getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Any:
+        """The same expression on another process group: see `Sync.over`."""
+        return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
 
     def _children(self) -> Iterator[Any]:
         for field in fields(self):  # pyright: ignore[reportArgumentType]

@@ -147,7 +147,7 @@ class Sync(Expression, abc.ABC):
         >>> fp16(allreduce).over("7")
         fp16(all_reduce(group='7'))
         """
-        return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
+        return super().over(group, unnamed_only=unnamed_only)
 
     @property
     def ops(self) -> frozenset[str]:

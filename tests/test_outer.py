@@ -11,7 +11,7 @@ from fnddp import Sync, WireCounter, allreduce, outer, two_shot
 from fnddp.laws import bits, gather
 from fnddp.outer.contract import AtOnce, outers
 from fnddp.outer.fragments import divided
-from fnddp.ranks import run_threads
+from fnddp.ranks import RankFailed, run_threads
 from fnddp.state import parts
 from fnddp.sync import REPLICATED
 from fnddp.tree import Leaves
@@ -441,6 +441,17 @@ def test_what_is_wrong_with_leaves_names_them():
         step({"w": torch.ones(3)}, step.init({"w": torch.ones(2)}))
     with pytest.raises(ValueError, match="made for another pipeline"):
         step({"w": torch.ones(2)}, outer.local_sgd(every=2).init({"w": torch.ones(2)}))
+
+
+def test_ranks_that_begin_with_other_parameters_are_told_so():
+    step = outer.diloco(allreduce, every=2)
+
+    def body(rank: int) -> None:
+        params = {"w": torch.full((2,), float(rank))}
+        fnddp.verify(step, params, step.init(params))
+
+    with pytest.raises(RankFailed, match="ranks disagree about state 'anchor.w'"):
+        run_threads(2, body)
 
 
 # Simulated training

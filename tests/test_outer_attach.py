@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_streaming_on_gloo(rank: int):
     model = make_model(seed=rank)  # made equal by attach
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attached = outer.attach(model, optimizer, step)
-    for call in range(13):
+    for call in range(12):
         train(model, optimizer, rank, range(call, call + 1))
         anchors = gather(bits(attached.state.anchor))
         assert anchors[0] == anchors[1]
@@ -311,6 +312,29 @@ def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchang
         assert len({str(each) for each in gather(bits(parameters(model)))}) == 2
         train(model, optimizer, rank, range(2, 3))
         assert calls == ["prepare", "commit"] * 2
+        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+
+    run_threads(2, body)
+
+
+def test_a_rank_that_others_wait_for_in_vain_is_no_error_where_steps_are_committed():
+    """But for that rank itself."""
+
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = outer.diloco(flaky(allreduce), every=1)
+        attached = outer.attach(model, optimizer, step, init_sync=False, commit=lambda: not TROUBLED)
+        gather(None)
+        TROUBLED.add(1)
+        state = bits(attached.state)
+        with pytest.raises(Trouble) if rank == 1 else nullcontext():
+            train(model, optimizer, rank, range(1))
+        assert bits(attached.state) == state
+        gather(None)
+        TROUBLED.clear()
+        gather(None)
+        train(model, optimizer, rank, range(1, 2))
         assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
 
     run_threads(2, body)

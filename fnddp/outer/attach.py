@@ -12,13 +12,14 @@ from fnddp.outer.contract import Outer
 from fnddp.outer.des_loc import des_loc
 from fnddp.outer.overlap import Overlapped
 from fnddp.outer.trees import leaves_of
+from fnddp.run.vote import StepFailedError
 from fnddp.state import load_state_dict, parts, require_like, state_dict
 from fnddp.sync import REPLICATED, State, Sync
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
-from fnddp.wire.protocol import Wire
+from fnddp.wire.protocol import CollectiveError, Wire
 
 OWNER = "outer.attach"
 
@@ -55,8 +56,9 @@ def attach(
             If not, they must be.
         prepare: Called before a step in which an exchange starts, and before anything is read: it may load parameters
             and state. Such as `start_quorum` of a torchft manager.
-        commit: Asked when an exchange has ended, before anything is written. Such as `should_commit`. If it says no,
-            parameters and state stay what they are, and the next step exchanges again.
+        commit: Asked when an exchange has ended or failed, before anything is written. Such as `should_commit`. If it
+            says no, parameters and state stay what they are, nothing is raised but what this rank itself has failed
+            with, and the next step exchanges again.
 
     Raises:
         ValueError: No parameter requires gradients.
@@ -140,7 +142,12 @@ class Attached:
         leaves = self._leaves()
         with torch.no_grad(), without_autocast():
             self._exchanges.poll()
-            stepped, state = self.outer.step(leaves, self._state, self._exchanges)
+            try:
+                stepped, state = self.outer.step(leaves, self._state, self._exchanges)
+            except Exception as error:
+                if not (rehearsed.ends and self._is_given_up(error)):
+                    raise
+                return
             if self._commit is not None and rehearsed.ends and not self._commit():
                 return
             for path, leaf in leaves.items():
@@ -184,6 +191,11 @@ class Attached:
 
     def _after(self, *_: Any) -> None:
         self.step()
+
+    def _is_given_up(self, error: Exception) -> bool:
+        """Whether a step that failed with `error` is one that is not committed, and no more than that."""
+        is_committed = self._commit is None or self._commit()
+        return not is_committed and isinstance(error, CollectiveError | StepFailedError)
 
     def _rehearsed(self) -> "_Rehearsal":
         """What the next step is going to do."""

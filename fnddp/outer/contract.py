@@ -8,13 +8,12 @@ import abc
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 import torch
 
 from fnddp import tree
 from fnddp.expression import CHECKS, Expression
-from fnddp.group import Group
 from fnddp.parse import read
 from fnddp.sync import Registry, State, Sync, registry
 from fnddp.torch_private import without_autocast
@@ -108,10 +107,6 @@ class Outer(Expression, abc.ABC):
             leaves, state = self.step(leaves, state, AtOnce())
         return tree.unflatten(spec, leaves), state
 
-    def over(self, group: Group, *, unnamed_only: bool = False) -> Self:
-        """The same outer step on another process group: see `Sync.over`."""
-        return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
-
 
 class AtOnce:
     """Exchanges that take place where they end: what an outer step that is called runs."""
@@ -142,7 +137,13 @@ def outer(cls: type[T]) -> type[T]:
 
 
 def parse(text: str) -> Outer:
-    """The outer step that `text` writes: the inverse of `repr`. See `fnddp.parse`.
+    """The outer step that `text` writes: the inverse of `repr`. Safe on hostile text, as `fnddp.parse` is.
+
+    Args:
+        text: For example "diloco(error_feedback(topk(allgather, ratio=0.01)), every=30)".
+
+    Raises:
+        TypeError, ValueError: See `fnddp.parse`.
 
     >>> parse("diloco(fp16(allreduce), every=30)")
     diloco(fp16(allreduce), every=30)

@@ -125,7 +125,7 @@ class _Optimizers:
     def __init__(
         self, make: Callable[[list[Tensor]], torch.optim.Optimizer], leaves: Leaves, elementwise: bool
     ) -> None:
-        self._split = (lambda rows: [rows]) if elementwise else _by_rank
+        self._split = _together if elementwise else _by_rank
         self._rows = self._split(leaves)
         self._optimizers = [make(list(rows.values())) for rows in self._rows]
 
@@ -140,6 +140,10 @@ class _Optimizers:
     def state(self) -> dict[str, Any]:
         """The state of the first optimizer, by path."""
         return {path: self._optimizers[0].state[leaf] for path, leaf in self._rows[0].items()}
+
+
+def _together(leaves: Leaves) -> list[Leaves]:
+    return [leaves]
 
 
 def _by_rank(leaves: Leaves) -> list[Leaves]:
