@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,25 +68,40 @@ def train(out: Path, runs: Runs, steps: int) -> None:
                         file.write(json.dumps(line) + "\n")
 
 
+@cache
+def trained(seed: int, steps: int) -> dict[str, Tensor]:
+    """The parameters of the synchronous run on 8 workers, from other batches than what follows."""
+    task = characters_task(CONTEXT, sequences=SEQUENCES)
+    torch.manual_seed(seed)
+    model = task.make()
+    return fnddp.simulate_training(
+        partial(task.loss, model),
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        task.batches(8, 1000 + seed, steps),
+        allreduce,
+        world_size=8,
+        optimizer=partial(torch.optim.AdamW, lr=LR[RANDOM]),
+    ).params
+
+
 def run(task: Any, begins: str, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:
     """Trains once."""
     torch.manual_seed(seed)
     model = task.make()
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    loss, optimizer = partial(task.loss, model), partial(torch.optim.AdamW, lr=LR[RANDOM])
     if begins == TRAINED:
-        before = task.batches(8, 1000 + seed, steps)
-        params = fnddp.simulate_training(loss, params, before, allreduce, world_size=8, optimizer=optimizer).params
-    batches, optimizer = counted(task.batches(n, seed, steps)), partial(torch.optim.AdamW, lr=LR[begins])
+        params = trained(seed, steps)
+    loss, batches = partial(task.loss, model), counted(task.batches(n, seed, steps))
+    optimizer = partial(torch.optim.AdamW, lr=LR[begins])
     begin = time.process_time()
     if text == SYNCHRONOUS:
         done = fnddp.simulate_training(loss, params, batches, fnddp.parse(text), world_size=n, optimizer=optimizer)
-        trained = done.params
+        after = done.params
     else:
         done = outer.simulate_training(
             loss, params, batches, outer.parse(text), world_size=n, optimizer=optimizer, elementwise=True
         )
-        trained = {name: leaf.mean(0) for name, leaf in done.params.items()}
+        after = {name: leaf.mean(0) for name, leaf in done.params.items()}
     seconds = time.process_time() - begin
     wire_bytes, link_bytes = bytes_of(text, params, n)
     line = {
@@ -97,7 +112,7 @@ def run(task: Any, begins: str, text: str, n: int, seed: int, steps: int) -> dic
         "steps": steps,
         "tokens": steps * n * SEQUENCES * CONTEXT,
         "parameters": sum(p.numel() for p in params.values()),
-        "quality": task.quality(model, trained),
+        "quality": task.quality(model, after),
         "training_loss": done.losses[-10:].mean().item(),
         "wire_bytes_per_step": wire_bytes,
         "link_bytes_per_step": link_bytes,

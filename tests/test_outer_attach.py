@@ -370,12 +370,18 @@ def test_ranks_that_disagree_are_told_so():
     with pytest.raises(RankFailed, match="ranks disagree about pipeline: rank 0: diloco"):
         run_threads(2, body)
 
+    def unfit(rank: int) -> None:
+        with pytest.raises(ValueError if rank == 1 else fnddp.RankMismatchError, match="cannot be 5 fragments"):
+            outer.attach(make_model(), None, outer.streaming_diloco(allreduce, every=9, fragments=4 + rank))
+
+    run_threads(2, unfit)
+
 
 def test_what_is_wrong_is_said_at_once():
     model = make_model()
     with pytest.raises(ValueError, match="give it"):
         outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
-    with pytest.raises(ValueError, match="no parameter of Sequential requires gradients"):
+    with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
         outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
 
 

@@ -61,7 +61,7 @@ def attach(
             with, and the next step exchanges again.
 
     Raises:
-        ValueError: No parameter requires gradients.
+        ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them.
         RankMismatchError: On all ranks, if they disagree about `outer` or the parameters.
 
     >>> from fnddp import allreduce, outer
@@ -95,17 +95,15 @@ class Attached:
     ) -> None:
         self.outer = outer if group is None else outer.over(group, unnamed_only=True)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self._parameters:
-            raise ValueError(f"{OWNER}: no parameter of {type(model).__name__} requires gradients")
+        self._optimizer = optimizer
         name = group_name(group)
         if init_sync:
-            agree(lambda: description(self.outer, self._parameters, None), name, wire)
+            agree(self._described, name, wire)
             tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
             control.broadcast(tensors, name, wire=wire)
-        if optimizer is None and isinstance(outer, des_loc):
-            raise ValueError(f"{OWNER}: {outer!r} exchanges the moments of an optimizer; give it")
-        self._optimizer = optimizer
-        self._state = self.outer.init(leaves_of(outer, self._detached(), None))
+        else:
+            self._described()
+        self._state = self.outer.init(leaves_of(self.outer, self._detached(), None))
         self._exchanges = Overlapped(wire)
         self._prepare, self._commit = prepare, commit
         self._handle = None if optimizer is None else optimizer.register_step_post_hook(self._after)
@@ -189,6 +187,16 @@ class Attached:
         if self._handle is not None:
             self._handle.remove()
 
+    def _described(self) -> dict[str, str]:
+        """What ranks must agree on, if this rank can do it."""
+        if not self._parameters:
+            raise ValueError(f"{OWNER}: no parameter of the model requires gradients")
+        if self._optimizer is None and isinstance(self.outer, des_loc):
+            raise ValueError(f"{OWNER}: {self.outer!r} exchanges the moments of an optimizer; give it")
+        like = {name: torch.empty_like(p, device="meta") for name, p in self._detached().items()}
+        self.outer.init(leaves_of(self.outer, like, None))
+        return description(self.outer, self._parameters, None)
+
     def _after(self, *_: Any) -> None:
         self.step()
 
@@ -206,7 +214,8 @@ class Attached:
         return rehearsal
 
     def _leaves(self) -> Leaves:
-        return leaves_of(self.outer, self._detached(), self._moments())
+        moments = self._moments() if isinstance(self.outer, des_loc) else None
+        return leaves_of(self.outer, self._detached(), moments)
 
     def _detached(self) -> Leaves:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}

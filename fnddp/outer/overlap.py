@@ -1,5 +1,6 @@
 """Exchanges that go on while ranks train: started in one call, finished in a later one."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from fnddp.wire.protocol import Wire
 
 
 class _Open(NamedTuple):
-    """`error`: why it cannot be started on this rank, which the other ranks have been told."""
+    """`error`: what it has failed with on this rank, which the other ranks have been told."""
 
     engine: Engine
     leaves: Leaves
@@ -42,22 +43,17 @@ class Overlapped:
         return tuple(self._open)
 
     def poll(self) -> None:
-        """Carries what is under way on as far as it goes without waiting."""
-        for each in self._open.values():
-            each.engine.poll()
+        """Carries what is under way on as far as it goes without waiting. Errors are raised where it ends."""
+        for name in self.under_way:
+            self._carry_on(name, self._open[name].engine.poll)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """See `Exchanges.begin`: starts it. An error is raised where it ends, as on the other ranks."""
+        """See `Exchanges.begin`: starts it. An error of this rank's is raised where it ends, as on the others."""
         self._discard(name)
         engine = self._engine(name, sync, leaves, state)
         engine.start(state)
-        failed: BaseException | None = None
-        try:
-            engine.feed_all(dict(reversed(leaves.items())), keep=True)
-        except Exception as error:
-            failed = error
-            engine.fail(error)
-        self._open[name] = _Open(engine, leaves, failed)
+        self._open[name] = _Open(engine, leaves, None)
+        self._carry_on(name, lambda: engine.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """See `Exchanges.end`: finishes it, or runs it whole, where what is under way is not of these leaves."""
@@ -70,6 +66,15 @@ class Overlapped:
         """Finishes what is under way, on all ranks, and forgets what it gave."""
         for name in self.under_way:
             self._discard(name)
+
+    def _carry_on(self, name: str, run: Callable[[], None]) -> None:
+        under_way = self._open[name]
+        if under_way.error is None:
+            try:
+                run()
+            except Exception as error:
+                under_way.engine.fail(error)
+                self._open[name] = under_way._replace(error=error)
 
     def _finish(self, name: str) -> tuple[Leaves, State]:
         engine, leaves, failed = self._open.pop(name)
