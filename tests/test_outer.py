@@ -1,5 +1,6 @@
 """Outer steps as values: their laws, over every registered name, on threaded and on virtual ranks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -252,11 +253,10 @@ def test_every_step_is_data_parallel_sgd_but_for_rounding():
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum", [0.9, 0])
 def test_the_outer_optimizer_is_torch_sgd_to_the_bit(momentum: float, nesterov: bool):
-    options = {"lr": 0.7, "momentum": momentum, "nesterov": nesterov and momentum > 0}
     step = outer.diloco(allreduce, every=2, lr=0.7, momentum=momentum, nesterov=nesterov)
     params, state = start(step), step.init(start(step))
     anchor = {path: leaf.clone() for path, leaf in params.items()}
-    optimizer = torch.optim.SGD(anchor.values(), **options)
+    optimizer = torch.optim.SGD(anchor.values(), lr=0.7, momentum=momentum, nesterov=nesterov and momentum > 0)
     for call in range(8):
         params = moved(params, 0, call)
         for path, leaf in anchor.items():
@@ -467,8 +467,9 @@ def batches(n: int, steps: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x, x @ torch.tensor([1.0, -2.0, 3.0]), strict=True))
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.05), lambda p: torch.optim.AdamW(p, lr=0.05)])
-def test_an_optimizer_for_all_ranks_is_one_for_each(make: Any):
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_for_all_ranks_is_one_for_each(optimizer: Any):
+    make = partial(optimizer, lr=0.05)
     step = outer.diloco(two_shot, every=3)
     done = [
         outer.simulate_training(

@@ -158,7 +158,8 @@ def watched(rank: int, text: str, calls: int) -> tuple[list[int], list[int], lis
     wire, model = Watched(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outer.attach(model, optimizer, outer.parse(text), wire=wire)
-    wire.began.clear(), wire.votes.clear(), wire.waited.clear()
+    for log in (wire.began, wire.votes, wire.waited):  # of setting up
+        log.clear()
     for call in range(1, calls + 1):
         wire.call = call
         train(model, optimizer, rank, range(call, call + 1))
