@@ -137,6 +137,7 @@ class Attached:
         rehearsed = self._rehearsed()
         if self._prepare is not None and rehearsed.starts:
             self._prepare()
+            rehearsed = self._rehearsed()  # of what it may have loaded
         leaves = self._leaves()
         with torch.no_grad(), without_autocast():
             self._exchanges.poll()
