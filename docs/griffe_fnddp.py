@@ -16,13 +16,14 @@ _DOCTEST = re.compile(r"(?:^|(?<=\n\n))(>>> .*?)(?=\n\n|\Z)", re.DOTALL)
 
 
 class FnddpDocs(griffe.Extension):
-    """Gives every class decorated with `transform` its `__init__`, and fences doctests."""
+    """Gives every class decorated with `transform` or `outer` its `__init__`, and fences doctests."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for member in _members(pkg):
             if member.docstring:
                 member.docstring.value = _DOCTEST.sub(r"```pycon\n\1\n```", inspect.cleandoc(member.docstring.value))
-            if isinstance(member, griffe.Class) and any(str(d.value) == "transform" for d in member.decorators):
+            decorators = {str(each.value) for each in getattr(member, "decorators", ())}
+            if isinstance(member, griffe.Class) and decorators & {"transform", "outer"}:
                 _add_init(member)
 
 

@@ -142,7 +142,8 @@ class Characters(nn.Module):
         return self.qkv(self.before(x)).chunk(3, dim=-1)
 
 
-def characters_task(context: int = 32) -> Task:
+def characters_task(context: int = 32, sequences: int | None = None) -> Task:
+    """On batches of so many sequences a rank; None for 32 in all."""
     place = {symbol: i for i, symbol in enumerate(SYMBOLS)}
     data = torch.tensor([place[symbol] for symbol in TEXT])
     train, validation = data.tensor_split([len(data) * 9 // 10])
@@ -157,7 +158,9 @@ def characters_task(context: int = 32) -> Task:
     def batches(n: int, seed: int, steps: int) -> Batches:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
-            yield cut(train, torch.randint(len(train) - context, (n, max(1, 32 // n)), generator=generator))
+            yield cut(
+                train, torch.randint(len(train) - context, (n, sequences or max(1, 32 // n)), generator=generator)
+            )
 
     def validation_loss(model: nn.Module, params: dict[str, Tensor]) -> float:
         with torch.no_grad():

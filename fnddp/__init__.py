@@ -1,5 +1,6 @@
 """Gradient synchronization as composable pure transforms on gradient pytrees."""
 
+from fnddp import outer
 from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
@@ -101,6 +102,7 @@ __all__ = [
     "momentum_correction",
     "natural",
     "none",
+    "outer",
     "parse",
     "partition",
     "powersgd",

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fnddp import tree
+from fnddp.expression import Expression
 from fnddp.group import Group, group_name
 from fnddp.state import describe, parts
-from fnddp.sync import REPLICATED, State, Sync
+from fnddp.sync import REPLICATED, State
 from fnddp.tree import Tree
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -24,7 +25,7 @@ class RankMismatchError(ValueError):
     """Ranks disagree about what they are going to synchronize. Raised on all of them, with the first difference."""
 
 
-def verify(sync: Sync, grads: Tree, state: State | None = None, *, group: Group = None) -> None:
+def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: Group = None) -> None:
     """Checks that all ranks run the same pipeline on the same tree from the same state. Call it once, after `init`.
 
     Compared are the pipeline, the leaves' paths, order, shapes, dtypes and kinds of device, the state's structure and
@@ -32,7 +33,8 @@ def verify(sync: Sync, grads: Tree, state: State | None = None, *, group: Group 
     descriptions if they differ. Adapters such as `register` call it themselves.
 
     Args:
-        sync: The pipeline. Names of process groups are not compared: in a device mesh they rightly differ.
+        sync: The pipeline, or an outer step, for which it also tells ranks that begin with other parameters. Names of
+            process groups are not compared: in a device mesh they rightly differ.
         grads: Gradients, or parameters.
         state: From `sync.init`; None compares no state.
         group: The ranks that must agree; None for the default group.
@@ -102,7 +104,7 @@ def _raise(error: Exception) -> dict[str, str]:
     raise error
 
 
-def description(sync: Sync, grads: Tree, state: State | None) -> dict[str, str]:
+def description(sync: Expression, grads: Tree, state: State | None) -> dict[str, str]:
     """What ranks must agree on, line by line."""
     return {
         "pipeline": repr(sync.over(None)),

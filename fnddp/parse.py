@@ -1,10 +1,13 @@
 """Text to pipeline, for config files and the command line: literals and registered names, nothing else."""
 
 import ast
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from fnddp.codec import Carrier
 from fnddp.sync import Sync, registry
+
+T = TypeVar("T")
 
 MAX_LENGTH = 100_000
 MAX_DEPTH = 100
@@ -33,16 +36,28 @@ def parse(text: str) -> Sync:
       __import__('os')
       ^
     """
+    return read(text, registry, Sync, "a pipeline; write for example fp16(allreduce)")
+
+
+def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:
+    """The value of type `kind` that `text` writes.
+
+    Args:
+        text: A Python expression.
+        names: What it may name.
+        kind: What it must be; `wanted` says so in the error.
+
+    Raises:
+        TypeError, ValueError: See `parse`.
+    """
     if not isinstance(text, str):
         raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
     if len(text) > MAX_LENGTH:
         raise ValueError(f"parse: the text has {len(text)} characters, more than {MAX_LENGTH}")
     text = text.strip().replace("\r\n", "\n").replace("\r", "\n")  # the lines that ast counts
-    value = _Reader(text).read(_expression(text), depth=0)
-    if not isinstance(value, Sync):
-        raise _problem(
-            text, 1, 0, f"this is a {type(value).__name__}, not a pipeline; write for example fp16(allreduce)"
-        )
+    value = _Reader(text, names).read(_expression(text), depth=0)
+    if not isinstance(value, kind):
+        raise _problem(text, 1, 0, f"this is a {type(value).__name__}, not {wanted}")
     return value
 
 
@@ -56,8 +71,8 @@ def _expression(text: str) -> ast.expr:
 
 
 class _Reader:
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, names: Mapping[str, Any]) -> None:
+        self.text, self.names = text, names
 
     def read(self, node: ast.expr, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -107,9 +122,9 @@ class _Reader:
             raise
 
     def look_up(self, node: ast.expr, name: str) -> Any:
-        if name not in registry:
-            raise self.problem(node, f"unknown name {name!r}; known names are {', '.join(sorted(registry))}")
-        return registry[name]
+        if name not in self.names:
+            raise self.problem(node, f"unknown name {name!r}; known names are {', '.join(sorted(self.names))}")
+        return self.names[name]
 
     def key(self, node: ast.Dict, key: ast.expr | None) -> ast.Constant:
         if not isinstance(key, ast.Constant):

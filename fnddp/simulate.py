@@ -89,15 +89,11 @@ class Simulation:
             ValueError: A leaf has no row for each rank.
         """
         leaves, spec = tree.flatten(grads)
-        self._require_rows(leaves)
+        require_rows(leaves, self.world_size)
         first = tree.unflatten(spec, {path: leaf[0] for path, leaf in leaves.items()})
         with self._within(torch.zeros((), dtype=torch.int64)):
             state = self.sync.init(first)
-        every = [
-            part.value.expand(self.world_size, *part.value.shape).clone() if _is_local(part) else part.value
-            for part in parts(state)
-        ]
-        return tree.replace_leaves(state, every)
+        return with_rows(state, self.world_size)
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         """One exchange on all ranks.
@@ -115,7 +111,7 @@ class Simulation:
             RuntimeError: Within torch.func.grad or jvp.
         """
         guards.refuse_differentiation()
-        self._require_rows(leaves)
+        require_rows(leaves, self.world_size)
         named, structure = list(parts(state)), tree.structure(state)
         # Row-major: under vmap a tensor cannot be asked for another memory format.
         values = [part.value.contiguous() if isinstance(part.value, Tensor) else part.value for part in named]
@@ -189,8 +185,7 @@ class Simulation:
 
     def of_rank(self, state: State, rank: int) -> State:
         """The state that `rank` would have: what `fnddp.lower` takes, and a real rank could go on from."""
-        own = [part.value[rank] if _is_local(part) else part.value for part in parts(state)]
-        return tree.replace_leaves(state, own)
+        return of_rank(state, rank)
 
     def of_ranks(self, states: Sequence[State]) -> State:
         """The inverse: the states of real ranks as one."""
@@ -203,7 +198,7 @@ class Simulation:
 
     def _weighted(self, leaves: Leaves, weight: Sequence[float] | Tensor) -> Leaves:
         require_weighable(self.sync, {path: leaf.dtype for path, leaf in leaves.items()})
-        self._require_rows(leaves)
+        require_rows(leaves, self.world_size)
         weights = [float(each) for each in weight]
         if len(weights) != self.world_size:
             raise ValueError(f"simulate: weight must have one for each of {self.world_size} ranks, got {len(weights)}")
@@ -213,14 +208,6 @@ class Simulation:
                 path: torch.stack([scaled(row, scale) for row, scale in zip(leaf, scales, strict=True)])
                 for path, leaf in leaves.items()
             }
-
-    def _require_rows(self, leaves: Leaves) -> None:
-        for path, leaf in leaves.items():
-            if leaf.ndim == 0 or leaf.shape[0] != self.world_size:
-                raise ValueError(
-                    f"simulate: leaf {path!r} has shape {tuple(leaf.shape)}, which has no row for each of "
-                    f"{self.world_size} ranks; stack their gradients: torch.stack(grads_by_rank)"
-                )
 
     def _ranks(self, rank: Tensor) -> Ranks:
         return Ranks(self.world_size, rank, self.groups)
@@ -235,6 +222,29 @@ class Simulation:
                 "mark it Local, or compute it from what all ranks have"
             )
         return rows[0]
+
+
+def with_rows(state: State, n: int) -> State:
+    """`state`, of one rank, as that of `n` ranks: a row for each of what is its own."""
+    every = [
+        part.value.expand(n, *part.value.shape).clone() if _is_local(part) else part.value for part in parts(state)
+    ]
+    return tree.replace_leaves(state, every)
+
+
+def of_rank(state: State, rank: int) -> State:
+    """The state that `rank` would have, of a state with rows."""
+    return tree.replace_leaves(state, [part.value[rank] if _is_local(part) else part.value for part in parts(state)])
+
+
+def require_rows(leaves: Leaves, n: int) -> None:
+    """Raises a ValueError that names the first leaf without a row for each of `n` ranks."""
+    for path, leaf in leaves.items():
+        if leaf.ndim == 0 or leaf.shape[0] != n:
+            raise ValueError(
+                f"simulate: leaf {path!r} has shape {tuple(leaf.shape)}, which has no row for each of {n} ranks; stack "
+                "those of the ranks: torch.stack(leaves_by_rank)"
+            )
 
 
 class _Plain(NamedTuple):

@@ -95,7 +95,7 @@ def simulate_training(
 
     losses: list[Tensor] = []
     for batch in batches:
-        _require_rows(batch, world_size)
+        require_batch_rows(batch, world_size)
         in_dims = (None, *[0] * len(batch))
         of_ranks = torch.func.vmap(
             torch.func.grad_and_value(loss_of), in_dims, randomness="different", chunk_size=ranks_at_once
@@ -132,7 +132,7 @@ def _by_function(update: Callable[..., tuple[Tree, Any]], spec: tree.Spec) -> Ca
     return step
 
 
-def _require_rows(batch: tuple[Tensor, ...], n: int) -> None:
+def require_batch_rows(batch: tuple[Tensor, ...], n: int) -> None:
     for i, part in enumerate(batch):
         if part.ndim == 0 or part.shape[0] != n:
             raise ValueError(

@@ -6,7 +6,7 @@ so an expression compares, hashes, prints as the call that built it, and parses 
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.collectives import scale_of_weight
+from fnddp.expression import CHECKS, Expression
 from fnddp.group import Group
-from fnddp.options import checked_float, checked_int
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves, Tree
 from fnddp.wire.weights import scaled
@@ -57,7 +57,7 @@ class Exchange(NamedTuple):
         return Exchange(decode(self.mean), decode(self.sent), self.state)
 
 
-class Sync(abc.ABC):
+class Sync(Expression, abc.ABC):
     """A gradient synchronization: a value that can be printed, compared, nested and run.
 
     Running it is pure: inputs are never written to, and rolling back a step is keeping the old state.
@@ -82,13 +82,7 @@ class Sync(abc.ABC):
     """Whether it means all leaves, and goes wrong on a rank's shard of each."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # pyright: ignore[reportArgumentType]
-            # A string in modules that postpone annotations.
-            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-            check = _CHECKS.get(kind.removesuffix(_OR_NONE).rpartition(".")[2])
-            value = getattr(self, field.name, None)
-            if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
-                object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
+        super().__post_init__()
         require_no_skipping(self)
         require_one_memory(self)
 
@@ -158,7 +152,7 @@ class Sync(abc.ABC):
         >>> fp16(allreduce).over("7")
         fp16(all_reduce(group='7'))
         """
-        return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
+        return super().over(group, unnamed_only=unnamed_only)
 
     @property
     def ops(self) -> frozenset[str]:
@@ -211,23 +205,7 @@ class Sync(abc.ABC):
 
     def children(self) -> Iterator["Sync"]:
         """The pipelines this one wraps directly."""
-        for field in fields(self):  # pyright: ignore[reportArgumentType]
-            yield from _syncs_in(getattr(self, field.name))
-
-    def _map_children(self, fn: "Callable[[Sync], Sync]") -> "Sync":
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # pyright: ignore[reportArgumentType]
-        changed = {name: _map_syncs(fn, value) for name, value in values.items() if any(_syncs_in(value))}
-        return replace(self, **changed)  # pyright: ignore[reportArgumentType, reportReturnType]
-
-    def __repr__(self) -> str:
-        arguments: list[str] = []
-        for field in fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, field.name)
-            if field.init and field.default is MISSING:
-                arguments.append(_show(value))
-            elif field.init and value != field.default:
-                arguments.append(f"{field.name}={_show(value)}")
-        return f"{type(self).__name__}({', '.join(arguments)})"
+        return self._children()
 
 
 def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -355,22 +333,6 @@ def all_in(*syncs: Sync) -> Iterator[Sync]:
         yield from all_in(*sync.children())
 
 
-def _syncs_in(value: Any) -> Iterator[Sync]:
-    if isinstance(value, Sync):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _syncs_in(part)
-
-
-def _map_syncs(fn: Callable[[Sync], Sync], value: Any) -> Any:
-    if isinstance(value, Sync):
-        return fn(value)
-    if isinstance(value, tuple):
-        return tuple(_map_syncs(fn, part) for part in value)
-    return value
-
-
 def _checked_sync(what: str, value: Any) -> Sync:
     if isinstance(value, Sync):
         return value
@@ -378,14 +340,4 @@ def _checked_sync(what: str, value: Any) -> Sync:
     raise TypeError(f"{what} must be a pipeline such as allreduce, got {value!r}{made}")
 
 
-_OR_NONE = " | None"
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "Sync": _checked_sync,
-    "int": checked_int,
-    "float": checked_float,
-    "bool": lambda what, value: bool(value),
-}
-
-
-def _show(value: Any) -> str:
-    return repr(str(value).removeprefix("torch.")) if isinstance(value, torch.dtype) else repr(value)
+CHECKS["Sync"] = _checked_sync

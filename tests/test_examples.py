@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
     "accumulation.py": "accumulated gradients are those of the whole batch: yes",
+    "diloco.py": "resumed in the middle of an exchange, with the same parameters to the bit: yes",
     "drop_in.py": "torch's class gives the same parameters and buffers to the bit: yes",
     "functional.py": "of the test set",
     "existing_ddp.py": "the resumed run has the same parameters to the bit: yes",
@@ -19,7 +20,8 @@ SAYS = {
     "two_shot.py": "error_feedback(int8_two_shot()) keeps the laws; 64 MiB are 17,843,200 bytes",
     "uneven.py": "all ranks have the same parameters to the bit: yes",
 }
-SIMULATED = {"convergence.py": ("--quick", "4 runs")}  # one process, whatever the ranks: what it is asked, what it says
+# One process, whatever the ranks: what it is asked, what it says.
+SIMULATED = {"convergence.py": ("--quick", "4 runs"), "outer_convergence.py": ("--quick", "4 runs on")}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

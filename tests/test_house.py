@@ -7,12 +7,21 @@ import fnddp
 
 ROOT = Path(fnddp.__file__).parent
 
+OUTER = [
+    f"outer/{name}"
+    for name in [
+        *("contract", "local_sgd", "descent", "diloco", "fragments", "streaming_diloco", "post_local_sgd"),
+        *("hierarchical_local_sgd", "des_loc", "compositions", "trees", "overlap", "plan", "simulate"),
+        *("simulate_training", "attach", "__init__"),
+    ]
+]
+
 # Reading order is data-flow order. A folder or a file without its suffix.
 ORDER = [
     *("torch_private", "tree", "options", "layout", "random", "group", "buckets", "columns"),
     *("wire/in_order", "wire/kinds", "wire/protocol", "wire/gloo_messages", "wire/guards", "wire/simulated"),
     *("wire/groups", "wire/c10d", "wire/counter", "wire/weights", "wire/control", "wire/eager", "collectives"),
-    *("sync", "state", "codec", "parse", "agreement"),
+    *("expression", "sync", "state", "codec", "parse", "agreement"),
     *("reducers", "codecs", "transforms", "memory", "schedules", "compositions", "cost"),
     *(
         "plan/ir",
@@ -34,6 +43,7 @@ ORDER = [
         "distributed",
         "simulate",
         "simulate_training",
+        *OUTER,
         "tune",
         "ranks",
         "laws",

@@ -1,0 +1,81 @@
+"""Values that are written as the call that builds them: what pipelines and outer steps have in common."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from fnddp.group import Group
+from fnddp.options import checked_float, checked_int
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "int": checked_int,
+    "float": checked_float,
+    "bool": lambda what, value: bool(value),
+}
+"""By the name of a field's type: what checks a value, named in its errors, and makes it plain."""
+
+_OR_NONE = " | None"
+
+
+class Expression:
+    """A frozen dataclass whose fields are hyperparameters and the expressions it wraps.
+
+    It compares and hashes as dataclasses do, checks its fields by their types, and prints as the call that built it.
+    """
+
+    named: ClassVar[frozenset[str]] = frozenset()
+    """Fields without a default that are printed with their names; the last ones."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            # A string in modules that postpone annotations.
+            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+            check = CHECKS.get(kind.removesuffix(_OR_NONE).rpartition(".")[2])
+            value = getattr(self, field.name, None)
+            if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
+                object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Any:
+        """The same expression on another process group: see `Sync.over`."""
+        return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
+
+    def _children(self) -> Iterator[Any]:
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            yield from _expressions_in(getattr(self, field.name))
+
+    def _map_children(self, fn: Callable[[Any], Any]) -> Self:
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # pyright: ignore[reportArgumentType]
+        changed = {name: _mapped(fn, value) for name, value in values.items() if any(_expressions_in(value))}
+        return replace(self, **changed)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+    def __repr__(self) -> str:
+        arguments: list[str] = []
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if field.init and field.default is MISSING and field.name not in self.named:
+                arguments.append(_show(value))
+            elif field.init and value != field.default:
+                arguments.append(f"{field.name}={_show(value)}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _expressions_in(value: Any) -> Iterator[Expression]:
+    if isinstance(value, Expression):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _expressions_in(part)
+
+
+def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Expression):
+        return fn(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(fn, part) for part in value)
+    return value
+
+
+def _show(value: Any) -> str:
+    return repr(str(value).removeprefix("torch.")) if isinstance(value, torch.dtype) else repr(value)

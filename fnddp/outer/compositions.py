@@ -1,0 +1,83 @@
+"""Outer steps with names of their own that are compositions of others with pipelines."""
+
+from fnddp.codecs.quantize import quantize
+from fnddp.codecs.topk import topk
+from fnddp.memory.error_feedback import error_feedback
+from fnddp.outer.contract import Outer, outers
+from fnddp.outer.diloco import diloco
+from fnddp.reducers.all_gather import allgather
+from fnddp.reducers.two_shot import two_shot
+from fnddp.sync import Sync
+from fnddp.transforms.bucketize import bucketize
+
+
+def sparse_loco(
+    every: int = 30,
+    *,
+    k: int = 64,
+    chunk: int = 4096,
+    bits: int = 2,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    carrier: Sync = allgather,
+) -> Outer:
+    """SparseLoCo: the largest differences of each chunk, in few bits, with decaying memory in place of outer momentum.
+
+    Leaves are laid out one after the other before they are cut into chunks. What a rank receives grows with the number
+    of ranks: it is meant for few of them, far apart.
+
+    Args:
+        every: Local steps from one exchange to the next.
+        k: Differences that are sent, of each chunk: a multiple of 8 / bits.
+        chunk: Elements of a chunk.
+        bits: Of each value: 8, 4 or 2.
+        decay: Factor on the memory of what was not sent.
+        lr: The outer learning rate.
+        carrier: What gathers payloads.
+
+    Raises:
+        ValueError: An option is out of range.
+
+    Source: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, Algorithm 1;
+    its quantizer has a table of values for each chunk, and this one multiples of the chunk's largest.
+
+    >>> sparse_loco(every=30)
+    diloco(error_feedback(bucketize(topk(quantize(allgather, bits=2, block=64), k=64, chunk=4096)), decay=0.95),
+    every=30, lr=1.0, momentum=0)
+    """
+    sent = bucketize(topk(quantize(carrier, bits=bits, block=k), k=k, chunk=chunk))
+    return diloco(error_feedback(sent, decay=decay), every=every, lr=lr, momentum=0)
+
+
+def muloco(
+    every: int = 30,
+    *,
+    bits: int = 2,
+    decay: float = 1.0,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    carrier: Sync = two_shot,
+) -> Outer:
+    """MuLoCo's outer half: DiLoCo on differences of few bits, with memory. The other half is Muon as local optimizer.
+
+    Give it a local `torch.optim.Muon`. It is for matrices, so scripts have a second optimizer for all other leaves:
+    attach to the one that steps last.
+
+    Args:
+        every: Local steps from one exchange to the next.
+        bits: Of each difference: 8, 4 or 2.
+        decay: Factor on the memory.
+        lr, momentum: Of the outer optimizer, which is `diloco`'s.
+        carrier: What moves payloads.
+
+    Source: Thérien et al., "MuLoCo", arXiv 2505.23725, Algorithm 1 with quantization and error feedback.
+
+    >>> muloco(every=30)
+    diloco(error_feedback(bucketize(quantize(two_shot, bits=2))), every=30)
+    """
+    sent = bucketize(quantize(carrier, bits=bits))
+    return diloco(error_feedback(sent, decay=decay), every=every, lr=lr, momentum=momentum)
+
+
+outers.add("sparse_loco", sparse_loco)
+outers.add("muloco", muloco)

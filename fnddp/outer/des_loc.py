@@ -1,0 +1,113 @@
+"""DES-LOC: the optimizer's state is exchanged too, at periods of its own."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from fnddp import tree
+from fnddp.outer.contract import Exchanges, Outer, outer
+from fnddp.sync import State, Sync, require_state
+from fnddp.tree import Leaves, Tree, require_leaves
+
+Trees: TypeAlias = Mapping[str, Outer] | tuple[tuple[str, Outer], ...]
+
+
+class DesLocState(NamedTuple):
+    """`trees`: the state of each tree's outer step, by its name."""
+
+    trees: dict[str, State]
+
+
+@outer
+class des_loc(Outer):
+    """An outer step for each of several trees: the parameters, and moments of the local optimizer.
+
+    `des_loc({"params": local_sgd(every=16), "exp_avg": local_sgd(every=48), "exp_avg_sq": local_sgd(every=96)})` is
+    called with `{"params": ..., "exp_avg": ..., "exp_avg_sq": ...}`; `attach` finds the moments of its optimizer by
+    these names. A tree that is not named is left alone. Exchanges that fall into one step are several messages. The
+    wrong choice where ranks may keep moments of their own, which costs nothing: `diloco` does.
+
+    Args:
+        trees: The outer step of each tree, by its name.
+
+    Raises:
+        TypeError: `trees` is not a dict of outer steps by name.
+        ValueError: There are none, or a name is empty or has a dot; at the call: a tree is missing.
+
+    Source: Iacob et al., "DES-LOC: Desynced low communication adaptive optimizers", arXiv 2505.22549, Algorithm 1:
+    parameters, first and second moments every K, 3 K and 6 K steps.
+
+    >>> from fnddp.outer import local_sgd
+    >>> des_loc({"params": local_sgd(every=2), "exp_avg": local_sgd(every=6)})
+    des_loc({'params': local_sgd(every=2), 'exp_avg': local_sgd(every=6)})
+    """
+
+    trees: Trees
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs: Any = self.trees.items() if isinstance(self.trees, Mapping) else self.trees
+        if not isinstance(pairs, Iterable) or not all(
+            isinstance(pair, tuple | list)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], Outer)
+            for pair in pairs
+        ):
+            raise TypeError(f"des_loc: trees must be a dict of outer steps by name, got {self.trees!r}")
+        names = [name for name, _ in pairs]
+        if not names or len(set(names)) < len(names) or any(not name or "." in name for name in names):
+            raise ValueError(f"des_loc: trees need different names without dots, at least one, got {names}")
+        object.__setattr__(self, "trees", tuple((name, step) for name, step in pairs))
+
+    def __repr__(self) -> str:
+        return f"des_loc({{{', '.join(f'{name!r}: {step!r}' for name, step in self.pairs)}}})"
+
+    @property
+    def pairs(self) -> tuple[tuple[str, Outer], ...]:
+        """Names and outer steps."""
+        assert isinstance(self.trees, tuple)  # __post_init__ has turned a dict into pairs
+        return self.trees
+
+    @property
+    def period(self) -> int:
+        return math.lcm(*(step.period for _, step in self.pairs))
+
+    @property
+    def lead(self) -> int:
+        return max(step.lead for _, step in self.pairs)
+
+    def init(self, params: Tree) -> State:
+        leaves, _ = tree.flatten(params)
+        return DesLocState({name: step.init(self._of(name, leaves)) for name, step in self.pairs})
+
+    def step(self, params: Leaves, state: DesLocState, exchanges: Exchanges) -> tuple[Leaves, State]:
+        require_leaves("des_loc", params)
+        require_state("des_loc", state, DesLocState)
+        stepped, states = dict(params), dict(state.trees)
+        for name, step in self.pairs:
+            own = self._of(name, params)
+            leaves, states[name] = step.step(own, state.trees[name], _Named(name, exchanges))
+            stepped.update({f"{name}.{path}": leaves[path] for path in own})
+        return stepped, DesLocState(states)
+
+    def _of(self, name: str, leaves: Leaves) -> Leaves:
+        prefix = f"{name}."
+        found = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
+        if not found:
+            has = sorted({path.partition(".")[0] for path in leaves})
+            raise ValueError(f"des_loc: there is no tree {name!r} among {has}; give it, or leave it out of the step")
+        return found
+
+
+class _Named:
+    """The exchanges of one of several trees."""
+
+    def __init__(self, name: str, exchanges: Exchanges) -> None:
+        self._name, self._exchanges = name, exchanges
+
+    def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
+        self._exchanges.begin(f"{self._name}/{name}", sync, leaves, state)
+
+    def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
+        return self._exchanges.end(f"{self._name}/{name}", sync, leaves, state)

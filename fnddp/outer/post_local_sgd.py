@@ -1,0 +1,83 @@
+"""Post-local SGD: gradients are averaged at first, parameters from some step on."""
+
+from typing import NamedTuple
+
+from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_means
+from fnddp.reducers.all_reduce import allreduce
+from fnddp.reducers.none import none
+from fnddp.schedules.switch import switch
+from fnddp.sync import Replicated, State, Sync, require_state
+from fnddp.tree import Leaves, Tree, require_leaves
+
+
+class PostLocalSGDState(NamedTuple):
+    """`step`: local steps so far."""
+
+    step: Replicated[int]
+    inner: State
+
+
+@outer
+class post_local_sgd(Outer):
+    """Averages the parameters in every so many steps, from step `start` on; before, ranks average their gradients.
+
+    The outer step is the second half. The first one is a pipeline for gradients, `gradients`: the mean over all ranks
+    until `start`, and from then on `intra`, such as the mean over the ranks of a node. The wrong choice where early
+    steps cost as much as late ones: `local_sgd` saves them all.
+
+    Args:
+        start: The first step, counted from 0, whose gradients are not averaged over all ranks.
+        every: Steps from one average of the parameters to the next. The first one follows step `start`, as in torch.
+        sync: What takes the mean of the parameters.
+        before: What takes that of the gradients before `start`.
+        intra: What does from `start` on: nothing, or `all_reduce("node")`, a group of each node.
+
+    Raises:
+        TypeError: `sync` takes no mean, or not of every leaf in every exchange.
+        ValueError: `start` is negative, or `every` less than 1.
+
+    Source: Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020; the steps are those of torch's
+    `post_localSGD_hook` with a `PeriodicModelAverager(period=every, warmup_steps=start)`.
+
+    >>> from fnddp import all_reduce
+    >>> step = post_local_sgd(start=100, every=4, intra=all_reduce("node"))
+    >>> step.gradients
+    switch({0: allreduce, 100: all_reduce(group='node')})
+    """
+
+    start: int
+    every: int
+    sync: Sync = allreduce
+    before: Sync = allreduce
+    intra: Sync = none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("post_local_sgd", "start", self.start, 0)
+        require_at_least("post_local_sgd", "every", self.every, 1)
+        require_means("post_local_sgd", self.sync)
+
+    @property
+    def gradients(self) -> Sync:
+        """The pipeline of the gradients."""
+        return switch({0: self.before, self.start: self.intra}) if self.start else self.intra
+
+    @property
+    def period(self) -> int:
+        return self.every
+
+    @property
+    def lead(self) -> int:
+        return self.start
+
+    def init(self, params: Tree) -> State:
+        return PostLocalSGDState(0, self.sync.init(params))
+
+    def step(self, params: Leaves, state: PostLocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
+        require_leaves("post_local_sgd", params)
+        require_state("post_local_sgd", state, PostLocalSGDState)
+        done = state._replace(step=state.step + 1)
+        if state.step < self.start or (state.step - self.start) % self.every:
+            return params, done
+        mean, inner = exchanges.end("params", self.sync, params, state.inner)
+        return {path: mean[path] for path in params}, done._replace(inner=inner)

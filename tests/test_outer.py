@@ -1,0 +1,525 @@
+"""Outer steps as values: their laws, over every registered name, on threaded and on virtual ranks."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnddp
+from fnddp import Sync, WireCounter, allreduce, outer, two_shot
+from fnddp.laws import bits, gather
+from fnddp.outer.contract import AtOnce, outers
+from fnddp.outer.fragments import divided
+from fnddp.ranks import RankFailed, run_threads
+from fnddp.state import parts
+from fnddp.sync import REPLICATED
+from fnddp.tree import Leaves
+
+# One expression for each registered name; a new outer step gets a line here and inherits every law.
+EXAMPLES = {
+    "local_sgd": "local_sgd(every=2, sync=two_shot)",
+    "post_local_sgd": "post_local_sgd(start=3, every=2, sync=allgather)",
+    "hierarchical_local_sgd": "hierarchical_local_sgd({2: two_shot, 4: allgather}, start=2)",
+    "diloco": "diloco(two_shot, every=3)",
+    "diloco_without_momentum": "diloco(error_feedback(quantize(two_shot, bits=4)), every=2, lr=1.0, momentum=0)",
+    "diloco_heavy_ball": "diloco(allgather, every=1, nesterov=False)",
+    "sparse_loco": "sparse_loco(every=2, k=4, chunk=16)",
+    "muloco": "muloco(every=2)",
+    "streaming_diloco": "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3)",
+    "streaming_merged": (
+        "streaming_diloco(error_feedback(topk(allgather, k=2)), every=3, fragments=3, delay=1, alpha=0.5)"
+    ),
+    "streaming_at_once": "streaming_diloco(two_shot, every=3, fragments=('b*', '*'))",
+    "des_loc": "des_loc({'params': diloco(two_shot, every=2), 'exp_avg': local_sgd(every=3, sync=two_shot)})",
+}
+RANKS = 3
+STEPS = 9
+
+
+def example(name: str) -> outer.Outer:
+    return outer.parse(EXAMPLES[name])
+
+
+def start(step: outer.Outer) -> Leaves:
+    """Parameters as they are before the first step, on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    leaves = {"a": torch.randn(6, 5, generator=generator), "b": torch.randn(7, generator=generator)}
+    leaves["c"] = torch.randn(3, 4, 2, generator=generator)
+    if not isinstance(step, outer.des_loc):
+        return leaves
+    zeros = {f"exp_avg.{path}": torch.zeros_like(leaf) for path, leaf in leaves.items()}
+    return {f"params.{path}": leaf for path, leaf in leaves.items()} | zeros
+
+
+def moved(params: Leaves, rank: int, call: int) -> Leaves:
+    """A local step: everywhere another one."""
+    generator = torch.Generator().manual_seed(100 * rank + call)
+    return {path: leaf - 0.1 * torch.randn(leaf.shape, generator=generator) for path, leaf in params.items()}
+
+
+class Recording(AtOnce):
+    """Exchanges that note which leaves begin and end."""
+
+    def __init__(self) -> None:
+        self.begun: list[Leaves] = []
+        self.ended: list[tuple[str, list[str]]] = []
+
+    def begin(self, name: str, sync: Sync, leaves: Leaves, state: Any) -> None:
+        self.begun.append(leaves)
+
+    def end(self, name: str, sync: Sync, leaves: Leaves, state: Any) -> tuple[Leaves, Any]:
+        self.ended.append((name, list(leaves)))
+        return super().end(name, sync, leaves, state)
+
+
+def test_each_registered_name_has_an_example():
+    used = {EXAMPLES[name].partition("(")[0] for name in EXAMPLES}
+    assert used == set(outers)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_text_parses_back(name: str):
+    step = example(name)
+    assert outer.parse(repr(step)) == step
+    assert hash(step) == hash(example(name))
+    assert outer.parse(repr(step.over("7"))) == step.over("7") != step
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_exchanged_is_equal_on_all_ranks_to_the_bit(name: str):
+    """And what is marked as replicated is, after every call."""
+    step = example(name)
+    merges = getattr(step, "alpha", 0) > 0
+
+    def body(rank: int) -> int:
+        params, state, exchanged = start(step), step.init(start(step)), 0
+        for call in range(STEPS):
+            recording = Recording()
+            params, state = step.step(moved(params, rank, call), state, recording)
+            replicated = [bits(part.value) for part in parts(state) if part.kind == REPLICATED]
+            assert all(each == replicated for each in gather(replicated))
+            ended = {_path(name, path) for name, paths in recording.ended for path in paths}
+            exchanged += len(ended)
+            for path, leaf in params.items():
+                same = all(each == bits(leaf) for each in gather(bits(leaf)))
+                assert same == (path in ended and not merges), (call, path)
+        return exchanged
+
+    assert min(run_threads(RANKS, body)) > len(start(step))
+
+
+def _path(name: str, path: str) -> str:
+    tree, slash, _ = name.partition("/")
+    return f"{tree}.{path}" if slash else path
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_between_exchanges_nothing_is_sent_and_in_them_what_the_plan_says(name: str):
+    step = example(name)
+    plan = outer.lower(step, start(step), world_size=RANKS)
+    # Called as a function, an exchange is run where it ends.
+    expected = dict.fromkeys(range(1, plan.period + 1), 0)
+    for each in plan.exchanges:
+        expected[(each.ends - 1) % plan.period + 1] += each.plan.wire_bytes
+
+    def body(rank: int) -> dict[int, int]:
+        params, state, sent = start(step), step.init(start(step)), {}
+        for call in range(1, plan.lead + 2 * plan.period + 1):
+            with WireCounter() as counter:
+                params, state = step(moved(params, rank, call), state)
+            if call > plan.lead + plan.period:  # what started before is in it
+                sent[call - plan.lead - plan.period] = counter.wire_bytes
+            elif call <= plan.lead:
+                assert counter.collectives == 0
+        return sent
+
+    assert run_threads(RANKS, body) == [expected] * RANKS
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_nothing_is_written_to(name: str):
+    step = example(name)
+    params, state = start(step), step.init(start(step))
+    for call in range(STEPS):
+        given = moved(params, 0, call)
+        before = bits(given), bits(state)
+        params, following = step(given, state)
+        assert before == (bits(given), bits(state))
+        for leaf in params.values():  # nor later: an optimizer writes to what it is given back
+            if not any(leaf is each for each in given.values()):
+                kept = bits(following)
+                leaf.add_(1.0)
+                assert bits(following) == kept
+                leaf.sub_(1.0)
+        state = following
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_resuming_is_exact(name: str):
+    step = example(name)
+
+    def body(rank: int) -> None:
+        params, state = start(step), step.init(start(step))
+        runs: list[tuple[Leaves, Any]] = []
+        for call in range(STEPS):
+            runs.append((params, fnddp.state_dict(state)))
+            params, state = step(moved(params, rank, call), state)
+        for begin, (resumed, saved) in enumerate(runs[::4]):
+            loaded = fnddp.load_state_dict(step.init(start(step)), saved)
+            for call in range(4 * begin, STEPS):
+                resumed, loaded = step(moved(resumed, rank, call), loaded)
+            assert (bits(resumed), bits(loaded)) == (bits(params), bits(state))
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_simulated_is_real(name: str):
+    """To the bit: the pipelines of the examples add in rank order."""
+    step = example(name)
+    simulation = outer.simulate(step, RANKS)
+    rows = {path: leaf.expand(RANKS, *leaf.shape) for path, leaf in start(step).items()}
+    virtual, virtual_state = rows, simulation.init(rows)
+    for call in range(STEPS):
+        each = [moved({path: leaf[rank] for path, leaf in virtual.items()}, rank, call) for rank in range(RANKS)]
+        together = {path: torch.stack([leaves[path] for leaves in each]) for path in rows}
+        virtual, virtual_state = simulation(together, virtual_state)
+
+    def body(rank: int) -> tuple[Leaves, Any]:
+        params, state = start(step), step.init(start(step))
+        for call in range(STEPS):
+            params, state = step(moved(params, rank, call), state)
+        return params, state
+
+    for rank, (params, state) in enumerate(run_threads(RANKS, body)):
+        assert bits(params) == bits({path: leaf[rank] for path, leaf in virtual.items()})
+        assert bits(state) == bits(simulation.of_rank(virtual_state, rank))
+
+
+# What they are
+
+
+def gradient(params: Leaves, rank: int, call: int, *, exact: bool) -> Leaves:
+    """Of a linear model's squared error, on 4 samples: whole numbers where it is to be exact."""
+    generator = torch.Generator().manual_seed(10 * rank + call)
+    if exact:
+        x = torch.randint(-1, 2, (4, 3), generator=generator).to(params["w"].dtype)
+        y = torch.randint(-3, 4, (4,), generator=generator).to(params["w"].dtype)
+    else:
+        x, y = torch.randn(4, 3, generator=generator), torch.randn(4, generator=generator)
+    return {"w": (x @ params["w"] - y) @ x / 4}
+
+
+@pytest.mark.parametrize("text", ["diloco(allreduce, every=1, lr=1, momentum=0)", "local_sgd(every=1)"])
+def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(text: str):
+    """a - (a - x) is x only where neither difference is rounded; on whole numbers and halves of them none is."""
+    step, lr = outer.parse(text), 0.5
+
+    def body(rank: int, dtype: torch.dtype) -> tuple[Leaves, Leaves]:
+        apart = together = {"w": torch.tensor([1.0, -2.0, 3.0], dtype=dtype)}
+        state = step.init(apart)
+        for call in range(3):
+            grads = gradient(apart, rank, call, exact=True)
+            apart, state = step({"w": apart["w"] - lr * grads["w"]}, state)
+            mean, _ = allreduce(gradient(together, rank, call, exact=True), ())
+            together = {"w": together["w"] - lr * mean["w"]}
+            assert bits(apart) == bits(together)
+        return apart, together
+
+    single, double = (run_threads(2, body, dtype)[0][0]["w"] for dtype in (torch.float32, torch.float64))
+    assert torch.equal(single.double(), double)  # nothing was rounded
+    assert not torch.equal(single, torch.tensor([1.0, -2.0, 3.0]))
+
+
+def test_every_step_is_data_parallel_sgd_but_for_rounding():
+    step, lr, steps = outer.diloco(allreduce, every=1, lr=1, momentum=0), 0.1, 30
+
+    def body(rank: int) -> None:
+        apart = together = {"w": torch.tensor([1.0, -2.0, 3.0])}
+        state = step.init(apart)
+        for call in range(steps):
+            grads = gradient(apart, rank, call, exact=False)
+            apart, state = step({"w": apart["w"] - lr * grads["w"]}, state)
+            mean, _ = allreduce(gradient(together, rank, call, exact=False), ())
+            together = {"w": together["w"] - lr * mean["w"]}
+        # Four roundings of values up to 4 in a step, which the descent does not enlarge.
+        torch.testing.assert_close(apart, together, rtol=0, atol=4 * steps * 4 * 2**-24)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("momentum", [0.9, 0])
+def test_the_outer_optimizer_is_torch_sgd_to_the_bit(momentum: float, nesterov: bool):
+    step = outer.diloco(allreduce, every=2, lr=0.7, momentum=momentum, nesterov=nesterov)
+    params, state = start(step), step.init(start(step))
+    anchor = {path: leaf.clone() for path, leaf in params.items()}
+    optimizer = torch.optim.SGD(anchor.values(), lr=0.7, momentum=momentum, nesterov=nesterov and momentum > 0)
+    for call in range(8):
+        params = moved(params, 0, call)
+        for path, leaf in anchor.items():
+            leaf.grad = leaf - params[path]
+        if call % 2:
+            optimizer.step()
+        params, state = step(params, state)
+        assert not call % 2 or bits(params) == bits(anchor)
+
+
+def test_streaming_with_one_fragment_and_no_delay_is_diloco():
+    one, other = outer.diloco(two_shot, every=3), outer.streaming_diloco(two_shot, every=3, fragments=1)
+
+    def body(rank: int) -> None:
+        params = [start(one), start(one)]
+        states = [one.init(start(one)), other.init(start(one))]
+        for call in range(7):
+            for i, step in enumerate((one, other)):
+                params[i], states[i] = step(moved(params[i], rank, call), states[i])
+            assert bits(params[0]) == bits(params[1])
+
+    run_threads(2, body)
+
+
+def test_a_delayed_exchange_applies_what_it_started_with():
+    """By hand: one leaf, plain descent, ranks that move by 1 and by 3 a step."""
+    step = outer.streaming_diloco(allreduce, every=4, fragments=1, delay=2, alpha=0.25, lr=0.5, momentum=0)
+
+    def body(rank: int) -> list[float]:
+        params, seen = {"w": torch.tensor([0.0])}, list[float]()
+        state = step.init(params)
+        for _ in range(7):
+            params, state = step({"w": params["w"] - (1 + 2 * rank)}, state)
+            seen.append(params["w"].item())
+        return seen
+
+    first, second = run_threads(2, body)
+    # After step 4 they are at -4 and -12: a mean of 8, and the anchor goes to -4. Merged after step 6, at -6 and -18.
+    assert first == [-1, -2, -3, -4, -5, 0.75 * -4 + 0.25 * -6, 0.75 * -4 + 0.25 * -6 - 1]
+    assert second == [-3, -6, -9, -12, -15, 0.75 * -4 + 0.25 * -18, 0.75 * -4 + 0.25 * -18 - 3]
+
+
+def test_sparse_loco_is_the_composition_of_the_paper():
+    """e = 0.95 e + d; send the largest of e in two bits; a = a - mean(sent): by hand, for one leaf of one chunk."""
+    step = outer.sparse_loco(every=1, k=4, chunk=8, lr=1.0)
+
+    def body(rank: int) -> None:
+        params = {"w": torch.zeros(8)}
+        state, residual, anchor = step.init(params), torch.zeros(8), torch.zeros(8)
+        for call in range(5):
+            params = moved(params, rank, call)
+            x = (anchor - params["w"]) + 0.95 * residual
+            kept = x.abs().topk(4).indices
+            scale = x[kept].abs().max()
+            sent = torch.zeros(8)
+            sent[kept] = (x[kept] / scale).round() * scale
+            residual, mean = x - sent, torch.stack(gather(sent)).sum(0) / 2
+            anchor = anchor - mean
+            params, state = step(params, state)
+            torch.testing.assert_close(params["w"], anchor, rtol=1e-6, atol=1e-6)
+
+    run_threads(2, body)
+
+
+def test_a_group_is_that_of_the_largest_period():
+    step = outer.hierarchical_local_sgd({1: fnddp.all_reduce("node"), 3: allreduce})
+    simulation = outer.simulate(step, 4, groups={"node": ((0, 1), (2, 3))})
+    params = {"w": torch.zeros(4)}
+    state = simulation.init(params)
+    seen: list[list[float]] = []
+    for _ in range(3):
+        params, state = simulation({"w": params["w"] + torch.tensor([0.0, 2.0, 4.0, 10.0])}, state)
+        seen.append(params["w"].tolist())
+    assert seen == [[1, 1, 7, 7], [2, 2, 14, 14], [12, 12, 12, 12]]
+
+
+def test_trees_have_periods_of_their_own():
+    step = outer.des_loc({"params": outer.local_sgd(every=2), "exp_avg": outer.local_sgd(every=3)})
+    simulation = outer.simulate(step, 2)
+    leaves = {"params": {"w": torch.zeros(2)}, "exp_avg": {"w": torch.zeros(2)}}
+    state = simulation.init(leaves)
+    apart: list[tuple[bool, bool]] = []
+    for _ in range(6):
+        leaves = {name: {"w": tree["w"] + torch.tensor([0.0, 1.0])} for name, tree in leaves.items()}
+        leaves, state = simulation(leaves, state)
+        apart.append(tuple(leaves[name]["w"].unique().numel() == 2 for name in leaves))
+    assert [not each for each, _ in apart] == [False, True] * 3
+    assert [not each for _, each in apart] == [False, False, True] * 2
+
+
+# Plans
+
+
+def test_a_plan_says_when_what_starts_and_ends():
+    layers = {f"{i}.{kind}": torch.empty(8, 8, device="meta") for i in range(4) for kind in ("weight", "bias")}
+    step = outer.streaming_diloco(allreduce, every=12, fragments=4, delay=2)
+    plan = outer.lower(step, layers, world_size=4)
+    assert [(each.name, each.starts, each.ends) for each in plan.exchanges] == [
+        ("0", 3, 5),
+        ("1", 6, 8),
+        ("2", 9, 11),
+        ("3", 12, 14),
+    ]
+    assert plan.wire_bytes == 8 * 64 * 4
+    assert plan.bytes_per_step == 8 * 64 * 4 / 12
+    assert plan.peak_bytes_per_step == 2 * 64 * 4
+    assert list(plan.exchanges[0].plan.leaves) == ["0.weight", "0.bias"]
+    assert "step 14 (2 of the next period): end 3" in str(plan)
+
+
+def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
+    params = {"w": torch.empty(128, 128, device="meta")}
+    plan = outer.lower(outer.parse("diloco(quantize(two_shot, bits=4), every=30)"), params, world_size=8)
+    pipeline = fnddp.lower(fnddp.parse("quantize(two_shot, bits=4)"), params, world_size=8)
+    assert plan.wire_bytes == pipeline.wire_bytes
+    assert len(plan.exchanges) == 1
+    assert plan.exchanges[0].starts == plan.exchanges[0].ends == 30
+
+
+def test_fragments_are_runs_of_about_the_same_size():
+    def runs(sizes: list[int], n: int) -> list[list[int]]:
+        leaves = {str(i): torch.empty(size) for i, size in enumerate(sizes)}
+        return [[sizes[int(path)] for path in paths] for paths in divided("", leaves, n)]
+
+    assert runs([5] * 8, 4) == [[5, 5]] * 4
+    assert runs([100, 1, 1, 1, 50, 50, 3], 3) == [[100], [1, 1, 1, 50], [50, 3]]
+    assert runs([1, 1, 1000], 3) == [[1], [1], [1000]]
+    assert runs([1000, 1, 1], 2) == [[1000], [1, 1]]
+    assert divided("", {"a.0": torch.ones(1), "b.0": torch.ones(1)}, ("b*", "*")) == [["b.0"], ["a.0"]]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("diloco(allreduce, every=0)", "every must be at least 1"),
+        ("diloco(allreduce, every=2, momentum=1)", r"momentum must be in \[0, 1\)"),
+        ("diloco(all_reduce(op='sum'), every=2)", "takes a sum; parameters need a mean"),
+        ("diloco(every(2, allreduce), every=2)", "has no update for some leaves"),
+        ("local_sgd(every=2.5)", "every must be an int"),
+        ("local_sgd(every=2, sync=3)", "must be a pipeline"),
+        ("post_local_sgd(start=-1, every=2)", "start must be at least 0"),
+        ("hierarchical_local_sgd({})", "at least one"),
+        ("hierarchical_local_sgd({0: allreduce})", "at least 1"),
+        ("hierarchical_local_sgd({2: 3})", "must be a dict of pipelines by period"),
+        ("streaming_diloco(allreduce, every=2, fragments=3)", "3 fragments in every=2 steps"),
+        ("streaming_diloco(allreduce, every=2, fragments=2, delay=2)", "delay must be below every=2"),
+        ("streaming_diloco(allreduce, every=2, fragments=2, alpha=1)", r"alpha must be in \[0, 1\)"),
+        ("streaming_diloco(allreduce, every=2, fragments=0)", "fragments must be at least 1"),
+        ("streaming_diloco(allreduce, every=2, fragments=('a', 'a'))", "different patterns"),
+        ("streaming_diloco(allreduce, every=2, fragments=(1,))", "patterns of leaf paths"),
+        ("des_loc({})", "different names without dots"),
+        ("des_loc({'params': allreduce})", "must be a dict of outer steps by name"),
+        ("allreduce", "not an outer step"),
+        ("diloco", "is a transform, not a value"),
+    ],
+)
+def test_what_is_wrong_is_said_at_construction(text: str, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        outer.parse(text)
+
+
+def test_what_is_wrong_with_leaves_names_them():
+    with pytest.raises(TypeError, match=r"leaf 'n' is torch\.int64, which has no descent"):
+        outer.diloco(allreduce, every=2).init({"n": torch.ones(2, dtype=torch.int64)})
+    with pytest.raises(ValueError, match="2 leaves cannot be 3 fragments"):
+        outer.streaming_diloco(allreduce, every=3, fragments=3).init({"a": torch.ones(2), "b": torch.ones(2)})
+    with pytest.raises(ValueError, match="leaf 'a' matches none of the fragments"):
+        outer.streaming_diloco(allreduce, every=3, fragments=("b",)).init({"a": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"there is no tree 'exp_avg' among \['params'\]"):
+        outer.des_loc({"exp_avg": outer.local_sgd(every=2)}).init({"params": {"w": torch.ones(2)}})
+    with pytest.raises(ValueError, match="begin with the same parameters, and leaf 'w' is not"):
+        outer.simulate(outer.local_sgd(every=2), 2).init({"w": torch.tensor([1.0, 2.0])})
+    with pytest.raises(ValueError, match="no row for each of 3 ranks"):
+        outer.simulate(outer.local_sgd(every=2), 3).init({"w": torch.ones(2)})
+    step = outer.diloco(allreduce, every=1)
+    with pytest.raises(ValueError, match=r"leaf 'extra' has shape \(2,\), and the state was made for none"):
+        step({"w": torch.ones(2), "extra": torch.ones(2)}, step.init({"w": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"leaf 'w' has shape \(3,\), and the state was made for \(2,\)"):
+        step({"w": torch.ones(3)}, step.init({"w": torch.ones(2)}))
+    with pytest.raises(ValueError, match="made for another pipeline"):
+        step({"w": torch.ones(2)}, outer.local_sgd(every=2).init({"w": torch.ones(2)}))
+
+
+def test_ranks_that_begin_with_other_parameters_are_told_so():
+    step = outer.diloco(allreduce, every=2)
+
+    def body(rank: int) -> None:
+        params = {"w": torch.full((2,), float(rank))}
+        fnddp.verify(step, params, step.init(params))
+
+    with pytest.raises(RankFailed, match="ranks disagree about state 'anchor.w'"):
+        run_threads(2, body)
+
+
+# Simulated training
+
+
+def loss_fn(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (x @ params["w"] - y).square().mean()
+
+
+def batches(n: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(steps, n, 8, 3, generator=generator)
+    return list(zip(x, x @ torch.tensor([1.0, -2.0, 3.0]), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_for_all_ranks_is_one_for_each(optimizer: Any):
+    make = partial(optimizer, lr=0.05)
+    step = outer.diloco(two_shot, every=3)
+    done = [
+        outer.simulate_training(
+            loss_fn, {"w": torch.zeros(3)}, batches(4, 7), step, world_size=4, optimizer=make, elementwise=elementwise
+        )
+        for elementwise in (True, False)
+    ]
+    torch.testing.assert_close(done[0].params, done[1].params, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(done[0].losses, done[1].losses, rtol=1e-5, atol=1e-6)
+
+
+def test_training_apart_with_an_exchange_in_every_step_is_training_together():
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.05)
+
+    step = outer.diloco(two_shot, every=1, lr=1, momentum=0)
+    apart = outer.simulate_training(
+        loss_fn, {"w": torch.zeros(3)}, batches(4, 20), step, world_size=4, optimizer=make, elementwise=True
+    )
+    together = fnddp.simulate_training(
+        loss_fn, {"w": torch.zeros(3)}, batches(4, 20), two_shot, world_size=4, optimizer=make
+    )
+    torch.testing.assert_close(apart.losses, together.losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(apart.params["w"][0], together.params["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_post_local_sgd_trains_together_and_then_apart():
+    step = outer.post_local_sgd(start=3, every=2, before=two_shot)
+    done = [
+        outer.simulate_training(
+            loss_fn,
+            {"w": torch.zeros(3)},
+            batches(2, steps),
+            step,
+            world_size=2,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+            sync=step.gradients,
+        ).params["w"]
+        for steps in (3, 4, 5, 6)
+    ]
+    # Parameters are averaged right after step 3 (the first local one), and after step 5.
+    assert [torch.equal(rows[0], rows[1]) for rows in done] == [True, True, False, True]
+
+
+def test_moments_are_exchanged_in_simulated_training():
+    step = outer.des_loc({"params": outer.local_sgd(every=2), "exp_avg": outer.local_sgd(every=4)})
+    arguments: Any = (loss_fn, {"w": torch.zeros(3)}, batches(2, 5), step)
+    with pytest.raises(ValueError, match="elementwise=True"):
+        outer.simulate_training(*arguments, world_size=2, optimizer=torch.optim.Adam)
+    done = outer.simulate_training(*arguments, world_size=2, optimizer=torch.optim.Adam, elementwise=True)
+    assert done.losses.shape == (5, 2)
+    with pytest.raises(ValueError, match="keeps no 'exp_avg' like parameter 'w'"):
+        outer.simulate_training(*arguments, world_size=2, optimizer=torch.optim.SGD, elementwise=True)

@@ -1,0 +1,495 @@
+"""Outer steps on a model: attached to its optimizer, over any wire, under way while ranks train."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp import Sync, allreduce, outer
+from fnddp.laws import bits, gather
+from fnddp.ranks import RankFailed, run_threads
+from fnddp.run.vote import StepFailedError
+from fnddp.sync import Exchange, State
+from fnddp.tree import Leaves, Tree
+from fnddp.wire.c10d import C10d
+from fnddp.wire.kinds import Kind
+from fnddp.wire.protocol import Work
+from tests.ranks import on_ranks
+
+STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)  # threads share torch's own
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    """Steps on this rank's own batches."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        optimizer.zero_grad()
+        model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def parameters(model: nn.Module) -> Leaves:
+    return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
+
+
+# The same as the function
+
+
+@pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", "local_sgd(every=2, sync=two_shot)", STREAMING])
+def test_attached_is_the_function_after_each_step(text: str):
+    step = outer.parse(text)
+
+    def body(rank: int) -> None:
+        model, other = make_model(), make_model()
+        optimizer, local = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, other))
+        attached = outer.attach(model, optimizer, step)
+        state = step.init(parameters(other))
+        for call in range(9):
+            train(model, optimizer, rank, range(call, call + 1))
+            train(other, local, rank, range(call, call + 1))
+            params, state = step(parameters(other), state)
+            other.load_state_dict(params)
+            assert bits(parameters(model)) == bits(parameters(other)), call
+            assert bits(attached.state) == bits(state)
+
+    run_threads(2, body)
+
+
+@on_ranks(2)
+def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(rank: int):
+    """Against torch's DDP, on gloo: whole numbers, and halves of them, are what parameters and gradients are."""
+
+    def exact(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(10 * rank + step)
+        return torch.randint(-1, 2, (4, 3), generator=generator).float(), torch.randint(
+            -3, 4, (4, 1), generator=generator
+        ).float()
+
+    def make() -> nn.Module:
+        model = nn.Linear(3, 1)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[1.0, -2.0, 3.0]]))
+            model.bias.fill_(2.0)
+        return model
+
+    apart, together = make(), TorchDDP(make())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (apart, together)]
+    outer.attach(apart, optimizers[0], outer.diloco(allreduce, every=1, lr=1, momentum=0))
+    for step in range(3):
+        x, y = exact(step)
+        for model, optimizer in zip((apart, together), optimizers, strict=True):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        assert bits(parameters(apart)) == bits(parameters(together))
+
+
+@on_ranks(2)
+def test_streaming_on_gloo(rank: int):
+    step = outer.parse(STREAMING)
+    model = make_model(seed=rank)  # made equal by attach
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = outer.attach(model, optimizer, step)
+    for call in range(12):
+        train(model, optimizer, rank, range(call, call + 1))
+        anchors = gather(bits(attached.state.anchor))
+        assert anchors[0] == anchors[1]
+    assert attached.under_way == ("0", "1")  # one began with call 10, the other with call 12
+    attached.detach()
+    assert attached.under_way == ()
+
+
+# What travels, and when
+
+
+class Watched(C10d):
+    """torch.distributed, which notes in which call of the outer step a message begins and is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = 0
+        self.began: list[int] = []
+        self.waited: list[int] = []
+        self.votes: list[int] = []
+
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
+        self.began.append(self.call)
+        return _WatchedWork(self, super().start(kind, send, receive, op, group, tag))
+
+    def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
+        self.votes.append(self.call)
+        return super().vote(flags, group)
+
+
+class _WatchedWork:
+    def __init__(self, wire: Watched, work: Work) -> None:
+        self.wire, self.work = wire, work
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> object:
+        self.wire.waited.append(self.wire.call)
+        return self.work.wait()
+
+
+def watched(rank: int, text: str, calls: int) -> tuple[list[int], list[int], list[int]]:
+    wire, model = Watched(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer.attach(model, optimizer, outer.parse(text), wire=wire)
+    for log in (wire.began, wire.votes, wire.waited):  # of setting up
+        log.clear()
+    for call in range(1, calls + 1):
+        wire.call = call
+        train(model, optimizer, rank, range(call, call + 1))
+    return wire.began, wire.waited, wire.votes
+
+
+def test_between_exchanges_nothing_travels_not_even_a_vote():
+    for began, waited, votes in run_threads(2, watched, "diloco(allreduce, every=4)", 9):
+        assert set(began) == set(waited) == {4, 8}
+        assert votes == [4, 8]
+
+
+def test_a_delayed_exchange_starts_in_one_call_and_is_waited_for_in_a_later_one():
+    text = "streaming_diloco(allreduce, every=6, fragments=2, delay=2)"
+    plan = outer.lower(outer.parse(text), parameters(make_model()), world_size=2)
+    starts = [each.starts for each in plan.exchanges for _ in each.plan.collectives]
+    ends = [each.ends for each in plan.exchanges for _ in each.plan.collectives]
+    for began, waited, votes in run_threads(2, watched, text, 9):
+        assert began == [*starts, *[step + 6 for step in starts if step + 6 <= 9]]
+        assert waited == [end for end in [*ends, *[end + 6 for end in ends]] if end <= 9]
+        assert votes == sorted(set(waited))
+
+
+# Saved and resumed
+
+
+@pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
+@pytest.mark.parametrize("at", [4, 6])
+def test_resuming_is_exact(text: str, at: int):
+    """In the middle of an exchange too: who loads a state sends again what was under way."""
+
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        attached = outer.attach(model, optimizer, outer.parse(text))
+        train(model, optimizer, rank, range(at))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
+        train(model, optimizer, rank, range(at, 11))
+
+        for used in (False, True):  # a new run, and one that is in the middle of another exchange
+            resumed = make_model(seed=5)
+            again = torch.optim.AdamW(resumed.parameters(), lr=0.01)
+            other = outer.attach(resumed, again, outer.parse(text))
+            train(resumed, again, rank, range(5 * used))
+            of_model, of_optimizer, of_outer = copy.deepcopy(saved)  # which the optimizer would share
+            resumed.load_state_dict(of_model)
+            again.load_state_dict(of_optimizer)
+            other.load_state_dict(of_outer)
+            train(resumed, again, rank, range(at, 11))
+            assert bits(parameters(resumed)) == bits(parameters(model))
+            assert bits(other.state) == bits(attached.state)
+
+    run_threads(2, body)
+
+
+def test_a_state_of_another_step_is_refused():
+    model = make_model()
+    attached = outer.attach(model, None, outer.diloco(allreduce, every=2))
+    with pytest.raises(ValueError, match="another pipeline or other parameters"):
+        attached.load_state_dict(fnddp.state_dict(outer.local_sgd(every=2).init(parameters(model))))
+    with pytest.raises(ValueError, match="for this model"):
+        attached.state = outer.local_sgd(every=2).init(parameters(model))
+    attached.state = outer.diloco(allreduce, every=2).init(parameters(model))
+
+
+# Failures
+
+
+class Trouble(Exception):
+    pass
+
+
+TROUBLED: set[int] = set()
+
+
+@torch.library.custom_op("fnddp_tests::trouble", mutates_args=())
+def trouble(x: Tensor) -> Tensor:
+    """A copy, but on ranks in trouble."""
+    if dist.get_rank() in TROUBLED:
+        raise Trouble("in my encoding")
+    return x.clone()
+
+
+@trouble.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@dataclass(frozen=True, repr=False)
+class flaky(Sync):
+    """`inner`, whose plan has a step that raises on some ranks. (Not registered: it is not for the laws.)"""
+
+    inner: Sync
+
+    def init(self, grads: Tree) -> State:
+        return self.inner.init(grads)
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return self.inner.exchange({path: trouble(leaf) for path, leaf in leaves.items()}, state)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(delay: int):
+    def body(rank: int) -> None:
+        step = outer.streaming_diloco(flaky(allreduce), every=3, fragments=1, delay=delay, lr=1, momentum=0)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attached = outer.attach(model, optimizer, step, init_sync=False)
+        train(model, optimizer, rank, range(2))
+        gather(None)
+        TROUBLED.add(1)
+        train(model, optimizer, rank, range(2, 2 + delay))  # where it starts, nothing is raised yet
+        state, before = bits(attached.state), parameters(model)
+        with pytest.raises(Trouble if rank == 1 else StepFailedError):
+            train(model, optimizer, rank, range(2 + delay, 3 + delay))
+        assert bits(attached.state) == state
+        assert any(not torch.equal(p, before[name]) for name, p in parameters(model).items())  # by the local step
+        gather(None)
+        TROUBLED.clear()
+        gather(None)
+        train(model, optimizer, rank, range(3 + delay, 4 + delay))
+        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+
+    run_threads(2, body)
+
+
+def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges():
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        calls: list[str] = []
+        answers = iter([False, True])
+
+        def commit() -> bool:
+            calls.append("commit")
+            return next(answers)
+
+        attached = outer.attach(
+            model,
+            optimizer,
+            outer.diloco(allreduce, every=2),
+            prepare=lambda: calls.append("prepare"),
+            commit=commit,
+        )
+        train(model, optimizer, rank, range(1))
+        assert calls == []
+        state = bits(attached.state)
+        train(model, optimizer, rank, range(1, 2))
+        assert calls == ["prepare", "commit"]
+        assert bits(attached.state) == state
+        assert len({str(each) for each in gather(bits(parameters(model)))}) == 2
+        train(model, optimizer, rank, range(2, 3))
+        assert calls == ["prepare", "commit"] * 2
+        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+
+    run_threads(2, body)
+
+
+def test_a_rank_that_others_wait_for_in_vain_is_no_error_where_steps_are_committed():
+    """But for that rank itself."""
+
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = outer.diloco(flaky(allreduce), every=1)
+        attached = outer.attach(model, optimizer, step, init_sync=False, commit=lambda: not TROUBLED)
+        gather(None)
+        TROUBLED.add(1)
+        state = bits(attached.state)
+        with pytest.raises(Trouble) if rank == 1 else nullcontext():
+            train(model, optimizer, rank, range(1))
+        assert bits(attached.state) == state
+        gather(None)
+        TROUBLED.clear()
+        gather(None)
+        train(model, optimizer, rank, range(1, 2))
+        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+
+    run_threads(2, body)
+
+
+def test_what_prepare_loads_is_what_the_step_goes_on_from():
+    """A rank that joins, and gets parameters and what is replicated from another one, within the step."""
+
+    def body(rank: int) -> None:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def prepare() -> None:
+            everyone = gather((model.state_dict(), attached.replicated_state_dict()))
+            if rank == 1:
+                model.load_state_dict(everyone[0][0])
+                attached.load_replicated_state_dict(everyone[0][1])
+
+        step = outer.parse("diloco(error_feedback(quantize(two_shot, bits=4)), every=2)")
+        attached = outer.attach(model, optimizer, step, init_sync=False, prepare=prepare)
+        train(model, optimizer, rank, range(2))
+        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+        assert len({str(each) for each in gather(bits(attached.state.anchor))}) == 1
+
+    run_threads(2, body)
+
+
+def test_ranks_that_disagree_are_told_so():
+    def body(rank: int) -> None:
+        model = make_model()
+        outer.attach(model, None, outer.diloco(allreduce, every=2 + rank))
+
+    with pytest.raises(RankFailed, match="ranks disagree about pipeline: rank 0: diloco"):
+        run_threads(2, body)
+
+    def unfit(rank: int) -> None:
+        with pytest.raises(ValueError if rank == 1 else fnddp.RankMismatchError, match="cannot be 5 fragments"):
+            outer.attach(make_model(), None, outer.streaming_diloco(allreduce, every=9, fragments=4 + rank))
+
+    run_threads(2, unfit)
+
+
+def test_what_is_wrong_is_said_at_once():
+    model = make_model()
+    with pytest.raises(ValueError, match="give it"):
+        outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
+    with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
+        outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
+
+
+# Optimizers
+
+
+def test_moments_are_exchanged_at_their_own_periods():
+    step = outer.des_loc(
+        {
+            "params": outer.local_sgd(every=2),
+            "exp_avg": outer.local_sgd(every=3),
+            "exp_avg_sq": outer.local_sgd(every=6),
+        }
+    )
+
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        outer.attach(model, optimizer, step)
+        for call in range(1, 7):
+            train(model, optimizer, rank, range(call, call + 1))
+            for name, period in (("exp_avg", 3), ("exp_avg_sq", 6)):
+                moments = [bits(optimizer.state[p][name]) for p in model.parameters()]
+                assert (len({str(each) for each in gather(moments)}) == 1) == (call % period == 0), (call, name)
+            assert (len({str(each) for each in gather(bits(parameters(model)))}) == 1) == (call % 2 == 0)
+
+    run_threads(2, body)
+
+
+def test_an_optimizer_without_such_moments_is_an_error():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer.attach(model, optimizer, outer.des_loc({"momentum_buffer": outer.local_sgd(every=2)}))
+    with pytest.raises(ValueError, match=r"keeps no 'momentum_buffer' like parameter '0.weight', but \[\]"):
+        train(model, optimizer, 0, range(1))
+
+
+def test_steps_of_the_callers_own_and_muon():
+    """Two optimizers, one after the other; the outer step is called by hand."""
+
+    def body(rank: int) -> None:
+        model = make_model()
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        muon, adam = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+        attached = outer.attach(model, None, outer.muloco(every=2))
+        for call in range(4):
+            train(model, muon, rank, range(call, call + 1))
+            adam.step()
+            attached.step()
+            assert (len({str(each) for each in gather(bits(parameters(model)))}) == 1) == bool(call % 2)
+
+    run_threads(2, body)
+
+
+def test_frozen_parameters_and_buffers_stay():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    attached = outer.attach(model, None, outer.diloco(allreduce, every=1))
+    assert set(attached.state.anchor) == {"1.weight", "1.bias", "2.weight", "2.bias"}
+
+
+# torch's own
+
+
+def _pair(rank: int, size: int = 2) -> tuple[Any, Any]:
+    """This rank's group of so many neighbours: one for torch's class, and one for ours."""
+    groups: list[Any] = []
+    for _ in range(2):
+        of_all = [dist.new_group(list(range(i, i + size))) for i in range(0, dist.get_world_size(), size)]
+        groups.append(of_all[rank // size])
+    return groups[0], groups[1]
+
+
+def _both(
+    rank: int, theirs: nn.Module, ours: nn.Module, average: Callable[[], None], step: outer.Outer, steps: int
+) -> None:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in (theirs, ours)]
+    outer.attach(ours, optimizers[1], step)
+    for call in range(steps):
+        train(theirs, optimizers[0], rank, range(call, call + 1))
+        average()
+        train(ours, optimizers[1], rank, range(call, call + 1))
+        # Four ranks add in another order in buckets of another layout.
+        torch.testing.assert_close(parameters(ours), parameters(theirs), rtol=1e-5, atol=1e-6)
+        same = len({str(each) for each in gather(bits(parameters(ours)))}) == 1
+        assert same == (len({str(each) for each in gather(bits(parameters(theirs)))}) == 1)
+
+
+@on_ranks(4)
+def test_post_local_sgd_is_torchs(rank: int):
+    """Its hook and its PeriodicModelAverager: the same parameters, equal on all ranks after the same steps."""
+    group, own = _pair(rank)
+    theirs = TorchDDP(make_model())
+    theirs.register_comm_hook(PostLocalSGDState(None, group, start_localSGD_iter=3), post_localSGD_hook)
+    averager = PeriodicModelAverager(period=2, warmup_steps=3)
+    step = outer.post_local_sgd(start=3, every=2, intra=fnddp.all_reduce(own))
+    ours = fnddp.DistributedDataParallel(make_model(), sync=step.gradients)
+    _both(rank, theirs, ours, lambda: averager.average_parameters(theirs.parameters()), step, 8)
+
+
+@on_ranks(4)
+def test_hierarchical_local_sgd_is_torchs(rank: int):
+    """Its HierarchicalModelAverager, which counts from 0: here it has stepped once before."""
+    _, own = _pair(rank)
+    theirs, ours = make_model(), make_model()
+    averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=3)
+    averager.step = 1
+    step = outer.hierarchical_local_sgd({2: fnddp.all_reduce(own), 4: allreduce}, start=2)
+    _both(rank, theirs, ours, lambda: averager.average_parameters(theirs.parameters()), step, 9)
