@@ -35,7 +35,7 @@ from fnddp.sync import State, Sync, groups_of, require_weighable
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D, apart
 from fnddp.wire.groups import World, identity
-from fnddp.wire.protocol import CollectiveError, Wire
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import scaled
 
 SLOW_SECONDS = 2
@@ -79,7 +79,7 @@ class Engine:
         donation: What a step may write over.
         bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
-            order of all later ones.
+            order of all later ones. Not where ranks may join that have not seen it.
         skips_unused: Whether a step in which no gradient arrives on any rank is none: the state stays what it is.
         drops_unused: Whether the leaves that arrive on no rank in the first step are left out of later ones.
         check_unused: Called in each step, on all ranks alike, with the leaves that have arrived on no rank, before
@@ -134,7 +134,7 @@ class Engine:
         self._has_plans = True
         self._arrival: list[str] | None = None
         self._dropped: frozenset[str] = frozenset()
-        self._arriving: list[str] | None = [] if learns_order else None
+        self._arriving: list[str] | None = [] if learns_order and not isinstance(wire, Elastic) else None
         self._prepared: list[_Prepared] = []
         self._current: _Prepared | None = None
         self._structure: Any = None
@@ -143,6 +143,7 @@ class Engine:
         self._scale: float | None = None  # known once the first gradient of a step is there
         self._has_voted = False
         self._broken: BaseException | None = None
+        self._epoch = 0  # of an elastic wire, when this rank was last in step
         self._begun = 0  # steps
         self._ahead: list[tuple[Engine, int]] = []  # engines and the numbers of those of their steps that go first
         self._behind: list[weakref.ref[Engine]] = []  # and those that wait for this one's
@@ -205,8 +206,13 @@ class Engine:
     def fail_if_weighed(self, error: BaseException) -> None:
         """Where other ranks have been told the weight of a step that will not come, because of `error`: it fails."""
         if self._next_weighing is not None and not self.is_open:
+            self.skip(error)
+
+    def skip(self, error: BaseException) -> None:
+        """Fails the step that is open, or the one that others have begun and this rank will not, because of `error`."""
+        if not self.is_open:
             self.start()
-            self.fail(error)
+        self.fail(error)
 
     def forget_weight(self) -> None:
         """The next step is not weighted."""
@@ -349,11 +355,24 @@ class Engine:
         They may still wait in the collectives of the step that failed here. Going on would pair those with the next
         step's, and train on wrong numbers without a word.
         """
-        if self._broken is not None:
+        if self._broken is not None and not self._is_in_step_again():
             raise RuntimeError(
                 f"an earlier step failed on this rank ({type(self._broken).__name__}: {self._broken}), so ranks may "
                 "be out of step; restart from a checkpoint, with the process group set up again"
             ) from self._broken
+
+    def _is_in_step_again(self) -> bool:
+        if not isinstance(self._wire, Elastic) or self._wire.epoch == self._epoch:
+            return False
+        if self._current is not None:
+            self._current.runner.forget()
+        self._broken = None
+        return True
+
+    def prepare(self) -> Plan | None:
+        """Makes the plan for the state that is there, which the first step would wait for."""
+        parts, self._structure = tree.flatten_any(self._state)
+        return self._choose(parts).plan
 
     def expect(self, arrival: list[str]) -> None:
         """Makes `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
@@ -363,6 +382,8 @@ class Engine:
 
     def _begin(self, scale: float) -> None:
         parts, self._structure = tree.flatten_any(self._state)
+        if isinstance(self._wire, Elastic):
+            self._epoch = self._wire.epoch
         try:
             runner, vote = self._choose(parts)
             groups = self._groups if runner.plan is None else runner.plan.phase.groups

@@ -1,0 +1,1 @@
+"""Other libraries, one file each. Only who uses one imports its file."""
