@@ -31,6 +31,7 @@ ORDER = [
         "run",
         "cost/compute",
         "adapters",
+        "integrations",
         "distributed",
         "simulate",
         "simulate_training",

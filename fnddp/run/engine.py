@@ -91,6 +91,7 @@ class Engine:
     Attributes:
         positions: Of the leaves, by path.
         is_open: Whether a step has begun and not ended.
+        begun: How many steps have begun.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Engine:
         self.leaves = dict(leaves)
         self.positions = {path: position for position, path in enumerate(self.leaves)}
         self.is_open = False
+        self.begun = 0
         self._state = state
         self._wire = wire
         self._groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups)]))
@@ -144,7 +146,6 @@ class Engine:
         self._has_voted = False
         self._broken: BaseException | None = None
         self._epoch = 0  # of an elastic wire, when this rank was last in step
-        self._begun = 0  # steps
         self._ahead: list[tuple[Engine, int]] = []  # engines and the numbers of those of their steps that go first
         self._behind: list[weakref.ref[Engine]] = []  # and those that wait for this one's
 
@@ -206,13 +207,8 @@ class Engine:
     def fail_if_weighed(self, error: BaseException) -> None:
         """Where other ranks have been told the weight of a step that will not come, because of `error`: it fails."""
         if self._next_weighing is not None and not self.is_open:
-            self.skip(error)
-
-    def skip(self, error: BaseException) -> None:
-        """Fails the step that is open, or the one that others have begun and this rank will not, because of `error`."""
-        if not self.is_open:
             self.start()
-        self.fail(error)
+            self.fail(error)
 
     def forget_weight(self) -> None:
         """The next step is not weighted."""
@@ -392,14 +388,14 @@ class Engine:
             self._broken = error if self._has_others() else None  # they may have begun
             raise
         ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
-        self._ahead = [(engine, engine._begun) for engine in ahead]
+        self._ahead = [(engine, engine.begun) for engine in ahead]
         self._behind = []
         for engine in ahead:
             engine.is_followed_by(self)
         self._weighing, self._next_weighing = self._next_weighing, None
         self._scale = None if self._weighing is not None else scale
         self._has_voted, self.is_open = False, True
-        self._begun += 1
+        self.begun += 1
 
     def _end(self) -> Synchronized:
         assert self._current is not None
@@ -442,7 +438,7 @@ class Engine:
         return bool(self._ahead) and bool(self._in_front())
 
     def _in_front(self) -> "list[Engine]":
-        return [engine for engine, step in self._ahead if engine.is_open and engine._begun == step]
+        return [engine for engine, step in self._ahead if engine.is_open and engine.begun == step]
 
     def _scaled_by(self) -> float:
         if self._scale is None:

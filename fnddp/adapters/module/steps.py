@@ -24,11 +24,11 @@ from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.run.runner import UnexpectedGradient
+from fnddp.run.vote import StepFailedError
 from fnddp.state import describe
 from fnddp.sync import State, Sync
 from fnddp.torch_private import optimizers_in_backward
 from fnddp.tree import Leaves
-from fnddp.run.vote import StepFailedError
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
 

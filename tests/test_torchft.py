@@ -1,0 +1,380 @@
+"""torchft: replicas that die at any point of a step, and come back. Real processes, a real lighthouse."""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchft", reason="torchft has no wheel for this platform")
+
+from torchft.coordination import LighthouseServer
+
+import fnddp
+from fnddp import RankMismatchError, error_feedback, fp16, powersgd, two_shot
+from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
+from fnddp.laws import bits
+from fnddp.reducers.all_reduce import all_reduce, allreduce
+from fnddp.wire.kinds import REDUCE_SCATTER
+from tests.replicas import POINTS, Job, Network, Record, Training, Trap, digest_of, new_manager
+
+LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+AT = 3  # the step in which something befalls a replica
+ROUNDING = 2e-3  # of the largest mean: float16 on the wire
+pytestmark = pytest.mark.timeout(150)
+
+
+def discarded(records: list[Record], step: int = AT) -> list[Record]:
+    return [r for r in records if r.step == step and not r.committed]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_replica_is_killed_and_comes_back(point):
+    with Job(2, sync=LOSSY) as job:
+        records = job.run({"r1": Trap(point, AT)})
+    assert job.incarnations == {"r0": 0, "r1": 1}
+    assert any(r.participants == 1 and r.committed for r in records), "the survivor went on alone"
+    if point in POINTS[:5]:  # before the vote is complete
+        assert [r.replica for r in discarded(records)] == ["r0"]
+    else:  # the survivor has taken the step
+        assert [r.participants for r in records if r.step == AT and r.committed][:1] == [2]
+
+
+@pytest.mark.parametrize("traps", [{"r2": "collective 1"}, {"r1": "backward", "r2": "vote"}], ids=["one", "two"])
+def test_of_three_replicas_some_are_killed(traps):
+    with Job(3, sync=LOSSY) as job:
+        records = job.run({name: Trap(point, AT) for name, point in traps.items()})
+    survivors = {"r0", "r1", "r2"} - traps.keys()
+    assert {r.replica for r in discarded(records)} == survivors
+    assert any(r.participants == 3 - len(traps) and r.committed for r in records)
+
+
+@pytest.mark.parametrize(
+    ("sync", "point"),
+    [
+        ("error_feedback(topk(allgather, ratio=0.3))", "collective 1"),
+        ("error_feedback(quantize(two_shot, bits=8, block=16))", "collective 0"),
+        ("warmup(error_feedback(powersgd(fp16(allreduce), rank=1)), steps=5)", "backward"),
+    ],
+    ids=["all_gather", "all_to_all", "warmup"],
+)
+def test_pipelines_of_every_kind(sync, point):
+    with Job(2, sync=sync) as job:
+        records = job.run({"r1": Trap(point, AT)})
+    assert [r.replica for r in discarded(records)] == ["r0"]
+
+
+def test_law_8_over_the_committed_steps():
+    with Job(2, sync=LOSSY, keeps=True) as job:
+        records = job.run({"r1": Trap("collective 1", AT)})
+        kept = {(r.replica, r.step): torch.load(r.file) for r in records if r.committed}
+    survivor = [step for name, step in kept if name == "r0"]
+    assert survivor == list(range(len(survivor)))
+    checked = 0
+    for step in survivor[1:]:
+        sent = []
+        for name in [name for name in ("r0", "r1") if (name, step) in kept]:
+            now = kept[name, step]
+            before = kept.get((name, step - 1), {}).get("residual", {})  # none: it has joined, with zeros
+            sent.append({p: g + before.get(p, 0) - now["residual"].get(p, 0) for p, g in now["grads"].items()})
+        means = kept["r0", step]["means"]
+        for path, mean in means.items():
+            expected = torch.stack([each[path] for each in sent]).mean(0)
+            torch.testing.assert_close(mean, expected, rtol=0, atol=ROUNDING * mean.abs().max().item())
+        checked += len(sent) == 2
+    assert checked >= 3 + AT - 1
+
+
+@pytest.mark.parametrize(("point", "leaves_out"), [("backward", False), ("collective 1", True), ("forward", True)])
+def test_an_error_of_one_replica_ends_the_step_for_both(point, leaves_out):
+    with Job(2, sync=LOSSY, leaves_out=leaves_out) as job:
+        records = job.run({"r1": Trap(point, AT, "raise")})
+    assert {r.replica for r in discarded(records)} == {"r0", "r1"}
+    assert {r.participants for r in records} == {2}  # nobody has left
+    (told,) = [r.error for r in discarded(records) if r.replica == "r0"]
+    assert "ZeroDivisionError" in told or "left it out" in told, told
+
+
+def test_the_weight_of_a_step_is_lost():
+    with Job(2, sync=LOSSY, weighs=True) as job:
+        records = job.run({"r1": Trap("vote", AT)})  # the first one tells weights
+    assert [r.replica for r in discarded(records)] == ["r0"]
+
+
+def test_a_replica_is_slower_than_the_timeout():
+    def goes_on(job: Job) -> None:
+        if sum(r.participants == 1 and r.committed for r in job.records()) >= 2:
+            os.kill(job.processes["r1"].pid, signal.SIGCONT)
+
+    with Job(2, sync=LOSSY, manager={"seconds": 3}) as job:
+        records = job.run({"r1": Trap("collective 1", AT, "stop")}, goes_on)
+    assert {r.replica for r in discarded(records)} == {"r0", "r1"}  # its own step is none, either
+    assert job.incarnations == {"r0": 0, "r1": 0}
+
+
+def test_two_wrapped_modules_and_the_simple_class():
+    with Job(2, wrap=two_halves, sync=LOSSY) as job:
+        records = job.run({"r1": Trap("backward", AT)})
+    assert [r.replica for r in discarded(records)] == ["r0"]
+
+
+def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
+    first, second = net[0], torch.nn.Sequential(*net[1:])
+    wrapped = (
+        PureDistributedDataParallel(manager, first, sync=fnddp.parse(options["sync"])),
+        DistributedDataParallel(manager, second),
+    )
+    return torch.nn.Sequential(*wrapped)
+
+
+def on_processes(n: int, run: Callable[..., None], **options: Any) -> None:
+    """`run(name, address, folder, options)` on n processes, of which none may fail but those that are killed."""
+    with Job(n, run=run, **options) as job:
+        for i in range(n):
+            job.start(f"r{i}")
+
+        def ended() -> bool:
+            job.require_none_failed()
+            return all(process.exitcode is not None for process in job.processes.values())
+
+        job.wait_for(ended, "to end")
+
+
+def train_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """`value_and_grad` over the wire: the caller rolls back by keeping what it has."""
+    training = Training(seed=0)
+    params = {path: p.detach() for path, p in training.net.named_parameters()}
+    sync = fnddp.parse(LOSSY)
+    manager = new_manager(name, address, training, init_sync=False)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(int(name[1])))
+
+    def loss_of(params: Any) -> torch.Tensor:
+        if name == "r1" and manager.current_step() == AT:
+            params["2.weight"].register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        return torch.func.functional_call(training.net, params, (x,)).square().mean()
+
+    step = fnddp.value_and_grad(loss_of, sync, wire=ManagerWire(manager))
+    (folder / f"{name}.ready").touch()
+    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
+        time.sleep(0.02)
+    state, lost = sync.init(params), 0
+    while manager.current_step() < AT + 3:
+        manager.start_quorum()
+        before = digest_of(params, state)
+        try:
+            _, grads, after = step(params, state)
+        except fnddp.CollectiveError:
+            lost += 1
+            assert not manager.should_commit()
+            assert digest_of(params, state) == before
+            continue
+        if manager.should_commit():
+            params, state = {path: p - 0.1 * grads[path] for path, p in params.items()}, after
+    assert lost == 1
+    assert manager.num_participants() == 1
+
+
+def test_a_functional_loop():
+    on_processes(2, train_functionally)
+
+
+def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    told, stepped = folder / "address", folder / "stepped"
+    if name == "r1":  # is the lighthouse
+        own = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+        (folder / "new").write_text(f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
+        (folder / "new").rename(told)
+        while not stepped.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not told.exists():
+        time.sleep(0.02)
+    training = Training(seed=0)
+    manager = new_manager(name, told.read_text(), training, quorum_timeout=timedelta(seconds=3))
+    model = DistributedDataParallel(manager, training.net)
+    manager.start_quorum()
+    model(torch.ones(1, 8)).sum().backward()
+    assert manager.should_commit()
+    stepped.touch()
+
+    def train() -> None:
+        while True:  # until it is dead
+            manager.start_quorum()
+            model(torch.ones(1, 8)).sum().backward()
+            manager.should_commit()
+
+    with pytest.raises(QuorumError, match=f"replica '{name}' is in no quorum"):
+        train()
+
+
+def test_the_lighthouse_is_gone():
+    on_processes(2, lose_the_lighthouse)
+
+
+def join_with_another(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """The second replica joins with another pipeline: it alone is told, and the first one goes on."""
+    training = Training(seed=0)
+    refused = folder / "refused"
+    while name == "r1" and not (folder / "begun").exists():
+        time.sleep(0.02)
+    manager = new_manager(name, address, training)
+    model = DistributedDataParallel(manager, training.net, sync=fnddp.parse(LOSSY) if name == "r0" else allreduce)
+    if name == "r1":
+        with pytest.raises(RankMismatchError, match=r"disagree about pipeline: rank 0: error_feedback.*rank 1: allred"):
+            manager.start_quorum()
+        refused.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    committed = 0
+    while committed < 3:
+        manager.start_quorum()
+        model(torch.ones(1, 8)).sum().backward()
+        if manager.should_commit():
+            (folder / "begun").touch()
+            committed += refused.exists()
+        time.sleep(0.02)
+
+
+def test_a_replica_joins_with_another_pipeline():
+    on_processes(2, join_with_another)
+
+
+def begin_with_another(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """Nobody heals where the manager makes nothing equal at the start: then all are told."""
+    training = Training(seed=0)
+    manager = new_manager(name, address, training, init_sync=False)
+    DistributedDataParallel(manager, training.net, sync=fp16(allreduce) if name == "r0" else allreduce)
+    (folder / f"{name}.ready").touch()
+    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
+        time.sleep(0.02)
+    with pytest.raises(RankMismatchError, match="of the replicas of quorum 1, ranks disagree about pipeline"):
+        manager.start_quorum()
+    (folder / f"{name}.told").touch()
+    while not all((folder / f"r{i}.told").exists() for i in range(2)):
+        time.sleep(0.02)
+
+
+def test_replicas_begin_with_different_pipelines():
+    on_processes(2, begin_with_another)
+
+
+# What is refused, without any process.
+
+
+class Backend:
+    def getBackendName(self) -> str:
+        return "torchft-gloo"
+
+
+class StandIn(SimpleNamespace):
+    """As much of a manager as is asked for before a quorum."""
+
+    def __init__(self, **other: Any) -> None:
+        super().__init__(
+            **{
+                "_use_async_quorum": False,
+                "_replica_world_size_mode": SimpleNamespace(name="DYNAMIC"),
+                "_min_replica_size": 2,
+                "_quorum_id": -1,
+                "_pg": Backend(),
+                "_user_state_dicts": {},
+                "num_participants": lambda: 0,
+                "participating_rank": lambda: None,
+                "errored": lambda: None,
+                "start_quorum": lambda: None,
+                "should_commit": lambda: True,
+                **other,
+            }
+        )
+
+    def register_state_dict_fn(self, key: str, load: Any, give: Any) -> None:
+        self._user_state_dicts[key] = give
+
+
+def wrapped(sync: fnddp.Sync = allreduce, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(StandIn(), Network(0), sync=sync, **options)
+
+
+@pytest.mark.parametrize(
+    ("manager", "says"),
+    [
+        (StandIn(_use_async_quorum=True), "give Manager use_async_quorum=False"),
+        (StandIn(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")), "leave world_size_mode out"),
+    ],
+)
+def test_managers_that_do_not_fit(manager, says):
+    with pytest.raises(ValueError, match=says):
+        ManagerWire(manager)
+
+
+@pytest.mark.parametrize(
+    ("sync", "says"),
+    [
+        (fp16(all_reduce(group="island")), "process group 'island', but a manager knows one group"),
+        (fnddp.ef21(fnddp.topk(fnddp.allgather, k=1)), "use error_feedback"),
+        (
+            fnddp.sign(two_shot(server_memory=True)),
+            r"'residual.0.weight' of its state is float32\[64\] for two replicas",
+        ),
+    ],
+)
+def test_pipelines_that_do_not_fit(sync, says):
+    with pytest.raises(ValueError, match=says):
+        wrapped(sync)
+
+
+def test_a_kind_that_the_process_group_lacks():
+    wire = ManagerWire(StandIn())
+    wire.require([kind for kind in fnddp.wire.kinds.KINDS.values() if kind is not REDUCE_SCATTER])
+    with pytest.raises(ValueError, match="'torchft-gloo' has no reduce_scatter"):
+        wire.start(REDUCE_SCATTER, torch.zeros(2, 1), torch.zeros(1), "sum", None)
+    with pytest.raises(ValueError, match="leave group out"):
+        wire.size("island")
+
+
+def test_arguments_that_a_manager_decides():
+    with pytest.raises(TypeError, match="decides init_sync, wire; leave it out"):
+        wrapped(init_sync=True, wire=None)
+    wrapped(broadcast_buffers=True, find_unused_parameters=True, gradient_as_bucket_view=True)  # as torchft's users do
+
+
+def test_a_manager_without_a_state_dict():
+    manager = StandIn()
+    model = DistributedDataParallel(manager, Network(0))
+    with pytest.raises(ValueError, match="a replica that joins would get no parameters"):
+        manager.start_quorum()
+    assert list(model.state_dict()) == [f"module.{name}" for name in Network(0).state_dict()]
+
+
+def test_a_message_for_each_parameter():
+    simple = PureDistributedDataParallel(StandIn(), Network(0), sync=allreduce)
+    assert simple.plan is not None
+    assert len(simple.plan.collectives) == 4
+    assert isinstance(simple, torch.nn.parallel.DistributedDataParallel)
+
+
+def test_what_is_local_begins_at_zero_in_a_replica_that_joins():
+    sync = error_feedback(powersgd(fp16(allreduce), rank=2))
+    healed, other = wrapped(sync), wrapped(sync)
+    other.sync_state = fnddp.load_state_dict(
+        other.sync_state, {key: value + 1 for key, value in fnddp.state_dict(other.sync_state).items()}
+    )
+    healed._heal(other._shared())
+    for key, value in fnddp.state_dict(healed.sync_state).items():
+        theirs = fnddp.state_dict(other.sync_state)[key]
+        assert bits(value) == bits(theirs if key.startswith("replicated/") else torch.zeros_like(theirs))
+
+
+def test_modules_that_are_gone():
+    manager = StandIn()
+    DistributedDataParallel(manager, Network(0))
+    gc.collect()
+    manager.start_quorum()  # of which nobody is told
+    with pytest.raises(RuntimeError, match="keep it as long as the manager"):
+        manager._user_state_dicts["fnddp.sync_state.0"]()
