@@ -147,7 +147,8 @@ class Replica:
             with (self.folder / f"{self.name}.jsonl").open("a") as file:
                 file.write(json.dumps(done.__dict__) + "\n")
             is_together = done.committed and done.participants == self.options["replicas"]
-            together = together + 1 if is_together and done.step > self.options.get("after", 0) else 0
+            is_over = is_together and done.step > self.options.get("after", 0) and not self.options.get("endless")
+            together = together + 1 if is_over else 0
             time.sleep(0 if is_together else 0.02)
         self.manager.shutdown(wait=False)
 
@@ -182,9 +183,7 @@ class Replica:
             traceback.print_exc()
             raise
         lost = self.manager.errored()
-        is_unchanged = (
-            not committed and before == self.digest() and local == self.local_state() and (not means or bool(error))
-        )
+        is_unchanged = (before, local) == (self.digest(), self.local_state()) and (not means or bool(error))
         return Record(
             self.name,
             step,
@@ -308,6 +307,7 @@ class Job:
         self.address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
         self.processes: dict[str, Any] = {}
         self.incarnations: dict[str, int] = {}
+        self._read: dict[str, tuple[list[Record], int]] = {}  # by file, and how far
 
     def __enter__(self) -> "Job":
         return self
@@ -381,8 +381,13 @@ class Job:
         return "\n".join(f"{file.name}:\n{file.read_text()[-6000:]}" for file in sorted(self.path.glob("*.[jl]*")))
 
     def records(self) -> list[Record]:
-        lines = [line for file in sorted(self.path.glob("*.jsonl")) for line in file.read_text().splitlines()]
-        return [Record(**json.loads(line)) for line in lines]
+        """What all replicas have written down so far, each in its order."""
+        for file in self.path.glob("*.jsonl"):
+            known, at = self._read.get(file.name, ([], 0))
+            whole, _, _ = file.read_bytes()[at:].rpartition(b"\n")  # without a line that a death has cut
+            known += [Record(**json.loads(line)) for line in whole.splitlines()]
+            self._read[file.name] = known, at + len(whole) + bool(whole)
+        return [record for name in sorted(self._read) for record in self._read[name][0]]
 
 
 def require_equal(records: list[Record]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NEEDS = {"torchft.md": "torchft"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -118,6 +119,8 @@ def module(monkeypatch: pytest.MonkeyPatch, own_transforms: None) -> Iterator[ty
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_page_runs(page: Path, module: types.ModuleType) -> None:
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name], reason=f"{page.name} is about what is not installed")
     for example in examples(page.read_text()):
         run(example, page, module.__dict__)
     assert not dist.is_initialized(), f"{page}: the last block must call dist.destroy_process_group()"
