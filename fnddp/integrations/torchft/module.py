@@ -11,8 +11,8 @@ from fnddp.adapters.module import wrapper
 from fnddp.agreement import RankMismatchError, description, first_difference
 from fnddp.integrations.torchft.wire import ManagerWire, QuorumError
 from fnddp.memory.ef21 import ef21
-from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.engine import Engine
 from fnddp.state import describe
 from fnddp.sync import REPLICATED, State, Sync, groups_of
 from fnddp.tree import Leaves
@@ -92,9 +92,8 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
             module, init_sync=False, forward_sync_buffers=False, sync=sync, wire=ManagerWire(manager), **kwargs
         )
         self.manager: Any = manager
-        _require_elastic(self.sync, self._trained.gradients())
         plan = self._engine.prepare()  # now, since the others would wait for it in this replica's first step
-        if isinstance(plan, Plan):
+        if plan is not None:
             self._replicas.require([collective.kind for collective in plan.collectives])
         self._kept: State = None  # the pipeline's state at the start of a step that is not committed
         self._is_under_way = False  # such a step
@@ -105,8 +104,12 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         _follow(manager, "start_quorum", self._start_quorum)
         _follow(manager, "should_commit", self._should_commit)
 
+    def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
+        _require_elastic(sync, self._trained.gradients())
+        return super()._agreed(sync, verify=verify)
+
     @property
-    def _engine(self) -> Any:
+    def _engine(self) -> Engine:
         return self._steps.engine
 
     @property

@@ -63,6 +63,7 @@ class ManagerWire(Elastic):
 
     def __init__(self, manager: "Manager") -> None:
         self._manager: Any = manager
+        self._lost: dict[int, Exception] = {}  # by epoch
         if self._manager._use_async_quorum:
             raise ValueError(
                 "ManagerWire: the manager's quorum is asynchronous, so a replica that heals would take part in a step "
@@ -101,14 +102,23 @@ class ManagerWire(Elastic):
 
     def report(self, error: Exception) -> None:
         """See `Elastic.report`."""
-        if self.lost is None:
+        if self._manager.errored() is None:
             self._manager.report_error(error)
+
+    def hang_up(self) -> None:
+        """Ends what others of this epoch still wait for: in a ring not all of them have the lost one beside them."""
+        self._manager._pg.abort()
 
     @property
     def lost(self) -> Exception | None:
-        """What this step has failed with."""
-        reported = self._manager.errored()
-        return None if reported is None else reported.original_exception
+        """What a collective of this epoch has failed with: no other one of it is started."""
+        return self._lost.get(self.epoch)
+
+    def lose(self, error: Exception) -> None:
+        """A collective has failed with `error`."""
+        if self.lost is None:
+            self._lost = {self.epoch: error}
+        self.report(error)
 
     def require(self, kinds: Iterable[Kind]) -> None:
         """Raises a ValueError unless the manager's process group carries `kinds`."""
@@ -125,7 +135,7 @@ class ManagerWire(Elastic):
         try:
             return _START[kind](self._manager._pg, send, receive.view(-1), op)
         except RuntimeError as error:
-            self.report(error)
+            self.lose(error)
             return None
 
 
@@ -148,7 +158,7 @@ class _Collective:
             if self._work is not None:  # in a step that has failed, too: the backend may still write
                 self._work.wait()
         except RuntimeError as error:
-            self._wire.report(error)
+            self._wire.lose(error)
         return self._wire.lost is not None
 
 
@@ -157,6 +167,8 @@ class _Vote(_Collective):
 
     def wait(self) -> bool:
         if self._has_failed():
+            self._work = None
+            self._wire.hang_up()
             raise RuntimeError(str(self._wire.lost)) from self._wire.lost
         return True
 
