@@ -5,7 +5,7 @@ import torchft
 
 import fnddp
 import fnddp.integrations.torchft
-import tests.replicas
+import tests.replica
 
 torch.set_num_threads(1)
 fnddp.lower(fnddp.allreduce, {"weight": torch.empty(2)}, world_size=2)  # whose first call imports most of torch

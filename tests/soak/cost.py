@@ -15,7 +15,8 @@ from torch import nn
 
 import fnddp
 from fnddp.cli import digits
-from tests.replicas import Job, Training, new_manager
+from tests.replica import Training, new_manager
+from tests.replicas import Job
 from tests.soak.kills import wrap_torchft
 
 STEPS, WARM_UP, BATCH = 300, 20, 32

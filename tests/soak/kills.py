@@ -9,7 +9,6 @@ at a random point of a step. It comes back, and the round is over when all train
 """
 
 import argparse
-import os
 import random
 import signal
 import time
@@ -19,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from tests.replicas import POINTS, Job, Record
+from tests.replica import POINTS, Record
+from tests.replicas import Job
 
 PIPELINES = (
     "allreduce",
@@ -64,8 +64,8 @@ class Soak:
                 (self.job.path / "trap").rename(self.job.path / f"{victim}.trap")
             else:
                 time.sleep(self.random.uniform(0, 0.05))
-                os.kill(self.job.processes[victim].pid, signal.SIGKILL)
-        self.job.wait_for(lambda: set(victims) <= set(self.job.killed()), "to die")
+                self.job.processes[victim].kill()
+        self.job.wait_for(lambda: all(self.job.processes[name].exitcode is not None for name in victims), "to die")
         time.sleep(self.random.uniform(0, 2))  # the others notice it, or not
         self._bring_back()
         self.wait_until_together()
