@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import fnddp
 from fnddp import tree
 
+HEARTBEAT = 0.5  # seconds until the lighthouse knows of a replica
 TOGETHER = 3  # steps that all replicas take together at the end
 SIZES = (8, 16, 4)  # of the network
 SMALL_BUCKETS = 2.0**-12  # MiB: several collectives in a step
@@ -50,6 +51,7 @@ class Record:
     digest: str  # of parameters, optimizer and the replicated state
     is_unchanged: bool  # of all of the state, local too, and gradients: as before the step
     file: str = ""
+    is_planned: bool = False
 
 
 class Network(nn.Sequential):
@@ -131,6 +133,8 @@ class Replica:
         from torchft import Optimizer
 
         optimizer = Optimizer(self.manager, self.training.optimizer)
+        if self.options.get("waits"):
+            time.sleep(HEARTBEAT)
         (self.folder / f"{self.name}.ready").touch()
         while self.options.get("waits") and not (self.folder / "go").exists():
             time.sleep(0.02)
@@ -186,6 +190,7 @@ class Replica:
             self.digest(),
             is_unchanged,
             self.keep(step, means) if committed and self.options.get("keeps") else "",
+            getattr(self.model, "plan", None) is not None,
         )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:

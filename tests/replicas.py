@@ -62,7 +62,7 @@ class Job:
         self.processes[name] = process
 
     def run(self, traps: Mapping[str, Trap], watch: Callable[["Job"], None] | None = None) -> list[Record]:
-        """Trains until all have taken the last steps together. What is killed is started again.
+        """Trains until all have taken the last steps together. What is killed is started again later.
 
         Args:
             traps: What befalls whom.
@@ -86,8 +86,9 @@ class Job:
     def _ended(self, after: int, watch: Callable[["Job"], None] | None) -> bool:
         if watch is not None:
             watch(self)
-        for name in self.killed():
-            self.start(name, after=after)
+        if any(r.committed and r.step >= after and r.participants < self.replicas for r in self.records()):
+            for name in self.killed():  # once the others have gone on without them
+                self.start(name, after=after)
         self.require_none_failed()
         return all(process.exitcode == 0 for process in self.processes.values())
 

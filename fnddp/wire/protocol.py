@@ -78,6 +78,11 @@ class Elastic(abc.ABC):
     def epoch(self) -> int:
         """Another number after each change of its ranks, with which all of them begin anew, in step."""
 
+    @property
+    @abc.abstractmethod
+    def lost(self) -> Exception | None:
+        """What a collective of this epoch has failed with."""
+
     @abc.abstractmethod
     def report(self, error: Exception) -> None:
         """The step is none, because of `error`. Who asks the wire whether it is to be taken is told so."""

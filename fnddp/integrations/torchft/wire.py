@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.torch_private import without_modes
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
 from fnddp.wire.protocol import Elastic, Work
 
@@ -82,12 +83,14 @@ class ManagerWire(Elastic):
     def size(self, group: str | None) -> int:
         """The replicas of this step. Before the first quorum, for plans made ahead: the fewest there may be."""
         _require_unnamed(group)
-        return self._manager.num_participants() or self._manager._min_replica_size
+        with without_modes():  # torchft's calls are operations to a profiler, and so to who traces
+            return self._manager.num_participants() or self._manager._min_replica_size
 
     def rank(self, group: str | None) -> int:
         """See `Wire.rank`."""
         _require_unnamed(group)
-        return self._manager.participating_rank() or 0
+        with without_modes():
+            return self._manager.participating_rank() or 0
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`; its work does not raise."""
@@ -111,7 +114,7 @@ class ManagerWire(Elastic):
 
     @property
     def lost(self) -> Exception | None:
-        """What a collective of this epoch has failed with: no other one of it is started."""
+        """See `Elastic.lost`: no other collective of this epoch is started."""
         return self._lost.get(self.epoch)
 
     def lose(self, error: Exception) -> None:
@@ -180,7 +183,8 @@ def _all_reduce(pg: Any, send: Tensor, receive: Tensor, op: str | None) -> Any:
 
 
 def _all_gather(pg: Any, send: Tensor, receive: Tensor, op: str | None) -> Any:
-    return pg.allgather_into_tensor_coalesced([receive], [send], _c10d.AllgatherOptions())
+    # Not allgather_into_tensor_coalesced, with which gloo of torch 2.13 corrupts memory.
+    return pg.allgather([list(receive.view(-1, send.numel()))], [send], _c10d.AllgatherOptions())
 
 
 def _reduce_scatter(pg: Any, send: Tensor, receive: Tensor, op: str | None) -> Any:
