@@ -152,9 +152,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="of all pipelines together")
     parser.add_argument("--kind", choices=list(WRAPS), default="fnddp")
+    parser.add_argument("--sync", choices=PIPELINES, help="one pipeline instead of all")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     pipelines = PIPELINES if arguments.kind == "fnddp" else PIPELINES[:1]
+    pipelines = (arguments.sync,) if arguments.sync else pipelines
     total: Counter[str] = Counter()
     for i, sync in enumerate(pipelines):
         counts = run(sync, arguments.kind, arguments.rounds // len(pipelines), arguments.seed + i)

@@ -75,6 +75,12 @@ class ManagerWire(Elastic):
                 "ManagerWire: the manager has spares, whose gradients would be in the mean; leave world_size_mode out"
             )
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ManagerWire) and other._manager is self._manager
+
+    def __hash__(self) -> int:
+        return hash((ManagerWire, id(self._manager)))  # engines over one manager take turns
+
     @property
     def epoch(self) -> int:
         """The number of the quorum: torchft takes another one when members change, and after a failed step."""
@@ -137,7 +143,7 @@ class ManagerWire(Elastic):
             return None
         try:
             return _START[kind](self._manager._pg, send, receive.view(-1), op)
-        except RuntimeError as error:
+        except Exception as error:  # an AssertionError where the group could not be set up: a rank died meanwhile
             self.lose(error)
             return None
 
