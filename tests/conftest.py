@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, settings
 from fnddp.sync import registry
 from tests.ranks import GlooPool
 
-# torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand.
-collect_ignore = ["torch_suite", "mutation"]
+# torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation and soak are run by hand;
+# replicas_preload is for the processes of test_torchft.py.
+collect_ignore = ["torch_suite", "mutation", "soak", "replicas_preload.py"]
 
 _EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)

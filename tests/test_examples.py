@@ -22,6 +22,7 @@ SAYS = {
 }
 # One process, whatever the ranks: what it is asked, what it says.
 SIMULATED = {"convergence.py": ("--quick", "4 runs"), "outer_convergence.py": ("--quick", "4 runs on")}
+ELSEWHERE = {"kill_and_rejoin.py"}  # test_torchft.py, where its peer is installed
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -65,4 +66,4 @@ def test_under_torchrun(name: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, *SIMULATED}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, *SIMULATED, *ELSEWHERE}

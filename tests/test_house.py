@@ -40,6 +40,7 @@ ORDER = [
         "run",
         "cost/compute",
         "adapters",
+        "integrations",
         "distributed",
         "simulate",
         "simulate_training",

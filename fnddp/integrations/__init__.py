@@ -1,1 +1,1 @@
-"""Where people train: `lightning`, `huggingface`, `fsdp`, `checkpoint`. One file a peer, imported only by its users."""
+"""Where people train: `lightning`, `huggingface`, `fsdp`, `checkpoint`, `torchft`. Only who uses one imports it."""

@@ -13,6 +13,7 @@ from fnddp.sync import Sync, parts_of, require_means
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves
 from fnddp.wire.groups import World, within
+from fnddp.wire.protocol import CollectiveError, Elastic
 
 
 class Eager:
@@ -62,6 +63,8 @@ class Eager:
         arrived, self._grads = self._grads, {}
         with within(World(self._world.wire, ranks=self._ranks)), torch.no_grad(), without_autocast():
             mean, _, state = self._sync.exchange({path: arrived[path] for path in self._leaves}, self._state)
+        if isinstance(self._world.wire, Elastic) and self._world.wire.lost is not None:
+            raise CollectiveError(f"a rank was lost: {self._world.wire.lost}")
         require_means(self._sync, self._leaves, mean)
         return {path: mean[path] for path in self._leaves if path in mean}, parts_of(self._sync, state, self._structure)
 

@@ -35,7 +35,7 @@ from fnddp.sync import State, Sync, groups_of, require_weighable
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D, apart
 from fnddp.wire.groups import World, identity
-from fnddp.wire.protocol import CollectiveError, Wire
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import scaled
 
 SLOW_SECONDS = 2
@@ -79,7 +79,7 @@ class Engine:
         donation: What a step may write over.
         bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
-            order of all later ones.
+            order of all later ones. Not where ranks may join that have not seen it.
         skips_unused: Whether a step in which no gradient arrives on any rank is none: the state stays what it is.
         drops_unused: Whether the leaves that arrive on no rank in the first step are left out of later ones.
         check_unused: Called in each step, on all ranks alike, with the leaves that have arrived on no rank, before
@@ -92,6 +92,7 @@ class Engine:
     Attributes:
         positions: Of the leaves, by path.
         is_open: Whether a step has begun and not ended.
+        begun: How many steps have begun.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Engine:
         self.leaves = dict(leaves)
         self.positions = {path: position for position, path in enumerate(self.leaves)}
         self.is_open = False
+        self.begun = 0
         self._state = state
         self._wire = wire
         self._groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *beside]))
@@ -136,7 +138,7 @@ class Engine:
         self._has_plans = True
         self._arrival: list[str] | None = None
         self._dropped: frozenset[str] = frozenset()
-        self._arriving: list[str] | None = [] if learns_order else None
+        self._arriving: list[str] | None = [] if learns_order and not isinstance(wire, Elastic) else None
         self._prepared: list[_Prepared] = []
         self._current: _Prepared | None = None
         self._structure: Any = None
@@ -145,7 +147,7 @@ class Engine:
         self._scale: float | None = None  # known once the first gradient of a step is there
         self._has_voted = False
         self._broken: BaseException | None = None
-        self._begun = 0  # steps
+        self._epoch = 0  # of an elastic wire, when this rank was last in step
         self._ahead: list[tuple[Engine, int]] = []  # engines and the numbers of those of their steps that go first
         self._behind: list[weakref.ref[Engine]] = []  # and those that wait for this one's
 
@@ -351,11 +353,24 @@ class Engine:
         They may still wait in the collectives of the step that failed here. Going on would pair those with the next
         step's, and train on wrong numbers without a word.
         """
-        if self._broken is not None:
+        if self._broken is not None and not self._is_in_step_again():
             raise RuntimeError(
                 f"an earlier step failed on this rank ({type(self._broken).__name__}: {self._broken}), so ranks may "
                 "be out of step; restart from a checkpoint, with the process group set up again"
             ) from self._broken
+
+    def _is_in_step_again(self) -> bool:
+        if not isinstance(self._wire, Elastic) or self._wire.epoch == self._epoch:
+            return False
+        if self._current is not None:
+            self._current.runner.forget()
+        self._broken = None
+        return True
+
+    def prepare(self) -> Plan | None:
+        """Makes the plan for the state that is there, which the first step would wait for."""
+        parts, self._structure = tree.flatten_any(self._state)
+        return self._choose(parts).plan
 
     def expect(self, arrival: list[str]) -> None:
         """Makes `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
@@ -365,6 +380,8 @@ class Engine:
 
     def _begin(self, scale: float) -> None:
         parts, self._structure = tree.flatten_any(self._state)
+        if isinstance(self._wire, Elastic):
+            self._epoch = self._wire.epoch
         try:
             runner, vote = self._choose(parts)
             groups = self._groups if runner.plan is None else runner.plan.phase.groups
@@ -373,14 +390,14 @@ class Engine:
             self._broken = error if self._has_others() else None  # they may have begun
             raise
         ahead = turns.begin(self, self._wire, () if vote is None else vote.groups)
-        self._ahead = [(engine, engine._begun) for engine in ahead]
+        self._ahead = [(engine, engine.begun) for engine in ahead]
         self._behind = []
         for engine in ahead:
             engine.is_followed_by(self)
         self._weighing, self._next_weighing = self._next_weighing, None
         self._scale = None if self._weighing is not None else scale
         self._has_voted, self.is_open = False, True
-        self._begun += 1
+        self.begun += 1
 
     def _end(self) -> Synchronized:
         assert self._current is not None
@@ -423,7 +440,7 @@ class Engine:
         return bool(self._ahead) and bool(self._in_front())
 
     def _in_front(self) -> "list[Engine]":
-        return [engine for engine, step in self._ahead if engine.is_open and engine._begun == step]
+        return [engine for engine, step in self._ahead if engine.is_open and engine.begun == step]
 
     def _scaled_by(self) -> float:
         if self._scale is None:

@@ -35,20 +35,22 @@ class Vote:
         wire: Who carries it.
         groups: The process groups that must agree. Where several have other ranks, they are asked one after the other.
         device: Where their payloads live.
-
-    Attributes:
-        groups: Those of `groups` that have other ranks.
     """
 
     def __init__(self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
-        self.groups = [group for group in dict.fromkeys(groups) if wire.size(group) > 1]
         self._wire = wire
+        self._all_groups = tuple(dict.fromkeys(groups))
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._leaves = list(leaves)
         self._absent: frozenset[str] = frozenset()
         self._flags: Tensor | None = None  # of all ranks: [ranks, 1 + leaves]
         self._work: Work | None = None
+
+    @property
+    def groups(self) -> list[str | None]:
+        """The groups that have other ranks: as many as there are now."""
+        return [group for group in self._all_groups if self._wire.size(group) > 1]
 
     @property
     def has_peers(self) -> bool:
@@ -67,7 +69,7 @@ class Vote:
             absent: Leaves that have not arrived here.
             failed: Whether this rank has failed.
         """
-        self._absent = absent
+        self._absent, self._work = absent, None
         if self.groups:
             flags = [int(failed), *(int(path not in absent) for path in self._leaves)]
             # From pinned memory: a copy from any other would have the host wait for all that is queued before it.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fnddp.wire.protocol import CollectiveError, Wire, waited
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire, waited
 from fnddp.wire.weights import scale_of
 
 
@@ -19,7 +19,7 @@ class Weighing:
     """
 
     def __init__(self, weight: float, wire: Wire, groups: Sequence[str | None], device: torch.device) -> None:
-        self._weight = float(weight)
+        self._weight, self._wire = float(weight), wire
         self._scale: float | None = None
         group = groups[0] if groups else None
         self._is_alone = wire.size(group) == 1
@@ -44,6 +44,9 @@ class Weighing:
         try:
             waited(self._work)
         except RuntimeError as error:
+            if isinstance(self._wire, Elastic):  # the step is none, and its vote will say so
+                self._wire.report(error)
+                return [self._weight]
             raise CollectiveError(
                 f"the ranks could not tell each other their weights: {error}. All ranks of a step give one, or none "
                 "does; or another rank has failed, see its own error"

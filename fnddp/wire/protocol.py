@@ -1,5 +1,6 @@
 """Who moves bytes between ranks: what an engine asks of a wire."""
 
+import abc
 from typing import Protocol
 
 from torch import Tensor
@@ -63,6 +64,28 @@ class Wire(Protocol):
             What will be `[ranks, *flags.shape]` once the work is waited for, and the work.
         """
         ...
+
+
+class Elastic(abc.ABC):
+    """A wire whose ranks may leave between two steps, and others join: a `Wire` that is this, too.
+
+    What a newcomer cannot know is not learnt from a step: the order in which gradients arrive. A collective that loses
+    a rank does not raise: it is reported, its result means nothing, and the vote of the step raises.
+    """
+
+    @property
+    @abc.abstractmethod
+    def epoch(self) -> int:
+        """Another number after each change of its ranks, with which all of them begin anew, in step."""
+
+    @property
+    @abc.abstractmethod
+    def lost(self) -> Exception | None:
+        """What a collective of this epoch has failed with."""
+
+    @abc.abstractmethod
+    def report(self, error: Exception) -> None:
+        """The step is none, because of `error`. Who asks the wire whether it is to be taken is told so."""
 
 
 def waited(work: Work) -> None:

@@ -24,11 +24,12 @@ from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.run.runner import UnexpectedGradient
+from fnddp.run.vote import StepFailedError
 from fnddp.state import describe
 from fnddp.sync import State, Sync
 from fnddp.torch_private import optimizers_in_backward
 from fnddp.tree import Leaves
-from fnddp.wire.protocol import Wire
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
 
 class Steps:
@@ -86,7 +87,7 @@ class Steps:
         self.scale = 1.0
         self.unsynchronized: set[str] = set()
         self._world = World(group, f"{OWNER}: the module was wrapped", "wrap the module again")
-        self._log = log
+        self._wire, self._log = wire, log
         self._at_end = at_end
         self._always_sparse = dict.fromkeys(sparse, 1)
         self._kept: set[str] = set()  # with a gradient that the step adds to
@@ -322,6 +323,9 @@ class Steps:
             done = self._run()
         except BaseException as error:
             self.fail(error)
+            if isinstance(self._wire, Elastic) and isinstance(error, CollectiveError | StepFailedError):
+                self._wire.report(error)  # whoever is left goes on, with what was there before this backward
+                return
             raise
         placeholders = self._placeholders
         self._close()

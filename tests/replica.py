@@ -1,0 +1,283 @@
+"""What a replica runs in tests of torchft: it dies where it is told to, and writes a line about each step to a file."""
+
+import faulthandler
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fnddp
+from fnddp import tree
+
+HEARTBEAT = 0.5  # seconds until the lighthouse knows of a replica
+TOGETHER = 3  # steps that all replicas take together at the end
+SIZES = (8, 16, 4)  # of the network
+SMALL_BUCKETS = 2.0**-12  # MiB: several collectives in a step
+POINTS = ("forward", "backward", "collective 0", "collective 1", "vote", "commit", "committed", "stepped")
+
+
+@dataclass(frozen=True)
+class Trap:
+    """What befalls a replica in one step: where, in which, and "kill", "stop" or "raise"."""
+
+    point: str
+    step: int
+    act: str = "kill"
+
+
+@dataclass
+class Record:
+    """A step of a replica, as it wrote it down."""
+
+    replica: str
+    step: int
+    committed: bool
+    participants: int
+    error: str
+    digest: str  # of parameters, optimizer and the replicated state
+    is_unchanged: bool  # of all of the state, local too, and gradients: as before the step
+    file: str = ""
+    is_planned: bool = False
+
+
+class Network(nn.Sequential):
+    """A small network, of which replicas begin with different parameters."""
+
+    def __init__(self, seed: int) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            super().__init__(nn.Linear(*SIZES[:2]), nn.Tanh(), nn.Linear(*SIZES[1:]))
+
+
+def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
+    """A manager as a replica of one rank has it."""
+    from torchft import Manager, ProcessGroupGloo
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    training.store = store
+    seconds = options.pop("seconds", 20)
+    return Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=seconds)),
+        load_state_dict=training.load_state_dict,
+        state_dict=training.state_dict,
+        **{
+            "min_replica_size": 1,
+            "use_async_quorum": False,
+            "timeout": timedelta(seconds=seconds),
+            "quorum_timeout": timedelta(seconds=60),
+            "connect_timeout": timedelta(seconds=10),
+            "rank": 0,
+            "world_size": 1,
+            "store_addr": "127.0.0.1",
+            "store_port": store.port,
+            "lighthouse_addr": address,
+            "replica_id": name,
+            "hostname": "127.0.0.1",
+            **options,
+        },
+    )
+
+
+class Training:
+    """A model and its optimizer, and how they go to a replica that joins."""
+
+    def __init__(self, seed: int) -> None:
+        self.net = Network(seed)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.net.load_state_dict(saved["net"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+def digest_of(*trees: Any) -> str:
+    """Of the bits of all tensors and numbers."""
+    made = hashlib.sha256()
+    for part in tree.flatten_any(trees)[0]:
+        made.update(part.detach().contiguous().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
+    return made.hexdigest()[:12]
+
+
+class Replica:
+    """What one process runs."""
+
+    def __init__(self, name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+        self.name, self.folder, self.options = name, folder, options
+        self.seed = int(name.removeprefix("r")) + 1000 * int(options.get("incarnation", 0))
+        self.training = Training(self.seed)
+        self.manager = new_manager(name, address, self.training, **options.get("manager", {}))
+        make = options.get("wrap", wrap)
+        self.model = make(self.manager, self.training.net, options)
+        self.trap: Trap | None = options.get("trap")
+        self.grads: dict[str, Tensor] = {}
+        self._set_traps()
+
+    def run(self) -> None:
+        from torchft import Optimizer
+
+        optimizer = Optimizer(self.manager, self.training.optimizer)
+        if self.options.get("waits"):
+            time.sleep(HEARTBEAT)
+        (self.folder / f"{self.name}.ready").touch()
+        while self.options.get("waits") and not (self.folder / "go").exists():
+            time.sleep(0.02)
+        together = 0
+        while together < TOGETHER and not self._is_told_to_stop():
+            done = self.step(optimizer)
+            with (self.folder / f"{self.name}.jsonl").open("a") as file:
+                file.write(json.dumps(done.__dict__) + "\n")
+            is_together = done.committed and done.participants == self.options["replicas"]
+            is_over = is_together and done.step > self.options.get("after", 0) and not self.options.get("endless")
+            together = together + 1 if is_over else 0
+            time.sleep(0 if is_together else 0.02)
+        self.manager.shutdown(wait=False)
+
+    def _is_told_to_stop(self) -> bool:
+        """Also looks for a trap: both are files, for trainings that go on until they are told."""
+        told = self.folder / f"{self.name}.trap"
+        if told.exists():
+            self.trap = Trap(told.read_text(), self.manager.current_step())
+            told.unlink()
+        stop = self.folder / "stop"
+        return stop.exists() and self.manager.current_step() >= int(stop.read_text())
+
+    def step(self, optimizer: Any) -> Record:
+        try:
+            optimizer.zero_grad()
+            step, before, local = self.manager.current_step(), self.digest(), self.local_state()
+            error = ""
+            try:
+                inputs, targets = self.batch(step)
+                self.reach("forward")
+                with self.model.weight(1.0 + self.seed) if self.options.get("weighs") else nullcontext():
+                    nn.functional.mse_loss(self.model(inputs), targets).backward()
+            except ZeroDivisionError as raised:  # that of a trap
+                error = repr(raised)
+                if self.options.get("leaves_out"):
+                    return Record(self.name, step, False, self.manager.num_participants(), error, before, True)
+            means = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
+            optimizer.step()
+            committed = self.manager.current_step() > step
+            self.reach("stepped", step)
+        except Exception:
+            traceback.print_exc()
+            raise
+        lost = self.manager.errored()
+        is_unchanged = (before, local) == (self.digest(), self.local_state()) and (not means or bool(error))
+        return Record(
+            self.name,
+            step,
+            committed,
+            self.manager.num_participants(),
+            error or ("" if lost is None else str(lost.original_exception)),
+            self.digest(),
+            is_unchanged,
+            self.keep(step, means) if committed and self.options.get("keeps") else "",
+            getattr(self.model, "plan", None) is not None,
+        )
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        inputs = torch.randn(16, SIZES[0], generator=generator)
+        return inputs, torch.tanh(inputs[:, : SIZES[-1]])
+
+    def digest(self) -> str:
+        """Of what is the same on all replicas."""
+        return digest_of(self.training.state_dict(), self.replicated())
+
+    def replicated(self) -> dict[str, Any]:
+        saved = fnddp.state_dict(getattr(self.model, "sync_state", ()))
+        return {key: value for key, value in saved.items() if key.startswith("replicated/")}
+
+    def local_state(self) -> str:
+        return digest_of(getattr(self.model, "sync_state", ()))
+
+    def keep(self, step: int, means: dict[str, Tensor]) -> str:
+        """A file with what law 8 speaks of."""
+        file = self.folder / f"{self.name}-{self.options.get('incarnation', 0)}-{step}.pt"
+        residual = getattr(self.model.sync_state, "residual", {})
+        torch.save({"grads": dict(self.grads), "means": means, "residual": dict(residual)}, file)
+        return str(file)
+
+    def reach(self, point: str, step: int | None = None) -> None:
+        """Springs the trap if it is here."""
+        trap = self.trap
+        if trap is None or (trap.point, trap.step) != (point, self.manager.current_step() if step is None else step):
+            return
+        self.trap = None
+        if trap.act == "raise":
+            raise ZeroDivisionError(f"a trap in {point}")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[trap.act])
+
+    def _set_traps(self) -> None:
+        for name, parameter in self.training.net.named_parameters():
+            parameter.register_hook(lambda grad, name=name: self._arrives(name, grad))
+        wire = getattr(self.model, "_wire", None)
+        if wire is not None:
+            start, vote = wire.start, wire.vote
+            wire.start = lambda *a: (self.reach(f"collective {a[-1]}"), start(*a))[1]
+            wire.vote = lambda *a: (self.reach("vote"), vote(*a))[1]
+        should_commit = self.manager.should_commit
+
+        def asks() -> bool:
+            step = self.manager.current_step()
+            self.reach("commit")
+            committed = should_commit()
+            self.reach("committed", step)
+            return committed
+
+        self.manager.should_commit = asks
+
+    def _arrives(self, name: str, grad: Tensor) -> None:
+        self.grads[name] = grad.clone()
+        if name == "2.weight":  # one of the first
+            self.reach("backward")
+
+
+def wrap(manager: Any, net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """The class under test."""
+    from fnddp.integrations.torchft import DistributedDataParallel
+
+    return DistributedDataParallel(
+        manager, net, sync=fnddp.parse(options.get("sync", "allreduce")), bucket_cap_mb=SMALL_BUCKETS
+    )
+
+
+def serve(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with (folder / f"{name}.log").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        try:
+            options.get("run", run_replica)(name, address, folder, options)
+            code = 0
+        except BaseException:
+            traceback.print_exc(file=log)
+            code = 1
+        log.flush()
+        os._exit(code)  # torchft's threads would be waited for
+
+
+def run_replica(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    Replica(name, address, folder, options).run()

@@ -1,0 +1,137 @@
+"""Replicas for tests of torchft: processes under a real lighthouse.
+
+`Job.run` starts those again that were killed, ends when all have trained together for some steps, and checks that
+nobody ever differed.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.replica import Record, Trap, serve
+
+SECONDS = 90  # of a job
+
+
+class Job:
+    """Replicas of one training, and their lighthouse."""
+
+    def __init__(self, replicas: int, **options: Any) -> None:
+        from torchft.coordination import LighthouseServer
+
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.replicas_preload"])
+        self.replicas, self.options = replicas, options
+        self.folder = tempfile.TemporaryDirectory(prefix="fnddp-replicas-")
+        self.path = Path(self.folder.name)
+        # What is dead is known to be after a second; what lives is waited for.
+        self.lighthouse = LighthouseServer(
+            bind="127.0.0.1:0",
+            min_replicas=1,
+            join_timeout_ms=60_000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=1000,
+        )
+        self.address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
+        self.processes: dict[str, Any] = {}
+        self.incarnations: dict[str, int] = {}
+        self._read: dict[str, tuple[list[Record], int]] = {}  # by file, and how far
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        self.lighthouse.shutdown()
+        self.folder.cleanup()
+
+    def start(self, name: str, **options: Any) -> None:
+        """Starts a replica, again if it was killed."""
+        count = self.incarnations[name] = self.incarnations.get(name, -1) + 1
+        given = {"replicas": self.replicas, "incarnation": count, **self.options, **options}
+        process = self.context.Process(target=serve, args=(name, self.address, self.path, given), daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def run(self, traps: Mapping[str, Trap], watch: Callable[["Job"], None] | None = None) -> list[Record]:
+        """Trains until all have taken the last steps together. What is killed is started again later.
+
+        Args:
+            traps: What befalls whom.
+            watch: Called now and then.
+        """
+        after = max((trap.step for trap in traps.values()), default=0)
+        self.begin(traps, after=after)
+        self.wait_for(lambda: self._ended(after, watch), "to end")
+        records = self.records()
+        require_equal(records)
+        return records
+
+    def begin(self, traps: Mapping[str, Trap], **options: Any) -> None:
+        """Starts all replicas, and has them begin together."""
+        names = [f"r{i}" for i in range(self.replicas)]
+        for name in names:
+            self.start(name, waits=True, trap=traps.get(name), **options)
+        self.wait_for(lambda: all((self.path / f"{name}.ready").exists() for name in names), "to be ready")
+        (self.path / "go").touch()
+
+    def _ended(self, after: int, watch: Callable[["Job"], None] | None) -> bool:
+        if watch is not None:
+            watch(self)
+        if any(r.committed and r.step >= after and r.participants < self.replicas for r in self.records()):
+            for name in self.killed():  # once the others have gone on without them
+                self.start(name, after=after)
+        self.require_none_failed()
+        return all(process.exitcode == 0 for process in self.processes.values())
+
+    def killed(self) -> list[str]:
+        """Who is dead."""
+        return [name for name, process in self.processes.items() if process.exitcode == -signal.SIGKILL]
+
+    def require_none_failed(self) -> None:
+        for name, process in self.processes.items():
+            assert process.exitcode in (None, 0, -signal.SIGKILL), f"{name} has failed\n{self.said()}"
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                for process in self.processes.values():
+                    if process.is_alive():
+                        os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(1)  # for faulthandler to write
+                raise TimeoutError(f"replicas took more than {SECONDS} s {what}\n{self.said()}")
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        """What all replicas have written."""
+        return "\n".join(f"{file.name}:\n{file.read_text()[-6000:]}" for file in sorted(self.path.glob("*.[jl]*")))
+
+    def records(self) -> list[Record]:
+        """What all replicas have written down so far, each in its order."""
+        for file in self.path.glob("*.jsonl"):
+            known, at = self._read.get(file.name, ([], 0))
+            whole, _, _ = file.read_bytes()[at:].rpartition(b"\n")  # without a line that a death has cut
+            known += [Record(**json.loads(line)) for line in whole.splitlines()]
+            self._read[file.name] = known, at + len(whole) + bool(whole)
+        return [record for name in sorted(self._read) for record in self._read[name][0]]
+
+
+def require_equal(records: list[Record]) -> None:
+    """Whoever has committed a step is equal, to the bit, to all who have; a step that is discarded has left nothing."""
+    after: dict[int, set[str]] = {}
+    for record in records:
+        if record.committed:
+            after.setdefault(record.step, set()).add(record.digest)
+    differ = [step for step, digests in after.items() if len(digests) > 1]
+    assert not differ, f"replicas differ after steps {differ}: {[r for r in records if r.step in differ]}"
+    for record in records:
+        assert record.committed or record.is_unchanged, f"a discarded step has left something: {record}"

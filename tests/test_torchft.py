@@ -1,0 +1,284 @@
+"""torchft: replicas that die at any point of a step, and come back. Real processes, a real lighthouse."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fnddp[torchft]'")
+
+from torchft.coordination import LighthouseServer
+
+import fnddp
+from fnddp import RankMismatchError, fp16
+from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
+from fnddp.reducers.all_reduce import allreduce
+from tests.replica import HEARTBEAT, POINTS, Network, Record, Training, Trap, digest_of, new_manager
+from tests.replicas import Job
+
+LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+AT = 3  # the step in which something befalls a replica
+ROUNDING = 2e-3  # of the largest mean: float16 on the wire
+pytestmark = pytest.mark.timeout(150)
+
+
+def discarded(records: list[Record], step: int = AT) -> list[Record]:
+    return [r for r in records if r.step == step and not r.committed]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_replica_is_killed_and_comes_back(point):
+    with Job(2, sync=LOSSY) as job:
+        records = job.run({"r1": Trap(point, AT)})
+    assert job.incarnations == {"r0": 0, "r1": 1}
+    assert any(r.participants == 1 and r.committed for r in records), "the survivor went on alone"
+    if point in POINTS[:5]:  # before the vote is complete
+        assert [r.replica for r in discarded(records)] == ["r0"]
+    else:  # the survivor has taken the step
+        assert [r.participants for r in records if r.step == AT and r.committed][:1] == [2]
+
+
+@pytest.mark.parametrize("traps", [{"r2": "collective 1"}, {"r1": "backward", "r2": "vote"}], ids=["one", "two"])
+def test_of_three_replicas_some_are_killed(traps):
+    with Job(3, sync=LOSSY) as job:
+        records = job.run({name: Trap(point, AT) for name, point in traps.items()})
+    survivors = {"r0", "r1", "r2"} - traps.keys()
+    assert {r.replica for r in discarded(records)} == survivors
+    assert any(r.participants == 3 - len(traps) and r.committed for r in records)
+
+
+@pytest.mark.parametrize(
+    ("sync", "point"),
+    [
+        ("error_feedback(topk(allgather, ratio=0.3))", "collective 1"),
+        ("error_feedback(quantize(two_shot, bits=8, block=16))", "collective 0"),
+        ("error_feedback(fp16(allreduce, check=True))", "collective 0"),  # which has no plan
+        ("warmup(error_feedback(powersgd(fp16(allreduce), rank=1)), steps=5)", "backward"),
+    ],
+    ids=["all_gather", "all_to_all", "eager", "warmup"],
+)
+def test_pipelines_of_every_kind(sync, point):
+    with Job(2, sync=sync) as job:
+        records = job.run({"r1": Trap(point, AT)})
+    assert [r.replica for r in discarded(records)] == ["r0"]
+    assert all(r.is_planned == ("check" not in sync) for r in records)
+
+
+def test_law_8_over_the_committed_steps():
+    with Job(2, sync=LOSSY, keeps=True) as job:
+        records = job.run({"r1": Trap("collective 1", AT)})
+        kept = {(r.replica, r.step): torch.load(r.file) for r in records if r.committed}
+    survivor = [step for name, step in kept if name == "r0"]
+    assert survivor == list(range(len(survivor)))
+    checked = 0
+    for step in survivor[1:]:
+        sent = []
+        for name in [name for name in ("r0", "r1") if (name, step) in kept]:
+            now = kept[name, step]
+            before = kept.get((name, step - 1), {}).get("residual", {})  # none: it has joined, with zeros
+            sent.append({p: g + before.get(p, 0) - now["residual"].get(p, 0) for p, g in now["grads"].items()})
+        means = kept["r0", step]["means"]
+        for path, mean in means.items():
+            expected = torch.stack([each[path] for each in sent]).mean(0)
+            torch.testing.assert_close(mean, expected, rtol=0, atol=ROUNDING * mean.abs().max().item())
+        checked += len(sent) == 2
+    assert checked >= 3 + AT - 1
+
+
+@pytest.mark.parametrize(("point", "leaves_out"), [("backward", False), ("collective 1", True), ("forward", True)])
+def test_an_error_of_one_replica_ends_the_step_for_both(point, leaves_out):
+    with Job(2, sync=LOSSY, leaves_out=leaves_out) as job:
+        records = job.run({"r1": Trap(point, AT, "raise")})
+    assert {r.replica for r in discarded(records)} == {"r0", "r1"}
+    assert {r.participants for r in records} == {2}  # nobody has left
+    (told,) = [r.error for r in discarded(records) if r.replica == "r0"]
+    assert "this replica's backward did not finish" in told or "left it out" in told, told
+
+
+def test_the_weight_of_a_step_is_lost():
+    with Job(2, sync=LOSSY, weighs=True) as job:
+        records = job.run({"r1": Trap("vote", AT)})  # the first one tells weights
+    assert [r.replica for r in discarded(records)] == ["r0"]
+
+
+def test_a_replica_is_slower_than_the_timeout():
+    def goes_on(job: Job) -> None:
+        is_alone = sum(r.participants == 1 and r.committed for r in job.records()) >= 2
+        if is_alone and job.processes["r1"].exitcode is None:
+            os.kill(job.processes["r1"].pid, signal.SIGCONT)
+
+    with Job(2, sync=LOSSY, manager={"seconds": 3}) as job:
+        records = job.run({"r1": Trap("collective 1", AT, "stop")}, goes_on)
+    assert {r.replica for r in discarded(records)} == {"r0", "r1"}  # its own step is none, either
+    assert job.incarnations == {"r0": 0, "r1": 0}
+
+
+def test_two_wrapped_modules_and_the_simple_class():
+    with Job(2, wrap=two_halves, sync=LOSSY) as job:
+        records = job.run({"r1": Trap("backward", AT)})
+    assert [r.replica for r in discarded(records)] == ["r0"]
+
+
+def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
+    first, second = net[0], torch.nn.Sequential(net[1], net[2])
+    wrapped = (
+        PureDistributedDataParallel(manager, first, sync=fnddp.parse(options["sync"])),
+        DistributedDataParallel(manager, second),
+    )
+    return torch.nn.Sequential(*wrapped)
+
+
+def on_processes(n: int, run: Callable[..., None], **options: Any) -> None:
+    """`run(name, address, folder, options)` on n processes, of which none may fail but those that are killed."""
+    with Job(n, run=run, **options) as job:
+        for i in range(n):
+            job.start(f"r{i}")
+
+        def ended() -> bool:
+            job.require_none_failed()
+            return all(process.exitcode is not None for process in job.processes.values())
+
+        job.wait_for(ended, "to end")
+
+
+def train_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """`value_and_grad` over the wire: the caller rolls back by keeping what it has."""
+    training = Training(seed=0)
+    params = {path: p.detach() for path, p in training.net.named_parameters()}
+    sync = fnddp.parse(LOSSY)
+    manager = new_manager(name, address, training, init_sync=False)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(int(name[1])))
+
+    def loss_of(params: Any) -> torch.Tensor:
+        if name == "r1" and manager.current_step() == AT:
+            params["2.weight"].register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        return torch.func.functional_call(training.net, params, (x,)).square().mean()
+
+    step = fnddp.value_and_grad(loss_of, sync, wire=ManagerWire(manager))
+    time.sleep(HEARTBEAT)
+    (folder / f"{name}.ready").touch()
+    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
+        time.sleep(0.02)
+    state, lost = sync.init(params), 0
+    while manager.current_step() < AT + 3:
+        manager.start_quorum()
+        before = digest_of(params, state)
+        try:
+            _, grads, after = step(params, state)
+        except fnddp.CollectiveError:
+            lost += 1
+            assert not manager.should_commit()
+            assert digest_of(params, state) == before
+            continue
+        if manager.should_commit():
+            params, state = {path: p - 0.1 * grads[path] for path, p in params.items()}, after
+    assert lost == 1
+    assert manager.num_participants() == 1
+
+
+def test_a_functional_loop():
+    on_processes(2, train_functionally)
+
+
+def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    told, stepped = folder / "address", folder / "stepped"
+    if name == "r1":  # is the lighthouse
+        own = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+        (folder / "new").write_text(f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
+        (folder / "new").rename(told)
+        while not stepped.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not told.exists():
+        time.sleep(0.02)
+    training = Training(seed=0)
+    manager = new_manager(name, told.read_text(), training, quorum_timeout=timedelta(seconds=3))
+    model = DistributedDataParallel(manager, training.net)
+    manager.start_quorum()
+    model(torch.ones(1, 8)).sum().backward()
+    assert manager.should_commit()
+    stepped.touch()
+
+    def train() -> None:
+        while True:  # until it is dead
+            manager.start_quorum()
+            model(torch.ones(1, 8)).sum().backward()
+            manager.should_commit()
+
+    with pytest.raises(QuorumError, match=f"replica '{name}' is in no quorum"):
+        train()
+
+
+def test_the_lighthouse_is_gone():
+    on_processes(2, lose_the_lighthouse)
+
+
+def join_with_another(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """The second replica joins with another pipeline: it alone is told, and the first one goes on."""
+    training = Training(seed=0)
+    refused = folder / "refused"
+    while name == "r1" and not (folder / "begun").exists():
+        time.sleep(0.02)
+    manager = new_manager(name, address, training)
+    model = DistributedDataParallel(manager, training.net, sync=fnddp.parse(LOSSY) if name == "r0" else allreduce)
+    if name == "r1":
+        with pytest.raises(RankMismatchError, match=r"disagree about pipeline: rank 0: error_feedback.*rank 1: allred"):
+            manager.start_quorum()
+        refused.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    committed = 0
+    while committed < 3:
+        manager.start_quorum()
+        model(torch.ones(1, 8)).sum().backward()
+        if manager.should_commit():
+            (folder / "begun").touch()
+            committed += refused.exists()
+        time.sleep(0.02)
+
+
+def test_a_replica_joins_with_another_pipeline():
+    on_processes(2, join_with_another)
+
+
+def begin_with_another(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """Nobody heals where the manager makes nothing equal at the start: then all are told."""
+    training = Training(seed=0)
+    manager = new_manager(name, address, training, init_sync=False)
+    model = DistributedDataParallel(manager, training.net, sync=fp16(allreduce) if name == "r0" else allreduce)
+    time.sleep(HEARTBEAT)
+    (folder / f"{name}.ready").touch()
+    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
+        time.sleep(0.02)
+    with pytest.raises(RankMismatchError, match="of the replicas of quorum 1, ranks disagree about pipeline"):
+        manager.start_quorum()
+    assert model.plan is not None
+    (folder / f"{name}.told").touch()
+    while not all((folder / f"r{i}.told").exists() for i in range(2)):
+        time.sleep(0.02)
+
+
+def test_replicas_begin_with_different_pipelines():
+    on_processes(2, begin_with_another)
+
+
+def test_the_example():
+    example = Path(__file__).parent.parent / "examples" / "kill_and_rejoin.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=140, check=True)
+    assert "replica 1 was killed; it is started again" in done.stdout, done
+    assert "replica 0, step 60 of 2: " in done.stdout
+    assert "discarded: the other one was lost" in done.stdout
+    assert ", step 61 of 1: " in done.stdout or "step 60 of 1: " in done.stdout
+    ends = re.findall(r"ends with parameters (\w+)", done.stdout)
+    assert len(ends) == 2
+    assert len(set(ends)) == 1
+    accuracies = [float(found) for found in re.findall(r"([\d.]+)% of the test set", done.stdout)]
+    assert accuracies[-1] > 85, accuracies

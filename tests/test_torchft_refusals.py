@@ -1,0 +1,129 @@
+"""What torchft's classes over pipelines refuse, and what they are before a quorum: without any process."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fnddp
+from fnddp import error_feedback, fp16, powersgd, two_shot
+from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel
+from fnddp.laws import bits
+from fnddp.reducers.all_reduce import all_reduce, allreduce
+from fnddp.wire.kinds import KINDS, REDUCE_SCATTER
+from tests.replica import Network
+
+
+class Backend:
+    def getBackendName(self) -> str:
+        return "torchft-gloo"
+
+
+class StandIn(SimpleNamespace):
+    """As much of a manager as is asked for before a quorum."""
+
+    def __init__(self, **other: Any) -> None:
+        super().__init__(
+            **{
+                "_use_async_quorum": False,
+                "_replica_world_size_mode": SimpleNamespace(name="DYNAMIC"),
+                "_min_replica_size": 2,
+                "_quorum_id": -1,
+                "_pg": Backend(),
+                "_user_state_dicts": {},
+                "num_participants": lambda: 0,
+                "participating_rank": lambda: None,
+                "errored": lambda: None,
+                "start_quorum": lambda: None,
+                "should_commit": lambda: True,
+                **other,
+            }
+        )
+
+    def register_state_dict_fn(self, key: str, load: Any, give: Any) -> None:
+        self._user_state_dicts[key] = give
+
+
+def wrapped(sync: fnddp.Sync = allreduce, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(StandIn(), Network(0), sync=sync, **options)
+
+
+@pytest.mark.parametrize(
+    ("manager", "says"),
+    [
+        (StandIn(_use_async_quorum=True), "give Manager use_async_quorum=False"),
+        (StandIn(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")), "leave world_size_mode out"),
+    ],
+)
+def test_managers_that_do_not_fit(manager, says):
+    with pytest.raises(ValueError, match=says):
+        ManagerWire(manager)
+
+
+@pytest.mark.parametrize(
+    ("sync", "says"),
+    [
+        (fp16(all_reduce(group="island")), "process group 'island', but a manager knows one group"),
+        (fnddp.ef21(fnddp.topk(fnddp.allgather, k=1)), "use error_feedback"),
+        (
+            fnddp.sign(two_shot(server_memory=True)),
+            r"'residual.0.weight' of its state is float32\[64\] for two",
+        ),
+    ],
+)
+def test_pipelines_that_do_not_fit(sync, says):
+    with pytest.raises(ValueError, match=says):
+        wrapped(sync)
+
+
+def test_a_kind_that_the_process_group_lacks():
+    wire = ManagerWire(StandIn())
+    wire.require([kind for kind in KINDS.values() if kind is not REDUCE_SCATTER])
+    with pytest.raises(ValueError, match="'torchft-gloo' has no reduce_scatter"):
+        wire.start(REDUCE_SCATTER, torch.zeros(2, 1), torch.zeros(1), "sum", None)
+    with pytest.raises(ValueError, match="leave group out"):
+        wire.size("island")
+
+
+def test_arguments_that_a_manager_decides():
+    with pytest.raises(TypeError, match="decides init_sync, wire; leave it out"):
+        wrapped(init_sync=True, wire=None)
+    wrapped(broadcast_buffers=True, find_unused_parameters=True, gradient_as_bucket_view=True)  # as torchft's users do
+
+
+def test_a_manager_without_a_state_dict():
+    manager = StandIn()
+    model = DistributedDataParallel(manager, Network(0))
+    with pytest.raises(ValueError, match="a replica that joins would get no parameters"):
+        manager.start_quorum()
+    assert list(model.state_dict()) == [f"module.{name}" for name in Network(0).state_dict()]
+
+
+def test_a_message_for_each_parameter():
+    simple = PureDistributedDataParallel(StandIn(), Network(0), sync=allreduce)
+    assert simple.plan is not None
+    assert len(simple.plan.collectives) == 4
+    assert isinstance(simple, torch.nn.parallel.DistributedDataParallel)
+
+
+def test_what_is_local_begins_at_zero_in_a_replica_that_joins():
+    sync = error_feedback(powersgd(fp16(allreduce), rank=2))
+    healed, other = wrapped(sync), wrapped(sync)
+    other.sync_state = fnddp.load_state_dict(
+        other.sync_state, {key: value + 1 for key, value in fnddp.state_dict(other.sync_state).items()}
+    )
+    healed._heal(other._shared())
+    for key, value in fnddp.state_dict(healed.sync_state).items():
+        theirs = fnddp.state_dict(other.sync_state)[key]
+        assert bits(value) == bits(theirs if key.startswith("replicated/") else torch.zeros_like(theirs))
+
+
+def test_modules_that_are_gone():
+    manager = StandIn()
+    DistributedDataParallel(manager, Network(0))
+    gc.collect()
+    manager.start_quorum()  # of which nobody is told
+    with pytest.raises(RuntimeError, match="keep it as long as the manager"):
+        manager._user_state_dicts["fnddp.sync_state.0"]()
