@@ -4,6 +4,7 @@ import ast
 from typing import Any
 
 from fnddp.codec import Carrier
+from fnddp.options import did_you_mean
 from fnddp.sync import Sync, registry
 
 MAX_LENGTH = 100_000
@@ -108,7 +109,8 @@ class _Reader:
 
     def look_up(self, node: ast.expr, name: str) -> Any:
         if name not in registry:
-            raise self.problem(node, f"unknown name {name!r}; known names are {', '.join(sorted(registry))}")
+            known = f"; known names are {', '.join(sorted(registry))}"
+            raise self.problem(node, f"unknown name {name!r}{did_you_mean(name, registry) or known}")
         return registry[name]
 
     def key(self, node: ast.Dict, key: ast.expr | None) -> ast.Constant:

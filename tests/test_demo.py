@@ -174,7 +174,7 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fp16(allreduc)", "fnddp demo: parse: unknown name 'allreduc'; known names are"),
+        ("fp16(allreduc)", "fnddp demo: parse: unknown name 'allreduc'; did you mean 'allreduce'?"),
         ("powersgd(allreduce, rank=0)", "\n  powersgd(allreduce, rank=0)\n  ^\n"),
         ("partition({'encoder.*': allreduce})", "fnddp demo: partition: leaf '0.weight' matches none"),
     ],
@@ -216,7 +216,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_a_run_that_diverged_or_sent_nothing_is_reported(tmp_path: Path) -> None:
     diverged = Result(0, PARAMETERS, [2.3, math.nan, math.inf], [4, 4, 4], accuracy=0.1, step_seconds=0.001)
     assert diverged.reduction is None
-    assert report.table(["x"], [diverged]).row_count == 1
-    report.write(tmp_path, [repr(fp16(allreduce))], [diverged], ranks=2, seed=0)
+    assert len(report.table(["x"], [diverged]).rows) == 1
+    report.write(tmp_path, [repr(fp16(allreduce))], [diverged], report.Setting("digits", ranks=2, steps=3, seed=0))
     (pipeline,) = json.loads((tmp_path / "results.json").read_text())["pipelines"]
     assert pipeline["loss_by_step"] == [2.3, None, None]

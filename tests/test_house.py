@@ -9,7 +9,7 @@ ROOT = Path(fnddp.__file__).parent
 
 # Reading order is data-flow order. A folder or a file without its suffix.
 ORDER = [
-    *("torch_private", "tree", "options", "layout", "random", "group", "buckets", "columns"),
+    *("version", "torch_private", "tree", "options", "layout", "random", "group", "buckets", "columns"),
     *("wire/in_order", "wire/kinds", "wire/protocol", "wire/gloo_ring", "wire/guards", "wire/simulated", "wire/groups"),
     *("wire/c10d", "wire/counter", "wire/weights", "wire/control", "wire/eager", "collectives"),
     *("sync", "state", "codec", "parse", "agreement"),
