@@ -7,6 +7,7 @@ from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
 from fnddp.adapters.module.wrapper import DistributedDataParallel
+from fnddp.adapters.stats import log_sync_stats
 from fnddp.agreement import RankMismatchError, verify
 from fnddp.codec import Codec
 from fnddp.codecs.dct_topk import dct_topk
@@ -97,6 +98,7 @@ __all__ = [
     "hierarchical",
     "jit",
     "load_state_dict",
+    "log_sync_stats",
     "lower",
     "majority_vote",
     "measure",

@@ -15,7 +15,9 @@ import pytest
 from matplotlib.image import imread
 
 from fnddp import allreduce, fp16, parse
-from fnddp.cli import demo, main, report
+from fnddp.cli import main, report
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.launcher import Place, check_ranks
 from fnddp.cli.train import Result
 
 DEMO = ("-m", "fnddp", "demo")
@@ -195,12 +197,11 @@ def test_wrong_number(option: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert f"argument {option[0]}: must be a whole number of at least" in capsys.readouterr().err
 
 
-def test_ranks_must_be_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert demo.check_ranks(None) == demo.check_ranks(4) == 4
-    with pytest.raises(demo.WrongArgument, match="--ranks 2, but the launcher has started 4"):
-        demo.check_ranks(2)
+def test_ranks_must_be_the_launchers() -> None:
+    at = Place("torchrun", rank=1, world_size=4, local_rank=1)
+    assert check_ranks(None, at) == check_ranks(4, at) == 4
+    with pytest.raises(WrongArgument, match="--ranks 2, but torchrun has started 4"):
+        check_ranks(2, at)
 
 
 def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

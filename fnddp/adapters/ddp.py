@@ -15,6 +15,7 @@ from fnddp.group import group_name
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
+from fnddp.run.stats import SyncStats, stats
 from fnddp.sync import State, Sync
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import Wire
@@ -59,6 +60,10 @@ class Handle:
     @state.setter
     def state(self, state: State) -> None:
         self._engine.state = state
+
+    def sync_stats(self) -> SyncStats:
+        """What the last step sent and took. See `fnddp.DistributedDataParallel.sync_stats`."""
+        return stats(self._engine)
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:

@@ -1,25 +1,22 @@
 """`fnddp demo`: check what was asked for, train on all ranks, report on one."""
 
-import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-import torch.distributed as dist
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from fnddp.cli import lessons, report
+from fnddp.cli import launcher, lessons, report
 from fnddp.cli.bars import progress
-from fnddp.cli.checks import check_folder, check_imports, check_pipeline, check_processes
+from fnddp.cli.checks import check_folder, check_imports, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
-from fnddp.cli.launch import RankError, run_ranks
+from fnddp.cli.launch import RankError
+from fnddp.cli.launcher import LauncherError, Place, check_ranks, on_ranks
 from fnddp.cli.models import ModelError
 from fnddp.cli.report import Setting
 from fnddp.cli.train import Event, Result, train
 from fnddp.sync import Sync
-
-DEFAULT_RANKS = 2
 
 
 def run(
@@ -48,17 +45,19 @@ def run(
     Returns:
         The exit code of the command.
     """
-    reports = not dist.is_torchelastic_launched() or os.environ["RANK"] == "0"
+    reports = True
     try:
-        world_size = check_ranks(ranks)
+        at = launcher.place()
+        reports = at is None or at.rank == 0
+        world_size = check_ranks(ranks, at)
         check_imports(imports)
         parameters = lessons.parameters(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
         if reports:
             check_folder(out)
         setting = Setting(model, world_size, steps, seed, tuple(imports))
-        return _train_and_report(syncs, setting, out, quiet=not reports)
-    except (WrongArgument, ModelError) as error:
+        return _train_and_report(syncs, setting, at, out)
+    except (WrongArgument, ModelError, LauncherError) as error:
         return _stop(WRONG_ARGUMENTS, error, reports)
     except (RankError, OSError) as error:
         return _stop(FAILED, error, reports)
@@ -66,26 +65,13 @@ def run(
         return _stop(INTERRUPTED, "interrupted; all ranks are ended", reports)
 
 
-def check_ranks(ranks: int | None) -> int:
-    """The number of ranks to run on.
-
-    Raises:
-        WrongArgument: A launcher has started another number of ranks, or they are too many to start.
-    """
-    if not dist.is_torchelastic_launched():
-        check_processes(ranks or DEFAULT_RANKS)
-        return ranks or DEFAULT_RANKS
-    launched = int(os.environ["WORLD_SIZE"])
-    if ranks not in (None, launched):
-        raise WrongArgument(f"--ranks {ranks}, but the launcher has started {launched}; leave --ranks out")
-    return launched
-
-
-def _train_and_report(syncs: list[Sync], setting: Setting, out: Path, quiet: bool) -> int:
+def _train_and_report(syncs: list[Sync], setting: Setting, at: Place | None, out: Path) -> int:
+    quiet = at is not None and at.rank > 0
     if not quiet:
         print(f"{setting}\n")
     names = [repr(sync) for sync in syncs]
-    with closing(_events(syncs, setting)) as events:
+    what = (syncs, setting.model, setting.steps, setting.seed)
+    with closing(on_ranks(at, setting.ranks, train, *what, imports=setting.imports)) as events:
         results = list(_show_progress(events, names, setting.steps, quiet))
     if not quiet:
         report.table(names, results).show()
@@ -113,19 +99,6 @@ def _show_progress(events: Iterable[Event], names: list[str], steps: int, quiet:
                 yield event
             else:
                 bars.update(task, completed=event.steps, loss=f"{event.loss:.3f}")
-
-
-def _events(syncs: list[Sync], setting: Setting) -> Generator[Event]:
-    what = (syncs, setting.model, setting.steps, setting.seed)
-    if not dist.is_torchelastic_launched():
-        yield from run_ranks(setting.ranks, train, *what, imports=setting.imports)
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield from train(*what)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def _stop(code: int, message: object, reports: bool) -> int:

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
-from fnddp.cli.models import Batch, Task, load
+from fnddp.cli.models import Batch, Forward, Loss, load
 
 Params = dict[str, Tensor]
 DIGITS = "digits"
@@ -21,16 +21,29 @@ class Lesson:
     """Something that one rank trains.
 
     Attributes:
-        initial: The parameters at the start, equal on all ranks.
-        loss: `loss(params, *batch)`.
+        model: Equal on all ranks at the start.
+        objective: The mean loss of a module, or a function that stands for it, on a batch.
         batch: The next batch of this rank.
         accuracy: On a test set; None where there is none.
     """
 
-    initial: Params
-    loss: Callable[..., Tensor]
+    model: nn.Module
+    objective: Loss
     batch: Callable[[torch.Generator], Batch]
     accuracy: Callable[[Params], float] | None
+
+    @property
+    def initial(self) -> Params:
+        """What is trained, by name."""
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def loss(self, params: Params, *batch: Tensor) -> Tensor:
+        """The loss with the parameters `params`."""
+
+        def forward(*inputs: Any) -> Any:
+            return functional_call(self.model, params, inputs)
+
+        return self.objective(forward, batch)
 
 
 def parameters(name: str) -> Params:
@@ -65,7 +78,7 @@ def lesson(name: str, *, seed: int, rank: int, world_size: int) -> Lesson:
         torch.manual_seed(seed)
         model = workload.make()
     batch = task.batch(rank)
-    return Lesson(_trained(model), partial(_loss, model, task), lambda _: batch, None)
+    return Lesson(model, task.loss, lambda _: batch, None)
 
 
 def _digits(seed: int, rank: int, world_size: int) -> Lesson:
@@ -75,19 +88,13 @@ def _digits(seed: int, rank: int, world_size: int) -> Lesson:
     shard = train_set.shard(rank, world_size)
     model = digits.make_model(seed)
     return Lesson(
-        _trained(model),
-        partial(digits.loss, model),
+        model,
+        _class_loss,
         lambda generator: shard.batch(BATCH_SIZE, generator),
         lambda params: digits.accuracy(model, params, test_set),
     )
 
 
-def _trained(model: nn.Module) -> Params:
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _loss(model: nn.Module, task: Task, params: Params, *batch: Tensor) -> Tensor:
-    def forward(*inputs: Any) -> Any:
-        return functional_call(model, params, inputs)
-
-    return task.loss(forward, batch)
+def _class_loss(forward: Forward, batch: Batch) -> Tensor:
+    x, y = batch
+    return cross_entropy(forward(x), y)

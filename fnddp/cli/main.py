@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fnddp.cli.arguments import bench, completion, demo, plan, tune
+from fnddp.cli.arguments import bench, completion, demo, doctor, plan, trace, tune
 from fnddp.cli.failures import BROKEN_PIPE
 from fnddp.options import did_you_mean
 from fnddp.version import __version__
@@ -36,7 +36,7 @@ def parser() -> Parser:
     made.add_argument("--version", action="version", version=f"fnddp {__version__}")
     made.set_defaults(whole=made)
     commands = made.add_subparsers(title="commands", metavar="command", required=True)
-    for command in (demo, plan, bench, tune, completion):
+    for command in (demo, plan, bench, tune, trace, doctor, completion):
         command.add(commands)
     return made
 

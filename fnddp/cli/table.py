@@ -11,6 +11,7 @@ from fnddp.cli.terminal import BOLD, DIM
 
 GAP = "  "
 NARROWEST = 24  # columns for names, as long as a number can give way instead
+READABLE = 110  # columns for captions, where there is no terminal
 
 _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline may be broken behind these
 
@@ -91,9 +92,7 @@ class Table:
         ]
         lines = [*self.caption.split("\n")]
         lines += [f"Not shown, for want of room: {', '.join(hidden)}"] if hidden else []
-        if width is None:
-            return lines
-        return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+        return [part for line in lines for part in textwrap.wrap(line, width or READABLE, subsequent_indent="  ")]
 
 
 def _lines(
