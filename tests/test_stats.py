@@ -1,6 +1,7 @@
 """Numbers of steps: what they count, that they are of the last step, and that writers get them. No time is asserted."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_a_writer_gets_what_is_known() -> None:
     assert "sync/encode_seconds" not in writer
 
 
-def test_tensorboard(tmp_path) -> None:
+def test_tensorboard(tmp_path: Path) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard")
     model = wrapped(0, SYNC)
     backward(model)

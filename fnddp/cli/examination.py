@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ def _is_equal(text: str, device: str) -> bool:
     return len(set(control.all_gather_object(digest, None))) == 1
 
 
-def _groups(hosts: list[str]) -> Iterator[tuple[str, dist.ProcessGroup | None]]:
+def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
     """Groups to measure, by what is between their ranks: within one host, across hosts, and all."""
     here = hosts[dist.get_rank()]
     by_host = {host: [rank for rank, its in enumerate(hosts) if its == host] for host in hosts}
