@@ -193,7 +193,7 @@ def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
     ("arguments", "message"),
     [
         (["fp16(allreduc)"], "parse: unknown name 'allreduc'; did you mean 'allreduce'?"),
-        (["allreduce", "--link", "100mbps"], "--link: '100mbps' is no link: bits are written mbit"),
+        (["allreduce", "--link", "100mbps"], "--link: '100mbps' is no link: write a rate"),
         (["powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
         (["partition({'encoder.*': allreduce})"], "partition: leaf 'position' matches none"),
         (["allreduce", "--model", "gpt5"], "unknown model 'gpt5'"),

@@ -129,7 +129,7 @@ def test_a_model_may_be_a_module_a_class_or_a_function(
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
         (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
         (["--import", "absent_module"], "--import: cannot import absent_module: ModuleNotFoundError"),
-        (["--link", "10mbps"], "'10mbps' is no link: bits are written mbit or Mbps (tc reads mbps as bytes)"),
+        (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
         (["fp16(allreduce, 3)"], "fp16() takes 1 positional argument but 2 were given\n  fp16(allreduce, 3)\n  ^"),
     ],
 )

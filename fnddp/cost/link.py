@@ -111,10 +111,10 @@ class Link:
         nbytes, late = _BYTES.fullmatch(rate), _LATENCY.fullmatch(latency)
         found = bits or nbytes
         if found is None or (colon and late is None):
-            tc = "bits are written mbit or Mbps (tc reads mbps as bytes); " if rate.endswith("bps") else ""
+            tc = "; bits are mbit or Mbps, since tc reads mbps as bytes" if rate.endswith("bps") else ""
             raise ValueError(
-                f"{text!r} is no link: {tc}write a rate and perhaps a latency, such as 200mbit, 1gbit, 25gbit:20us or "
-                "115.4GB/s:2.5us"
+                f"{text!r} is no link: write a rate and perhaps a latency, such as 200mbit, 1gbit, 25gbit:20us or "
+                f"115.4GB/s:2.5us{tc}"
             )
         number, prefix = found.groups()
         bandwidth = float(f"{number}e{_EXPONENT[prefix.lower()]}") / (8 if bits else 1)
