@@ -1,11 +1,14 @@
 """Gradient synchronization as composable pure transforms on gradient pytrees."""
 
+from typing import NoReturn
+
 from fnddp import outer
 from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
 from fnddp.adapters.module.wrapper import DistributedDataParallel
+from fnddp.adapters.stats import log_sync_stats
 from fnddp.agreement import RankMismatchError, verify
 from fnddp.codec import Codec
 from fnddp.codecs.dct_topk import dct_topk
@@ -25,6 +28,7 @@ from fnddp.cost.step import Compute
 from fnddp.memory.ef21 import ef21
 from fnddp.memory.error_feedback import error_feedback
 from fnddp.memory.momentum_correction import momentum_correction
+from fnddp.options import did_you_mean
 from fnddp.parse import parse
 from fnddp.plan.ir import LoweringError
 from fnddp.plan.lower import lower
@@ -53,6 +57,7 @@ from fnddp.transforms.powersgd import powersgd
 from fnddp.transforms.random_block import random_block
 from fnddp.transforms.random_k import random_k
 from fnddp.transforms.squared import squared
+from fnddp.version import __version__
 from fnddp.wire.counter import WireCounter
 from fnddp.wire.protocol import CollectiveError
 
@@ -73,6 +78,7 @@ __all__ = [
     "StepFailedError",
     "Sync",
     "WireCounter",
+    "__version__",
     "all_gather",
     "all_reduce",
     "allgather",
@@ -93,6 +99,7 @@ __all__ = [
     "hierarchical",
     "jit",
     "load_state_dict",
+    "log_sync_stats",
     "lower",
     "majority_vote",
     "measure",
@@ -126,3 +133,11 @@ __all__ = [
     "verify",
     "warmup",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(f"module 'fnddp' has no attribute {name!r}{did_you_mean(name, __all__)}")

@@ -1,8 +1,10 @@
-"""Numeric options, checked and made plain: numpy's numbers compare equal to Python's but print otherwise."""
+"""Options, checked and made plain: numpy's numbers compare equal to Python's but print otherwise."""
 
+import difflib
 import math
 import numbers
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -28,3 +30,15 @@ def checked_float(what: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
     return value if type(value) is int else float(value)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to add to an error about an unknown `name`: the one of `known` that it is like, if any.
+
+    >>> f"unknown name 'allreduc'{did_you_mean('allreduc', ['allgather', 'allreduce'])}"
+    "unknown name 'allreduc'; did you mean 'allreduce'?"
+    >>> did_you_mean("x", ["allreduce"])
+    ''
+    """
+    like = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {like[0]!r}?" if like else ""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fnddp.codec import Carrier
+from fnddp.options import did_you_mean
 from fnddp.sync import Sync, registry
 
 T = TypeVar("T")
@@ -123,7 +124,8 @@ class _Reader:
 
     def look_up(self, node: ast.expr, name: str) -> Any:
         if name not in self.names:
-            raise self.problem(node, f"unknown name {name!r}; known names are {', '.join(sorted(self.names))}")
+            known = f"; known names are {', '.join(sorted(self.names))}"
+            raise self.problem(node, f"unknown name {name!r}{did_you_mean(name, self.names) or known}")
         return self.names[name]
 
     def key(self, node: ast.Dict, key: ast.expr | None) -> ast.Constant:

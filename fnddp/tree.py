@@ -49,12 +49,17 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     leaves: Leaves = {}
     for path, leaf in values:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; wrap it with torch.as_tensor")
+            raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; {_as_tensors(leaf)}")
         _require_dense(path, leaf)
         if path in leaves:
             raise ValueError(f"two leaves have the path {path!r}; rename one of the keys that lead to them")
         leaves[path] = leaf
     return leaves, spec
+
+
+def _as_tensors(leaf: Any) -> str:
+    is_module = isinstance(leaf, torch.nn.Module)
+    return "give dict(module.named_parameters())" if is_module else "wrap it with torch.as_tensor"
 
 
 def require_leaves(owner: str, leaves: Any) -> None:

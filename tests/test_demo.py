@@ -15,7 +15,9 @@ import pytest
 from matplotlib.image import imread
 
 from fnddp import allreduce, fp16, parse
-from fnddp.cli import demo, main, report
+from fnddp.cli import main, report
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.launcher import Place, check_ranks
 from fnddp.cli.train import Result
 
 DEMO = ("-m", "fnddp", "demo")
@@ -174,7 +176,7 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fp16(allreduc)", "fnddp demo: parse: unknown name 'allreduc'; known names are"),
+        ("fp16(allreduc)", "fnddp demo: parse: unknown name 'allreduc'; did you mean 'allreduce'?"),
         ("powersgd(allreduce, rank=0)", "\n  powersgd(allreduce, rank=0)\n  ^\n"),
         ("partition({'encoder.*': allreduce})", "fnddp demo: partition: leaf '0.weight' matches none"),
     ],
@@ -195,12 +197,11 @@ def test_wrong_number(option: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert f"argument {option[0]}: must be a whole number of at least" in capsys.readouterr().err
 
 
-def test_ranks_must_be_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert demo.check_ranks(None) == demo.check_ranks(4) == 4
-    with pytest.raises(demo.WrongArgument, match="--ranks 2, but the launcher has started 4"):
-        demo.check_ranks(2)
+def test_ranks_must_be_the_launchers() -> None:
+    at = Place("torchrun", rank=1, world_size=4, local_rank=1)
+    assert check_ranks(None, at) == check_ranks(4, at) == 4
+    with pytest.raises(WrongArgument, match="--ranks 2, but torchrun has started 4"):
+        check_ranks(2, at)
 
 
 def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +217,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_a_run_that_diverged_or_sent_nothing_is_reported(tmp_path: Path) -> None:
     diverged = Result(0, PARAMETERS, [2.3, math.nan, math.inf], [4, 4, 4], accuracy=0.1, step_seconds=0.001)
     assert diverged.reduction is None
-    assert report.table(["x"], [diverged]).row_count == 1
-    report.write(tmp_path, [repr(fp16(allreduce))], [diverged], ranks=2, seed=0)
+    assert len(report.table(["x"], [diverged]).rows) == 1
+    report.write(tmp_path, [repr(fp16(allreduce))], [diverged], report.Setting("digits", ranks=2, steps=3, seed=0))
     (pipeline,) = json.loads((tmp_path / "results.json").read_text())["pipelines"]
     assert pipeline["loss_by_step"] == [2.3, None, None]

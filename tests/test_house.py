@@ -18,7 +18,7 @@ OUTER = [
 
 # Reading order is data-flow order. A folder or a file without its suffix.
 ORDER = [
-    *("torch_private", "tree", "options", "layout", "random", "group", "buckets", "columns"),
+    *("version", "torch_private", "tree", "options", "layout", "random", "group", "buckets", "columns"),
     *("wire/in_order", "wire/kinds", "wire/protocol", "wire/gloo_messages", "wire/guards", "wire/simulated"),
     *("wire/groups", "wire/c10d", "wire/counter", "wire/weights", "wire/control", "wire/eager", "collectives"),
     *("expression", "sync", "state", "codec", "parse", "agreement"),

@@ -45,7 +45,7 @@ HOSTILE = {
     "fp16(allreduce": (4, "'(' was never closed"),
     "fp16": (0, "'fp16' is a transform, not a value; call it: fp16(...)"),
     "allreduce()": (0, "'allreduce' is a ready-made value; write it without parentheses"),
-    "fp17(allreduce)": (0, "unknown name 'fp17'; known names are"),
+    "fp17(allreduce)": (0, "unknown name 'fp17'; did you mean 'fp16'?"),
     "3": (0, "this is a int, not a pipeline"),
     "fp16(\r\n  'ü' .x)": (2, "Attribute is not allowed"),
     "": (0, "invalid syntax"),

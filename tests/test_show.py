@@ -12,7 +12,7 @@ import torch
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
-from fnddp.show.timeline import CHARACTER
+from fnddp.show.timeline import CHARACTER, MARGIN, WIDEST
 from fnddp.tree import Tree
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
@@ -172,9 +172,31 @@ def test_picture(name, link):
     for top in {box.top for box in boxes}:
         lane = [box for box in boxes if box.top == top]
         assert all(before.right < after.left for before, after in pairwise(lane))
-    for box in boxes:  # nothing starts before what it waits for is done
+    for box in boxes:  # nothing starts before what it waits for is done, to the left or in a row above
         for waited in re.findall(r"waits for c(\d+)", box.title):
-            assert bars[int(waited)].right < box.left
+            assert bars[int(waited)].right < box.left or bars[int(waited)].top < box.top
+
+
+@pytest.mark.parametrize("sync", [allreduce, SYNC])
+def test_a_wide_picture_is_wrapped_and_its_arrows_meet_what_they_point_at(sync):
+    weights = {f"layers.{i}.weight": torch.empty(96, 96, device="meta") for i in range(30)}
+    svg = svg_of(plan_of(sync, weights, world_size=4))
+    assert float(svg.get("width", "")) <= WIDEST + 2 * MARGIN
+    rects = [[float(rect.get(key, "")) for key in ("x", "y", "width", "height")] for rect in svg.iterfind("./g/rect")]
+    tips = re.findall(r'd="M([\d.]+) ([\d.]+)h8l-4 (-?\d+)z"', ElementTree.tostring(svg, encoding="unicode"))
+    assert len(tips) > 40
+    for left, y, tip in tips:
+        x, end = float(left) + 4, float(y) + float(tip)
+        met = [r for r in rects if r[0] < x < r[0] + r[2] and min(abs(end - r[1]), abs(end - r[1] - r[3])) < 0.2]
+        assert len(met) == 1, (x, end)
+
+
+def test_dark_pages_have_dark_pictures():
+    picture = plan_of().to_svg()
+    assert "prefers-color-scheme: dark" in picture
+    for name in ("ink", "soft", "line", "paper"):
+        assert f".fnddp-plan .{name} {{" in picture
+        assert f'class="{name}"' in picture
 
 
 def test_bars_are_as_long_as_what_they_stand_for():

@@ -109,9 +109,9 @@ def line_problem() -> Problem:
 @pytest.mark.parametrize("text", ["allreduce", "error_feedback(sign(allgather))"])
 def test_the_simulated_loss_is_that_of_real_ranks(text: str) -> None:
     problem, n, steps = line_problem(), 3, 6
+    model = problem.make(5)  # here: ranks that are threads share torch's generator
 
     def train(rank: int) -> list[float]:
-        model = problem.make(5)
         params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         step = fnddp.value_and_grad(
             lambda params, *batch: problem.loss(lambda x: torch.func.functional_call(model, params, x), batch),

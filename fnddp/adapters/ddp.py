@@ -16,6 +16,7 @@ from fnddp.group import group_name
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
+from fnddp.run.stats import SyncStats, stats
 from fnddp.sync import State, Sync
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import Wire
@@ -75,6 +76,10 @@ class Handle:
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
         """The state for torch.distributed.checkpoint; see `fnddp.DistributedDataParallel.sync_checkpoint`."""
         return Checkpoint(self, self.group, saved_world_size)
+
+    def sync_stats(self) -> SyncStats:
+        """What the last step sent and took. See `fnddp.DistributedDataParallel.sync_stats`."""
+        return stats(self._engine)
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:

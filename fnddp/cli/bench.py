@@ -9,19 +9,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from fnddp.cli import bench_report
+from fnddp.cli.bars import progress
 from fnddp.cli.bench_arms import PEERS, Setup, why_not
 from fnddp.cli.bench_rank import WARM_UP, Event, Round, Times, measure
 from fnddp.cli.bench_report import Run
-from fnddp.cli.checks import check_folder, check_link, check_pipeline
+from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline, check_processes
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.launch import RankError, run_ranks
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.network import NetworkError, shaped_hosts
+from fnddp.options import did_you_mean
 
 
 def run(
@@ -39,6 +40,7 @@ def run(
     seed: int,
     is_profiled: bool,
     backend: str | None,
+    imports: Sequence[str],
 ) -> int:
     """Times training steps with each of `pipelines` and each peer, prints a table, writes `ratios.png`, `results.json`.
 
@@ -56,30 +58,32 @@ def run(
         seed: Of initial parameters and the order of arms.
         is_profiled: Also say where the time of a step goes.
         backend: Who runs the segments of plans.
+        imports: Modules that register transforms.
 
     Returns:
         The exit code of the command.
     """
-    console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         if link is not None:
             check_link(link)
+        check_processes(ranks)
+        check_imports(imports)
         parameters = check_model(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
         check_machine(device, link)
         check_backend(backend, device, compiled)
-        peers = check_peers(against, device, ranks, console)
+        peers = check_peers(against, device, ranks)
         check_folder(out)
         setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed, is_profiled, backend)
-        times = _measure(setup, ranks, link, console)
+        times = _measure(setup, ranks, link, imports)
         size = sum(p.numel() for p in parameters.values())
         done = Run(setup, ranks, link, size, shlex.join(["fnddp", *sys.argv[1:]]), times)
-        console.print(", ".join(f"{key}: {value}" for key, value in done.conditions.items()), markup=False)
-        console.print(bench_report.table(done))
+        print(", ".join(f"{key}: {value}" for key, value in done.conditions.items()), end="\n\n")
+        bench_report.table(done).show()
         if is_profiled:
-            console.print(bench_report.profile_table(done))
+            bench_report.profile_table(done).show()
         bench_report.write(out, done)
-        console.print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}", soft_wrap=True)
+        print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}")
         return 0
     except (WrongArgument, ModelError) as error:
         return stop("bench", WRONG_ARGUMENTS, error)
@@ -118,7 +122,7 @@ def check_backend(backend: str | None, device: str, compiled: bool) -> None:
         raise WrongArgument("--backend cudagraphs needs --device cuda")
 
 
-def check_peers(against: str, device: str, ranks: int, console: Console) -> list[str]:
+def check_peers(against: str, device: str, ranks: int) -> list[str]:
     """The peers in `against` that can run on `device` and so many ranks; says which cannot, and why.
 
     Raises:
@@ -126,31 +130,34 @@ def check_peers(against: str, device: str, ranks: int, console: Console) -> list
     """
     names = [name.strip() for name in against.split(",")]
     if unknown := [name for name in names if name not in PEERS]:
-        raise WrongArgument(f"--against: unknown peer {unknown[0]!r}; known ones are {', '.join(PEERS)}")
+        hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"
+        raise WrongArgument(f"--against: unknown peer {unknown[0]!r}{hint}")
     reasons = {name: why_not(name, device, ranks) for name in names}
     for name, reason in reasons.items():
         if reason is not None:
-            console.print(f"{name} is left out: {reason}", soft_wrap=True)
+            print(f"{name} is left out: {reason}")
     peers = [name for name, reason in reasons.items() if reason is None]
     if not peers:
         raise WrongArgument(f"--against {against}: no peer is left to compare with; add ddp")
     return peers
 
 
-def _measure(setup: Setup, ranks: int, link: str | None, console: Console) -> list[Times]:
+def _measure(setup: Setup, ranks: int, link: str | None, imports: Sequence[str]) -> list[Times]:
     with ExitStack() as stack:
         hosts = stack.enter_context(shaped_hosts(ranks, link)) if link else []
         backend = "nccl" if setup.device == "cuda" else "gloo"
         if setup.is_profiled:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says that a profile starts, and ends
-        events = stack.enter_context(closing(run_ranks(ranks, measure, setup, hosts=hosts, backend=backend)))
-        return _show_progress(events, WARM_UP + setup.pairs, console)
+        events = stack.enter_context(
+            closing(run_ranks(ranks, measure, setup, hosts=hosts, backend=backend, imports=imports))
+        )
+        return _show_progress(events, WARM_UP + setup.pairs)
 
 
-def _show_progress(events: Iterable[Event], rounds: int, console: Console) -> list[Times]:
+def _show_progress(events: Iterable[Event], rounds: int) -> list[Times]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn())
     times: list[Times] = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with progress(*columns) as bars:
         task = bars.add_task("", total=rounds)
         for event in events:
             if isinstance(event, Round):

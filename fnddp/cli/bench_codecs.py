@@ -7,13 +7,12 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
 from fnddp.cli.bench_profile import profiled
-from fnddp.cli.checks import check_pipeline
+from fnddp.cli.checks import check_imports, check_pipeline
 from fnddp.cli.failures import WRONG_ARGUMENTS, WrongArgument, stop
-from fnddp.cli.table import table
+from fnddp.cli.table import Column, Table
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
@@ -77,11 +76,12 @@ class _Steps:
         return float("nan") if plan is None else 8 * plan.wire_bytes / (LEAVES * ELEMENTS)
 
 
-def run(pipelines: Sequence[str]) -> int:
+def run(pipelines: Sequence[str], *, imports: Sequence[str] = ()) -> int:
     """Prints a table, a row for each of `pipelines`: codecs around a carrier; without any, of all that there are."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
     try:
+        check_imports(imports)
         syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
     except WrongArgument as error:
         return stop("bench", WRONG_ARGUMENTS, error)
@@ -95,8 +95,10 @@ def run(pipelines: Sequence[str]) -> int:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
     caption = CAPTION.format(leaves=LEAVES, elements=ELEMENTS, copy=copy)
-    headings = ("codec", "bits", "encode", "of a copy", "decode", "of a copy")
-    Console().print(table(headings, rows, caption))
+    headings = ("bits", "encode", "of a copy", "decode", "of a copy")
+    weights = (4, 5, 2, 3, 1)
+    columns = [Column(heading, weight) for heading, weight in zip(headings, weights, strict=True)]
+    Table("codec", columns, rows, caption).show()
     return 0
 
 

@@ -13,13 +13,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.table import Table
 
-from fnddp.cli import table as tables
 from fnddp.cli.bench_arms import Setup
 from fnddp.cli.bench_profile import OPERATIONS, PARTS
 from fnddp.cli.bench_rank import WARM_UP, Times
 from fnddp.cli.report import COLOURS
+from fnddp.cli.table import Column, Table
 
 RATIOS, RESULTS = "ratios.png", "results.json"
 
@@ -99,11 +98,13 @@ def table(run: Run) -> Table:
     )
     rows: list[tuple[str, ...]] = []
     for arm, (name, times) in enumerate(zip(run.setup.names, run.times, strict=True)):
-        ratios = ["1" if peer == arm else str(run.ratio(arm, peer)) for peer in run.peers]
+        against = ["1" if peer == arm else str(run.ratio(arm, peer)) for peer in run.peers]
         bytes_sent = (f"{times.wire_bytes:,}", f"{run.link_bytes(arm):,.0f}")
-        rows.append((name, f"{median(times.steps) * 1e3:.1f}", *ratios, *bytes_sent))
-    return tables.table(
-        ("arm", "ms", *(f"time / {run.setup.names[peer]}" for peer in run.peers), "wire", "link"),
+        rows.append((name, f"{median(times.steps) * 1e3:.1f}", *against, *bytes_sent))
+    ratios = [Column(f"time /\n{run.setup.names[peer]}", 5 if peer == run.peers[0] else 3) for peer in run.peers]
+    return Table(
+        "arm",
+        [Column("ms", 4), *ratios, Column("wire", 2), Column("link", 1)],
         rows,
         caption="ms: median of the steps, until the last rank was done\n"
         "time / PEER: median and quartiles of the ratio in the same round; below 1 is faster than the peer\n"
@@ -119,8 +120,9 @@ def profile_table(run: Run) -> Table:
         assert times.profile is not None
         spent = (f"{times.profile[part]:.2f}" for part in PARTS)
         rows.append((name, *spent, f"{times.profile[OPERATIONS]:,.0f}"))
-    return tables.table(
-        ("arm", *PARTS, OPERATIONS),
+    return Table(
+        "arm",
+        [*(Column(part, 2) for part in PARTS), Column(OPERATIONS, 1)],
         rows,
         caption="ms of the host in a step of rank 0, each without the parts within it; the profiler itself costs some\n"
         "hooks: what autograd does with a gradient of a parameter, and all that hangs on it: torch's reducer, too\n"

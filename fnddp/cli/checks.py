@@ -1,12 +1,15 @@
 """What commands check before they start anything."""
 
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from fnddp.cli import modules
 from fnddp.cli.failures import WrongArgument
+from fnddp.cli.modules import ModuleError
 from fnddp.cost.link import Link
 from fnddp.parse import parse
 from fnddp.sync import Sync
@@ -24,6 +27,32 @@ def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
     except (TypeError, ValueError) as error:
         raise WrongArgument.of(error) from error
     return sync
+
+
+def check_imports(names: Iterable[str]) -> None:
+    """Imports the modules `names`.
+
+    Raises:
+        WrongArgument: One of them is not there, or raises.
+    """
+    for name in names:
+        try:
+            modules.load(name)
+        except ModuleError as error:
+            raise WrongArgument(f"--import: {error}") from error
+
+
+RANKS_PER_CORE = 8
+
+
+def check_processes(ranks: int) -> None:
+    """Raises a WrongArgument if so many processes are more than this machine can run in a reasonable time."""
+    cores = os.cpu_count() or 1
+    if ranks > RANKS_PER_CORE * cores:
+        raise WrongArgument(
+            f"--ranks {ranks}: each is a process, and on {cores} cores at most {RANKS_PER_CORE * cores} are started; "
+            f"virtual ranks need none: fnddp tune --ranks {ranks}, or fnddp.simulate"
+        )
 
 
 def check_link(text: str) -> Link:

@@ -2,7 +2,7 @@
 
 import sys
 
-FAILED, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_ARGUMENTS, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
 class WrongArgument(ValueError):
@@ -15,6 +15,12 @@ class WrongArgument(ValueError):
 
 
 def stop(command: str, code: int, message: object) -> int:
-    """Says why `command` stops, and returns its exit code."""
+    """Says why `command` stops, and returns its exit code.
+
+    Raises:
+        BrokenPipeError: That is why, and nobody listens.
+    """
+    if isinstance(message, BrokenPipeError):
+        raise message
     print(f"fnddp {command}: {message}", file=sys.stderr)
     return code

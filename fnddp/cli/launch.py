@@ -1,6 +1,7 @@
 """Ranks as processes of this machine, watched by the parent: however one of them ends, none stays and nothing hangs."""
 
 import multiprocessing
+import pickle
 import signal
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -28,7 +29,12 @@ class Vanished:
 
 
 def run_ranks(
-    world_size: int, work: Work, *arguments: Any, hosts: Sequence[Host] = (), backend: str = "gloo"
+    world_size: int,
+    work: Work,
+    *arguments: Any,
+    hosts: Sequence[Host] = (),
+    backend: str = "gloo",
+    imports: Sequence[str] = (),
 ) -> Generator[Any]:
     """Runs `work(*arguments)` on `world_size` ranks, each a process of its own.
 
@@ -40,6 +46,7 @@ def run_ranks(
         arguments: Picklable.
         hosts: One for each rank; none for the machine's own network.
         backend: Of the process group.
+        imports: Modules that a rank imports first, as `fnddp.cli.modules.load` takes them.
 
     Returns:
         What rank 0's iterable yields, as it comes.
@@ -50,6 +57,7 @@ def run_ranks(
     # The parent holds the store that ranks meet at, on a port that the system chooses: no port is ever taken twice.
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
+    packed = pickle.dumps(arguments)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
@@ -58,7 +66,7 @@ def run_ranks(
                 pipe, remote = context.Pipe()
                 process = context.Process(
                     target=run_rank,
-                    args=(rank, world_size, store.port, remote, work, arguments, host, backend),
+                    args=(rank, world_size, store.port, remote, work, packed, host, backend, tuple(imports)),
                     name=f"rank {rank}",
                 )
                 process.start()

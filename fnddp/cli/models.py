@@ -3,21 +3,22 @@
 The named models need nothing but torch, and their data is random: what they are for is shapes and time.
 """
 
-import importlib
-import importlib.util
-import sys
+import inspect
+import traceback
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fnddp.cli import architectures
+from fnddp.cli import architectures, modules
+from fnddp.cli.modules import ModuleError
+from fnddp.options import did_you_mean
 
 Batch = tuple[Tensor, ...]
 Forward = Callable[..., Any]  # a module, or a function that stands for one with other parameters
@@ -59,7 +60,7 @@ class Workload:
         try:
             with torch.device("meta"):
                 module = self.make()
-        except RuntimeError:  # it reads values, and on the meta device there are none
+        except (ModelError, RuntimeError):  # perhaps it reads values, and on the meta device there are none
             module = self.make()
         return {name: p.detach().to("meta") for name, p in module.named_parameters() if p.requires_grad}
 
@@ -67,9 +68,9 @@ class Workload:
 def load(name: str) -> Workload:
     """The workload `name`: "transformer", "deep", "gpt2", "resnet18", "FILE.py:fn", or "module:fn".
 
-    In a file or an installed module, `fn()` returns a module, or `(module, inputs, loss_fn)`: a tensor or tuple of
+    In a file or an importable module, `fn()` returns a module, or `(module, inputs, loss_fn)`: a tensor or tuple of
     tensors that the module takes, and a function from the module's output to a scalar. A module alone can be planned,
-    not benchmarked.
+    not benchmarked. `fn` may be a module, too, or the class of one.
 
     Raises:
         ModelError: There is no such model or file. (What `fn()` returns is looked at when it is first called.)
@@ -81,9 +82,9 @@ def load(name: str) -> Workload:
         return _NAMED[name]
     path, colon, function = name.rpartition(":")
     if not colon or not path:
-        known = ", ".join(_NAMED)
-        raise ModelError(f"unknown model {name!r}; known ones are {known}, and FILE.py:fn or module:fn for your own")
-    build = _function(_of_file(Path(path)) if path.endswith(".py") else _installed(path), path, function)
+        hint = did_you_mean(name, _NAMED) or f"; known ones are {', '.join(_NAMED)}"
+        raise ModelError(f"unknown model {name!r}{hint}; your own is FILE.py:fn or module:fn")
+    build = _maker(name, path, function)
     return Workload(name, lambda: _parts(name, build())[0], lambda: _task(name, *_parts(name, build())))
 
 
@@ -135,36 +136,47 @@ _NAMED = {
 }
 
 
-def _of_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise ModelError(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"fnddp_model_{file.stem}", file)
-    assert spec is not None  # its name ends with .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    if (folder := str(file.absolute().parent)) not in sys.path:
-        sys.path.append(folder)  # as if Python ran the file: it may import its neighbours
+def _maker(name: str, where: str, attribute: str) -> Callable[[], Any]:
+    """What makes the model that `name` is: a function or a class, or a module, of which each time a copy is made."""
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ModelError(f"cannot import {file}: {type(error).__name__}: {error}") from error
-    return module
+        module = modules.load(where)
+    except ModuleError as error:
+        raise ModelError(str(error)) from error
+    made = getattr(module, attribute, None)
+    if isinstance(made, nn.Module):
+        return partial(deepcopy, made)
+    if not callable(made):
+        there = sorted(key for key, value in vars(module).items() if _is_model(value) and not key.startswith("_"))
+        hint = did_you_mean(attribute, there) or f"; it has {', '.join(there) or 'none'}"
+        raise ModelError(f"{where} has no function or module {attribute!r}{hint}")
+    if needed := _required(made):
+        raise ModelError(
+            f"{name} cannot be called without arguments: it needs {', '.join(needed)}; give them defaults, or name a "
+            "function that returns the module"
+        )
+    return partial(_called, name, made)
 
 
-def _installed(name: str) -> ModuleType:
+def _is_model(value: Any) -> bool:
+    return isinstance(value, nn.Module | FunctionType) or (isinstance(value, type) and issubclass(value, nn.Module))
+
+
+def _required(made: Callable[..., Any]) -> list[str]:
     try:
-        return importlib.import_module(name)
+        parameters = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):  # some built-in ones have no signature
+        return []
+    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in varying]
+
+
+def _called(name: str, made: Callable[[], Any]) -> Any:
+    try:
+        return made()
     except Exception as error:
-        raise ModelError(f"cannot import {name}: {type(error).__name__}: {error}") from error
-
-
-def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
-    function = getattr(module, name, None)
-    if not callable(function):
-        there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ModelError(f"{where} has no function {name!r}; it has {', '.join(there) or 'none'}")
-    return function
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{name} failed: {problem} (at {where.filename}:{where.lineno})") from error
 
 
 def _parts(name: str, built: Any) -> tuple[nn.Module, Any, Any]:

@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from torch import Tensor
 
-from fnddp.cli import plan_report
-from fnddp.cli.checks import check_link, check_pipeline
+from fnddp.cli import plan_report, terminal
+from fnddp.cli.checks import check_imports, check_link, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.plan_report import Planned, Setting
@@ -32,6 +31,7 @@ def run(
     json: bool,
     svg: Path | None,
     trace: Path | None,
+    imports: Sequence[str],
 ) -> int:
     """Lowers each of `pipelines` for ranks that need not exist, and prints what they would send and take.
 
@@ -47,6 +47,7 @@ def run(
         json: Print JSON, and nothing else.
         svg: Where to write the timeline of the plan, of which there is one, on one link.
         trace: Where to write the predicted step of that plan, for Perfetto.
+        imports: Modules that register transforms.
 
     Returns:
         The exit code of the command.
@@ -55,6 +56,7 @@ def run(
         for option, file in (("--svg", svg), ("--trace", trace)):
             if file is not None and max(len(pipelines), len(links)) > 1:
                 raise WrongArgument(f"{option} draws the plan of one pipeline on one link: give one of each")
+        check_imports(imports)
         by_text = {text: check_link(text) for text in links}
         setting = Setting(model, check_model(model), ranks, by_text, step, backward, bucket_cap_mb)
         syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
@@ -91,9 +93,9 @@ def check_model(name: str) -> dict[str, Tensor]:
 
 
 def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[Plan]:
-    with Console(stderr=True).status("") as status:  # on terminals only
+    with terminal.status() as status:
         for i, sync in enumerate(syncs, start=1):
-            status.update(f"plan {i} of {len(syncs)}")  # seconds each, for a large model
+            status.show(f"plan {i} of {len(syncs)}")  # seconds each, for a large model
             yield _plan(sync, setting)
 
 

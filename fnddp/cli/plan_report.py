@@ -1,21 +1,16 @@
 """What `fnddp plan` prints: a table, the plans in full, or JSON."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from fnddp.cli import table as tables
+from fnddp.cli.table import Column, Table
 from fnddp.cost.estimate import Estimate
 from fnddp.cost.link import Link, duration
 from fnddp.plan.plan import Plan
 from fnddp.show.text import size
-
-UNBOUNDED = 10_000  # columns: a file or pipe has no width, and tables are as wide as they need
 
 
 @dataclass(frozen=True)
@@ -88,18 +83,25 @@ class Planned:
 
 def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None:
     """Prints the table and, `in_full`, each plan."""
-    console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
-    console.print(str(setting), markup=False, soft_wrap=True)
-    console.print(table(setting, planned))
+    print(f"{setting}\n")
+    table(setting, planned).show()
     for each in planned if in_full else ():
         print(f"{each.plan}\n")
 
 
 def table(setting: Setting, planned: Sequence[Planned]) -> Table:
     """The comparison, a row for each pipeline."""
-    costs = ["comm"] if setting.backward is None else ["comm", "step", "exposed"]
-    times = [f"{text}\n{cost}" for text in setting.links for cost in costs]
-    headings = ("pipeline", "wire B", "reduction", "link B", "collec-\ntives", "rounds", "memory", *times)
+    costs = {"comm": 9} if setting.backward is None else {"comm": 7, "step": 9, "exposed": 6}
+    times = [Column(f"{text}\n{cost}", weight) for text in setting.links for cost, weight in costs.items()]
+    columns = [
+        Column("wire B", 8),
+        Column("reduction", 5),
+        Column("link B", 2),
+        Column("collec-\ntives", 3),
+        Column("rounds", 4),
+        Column("memory", 1),
+        *times,
+    ]
     rows = [
         (
             repr(each.plan.sync),
@@ -113,7 +115,7 @@ def table(setting: Setting, planned: Sequence[Planned]) -> Table:
         )
         for each in planned
     ]
-    return tables.table(headings, rows, _caption(setting))
+    return Table("pipeline", columns, rows, _caption(setting))
 
 
 def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
@@ -158,13 +160,13 @@ def _caption(setting: Setting) -> str:
     else:
         comm = (
             f"comm: all collectives; step: with a backward of {duration(setting.backward)}, in which buckets are ready "
-            "at even intervals;\nexposed: what is left to wait for after it"
+            "at even intervals\nexposed: what is left to wait for after it"
         )
     return (
         "wire: bytes that a rank hands to its collectives in a step; reduction: against 4 for each parameter\n"
         "link: bytes that a rank sends in a ring; rounds: collectives that wait for one another\n"
         "memory: at most, beside the gradients and the state (-: not known)\n"
         f"{comm}\n"
-        "Times are computed, not measured: gloo's ring, on links of the given bandwidth and latency (none unless\n"
+        "Times are computed, not measured: gloo's ring, on links of the given bandwidth and latency (none unless "
         "given); to encode and decode takes no time here. To measure steps: fnddp bench"
     )

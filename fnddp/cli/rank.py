@@ -1,6 +1,7 @@
 """A rank that was started as a process: it joins the others, works, and tells its parent how that went."""
 
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fnddp.cli import modules
 from fnddp.cli.network import Host
 
 LOOPBACK = "127.0.0.1"
@@ -40,9 +42,10 @@ def run_rank(
     port: int,
     pipe: Connection,
     work: Work,
-    arguments: tuple[Any, ...],
+    arguments: bytes,
     host: Host | None,
     backend: str,
+    imports: tuple[str, ...],
 ) -> None:
     """Sends what `work(*arguments)` yields to the parent, then `Done`, or `Raised` if it raises. It does not return.
 
@@ -52,11 +55,15 @@ def run_rank(
         port: Where the parent holds the store.
         pipe: To the parent.
         work: What to do, with the default process group set up.
-        arguments: Of `work`.
+        arguments: Of `work`, pickled.
         host: Where this rank's network is; None for the machine's own.
         backend: Of the process group.
+        imports: Modules to import before the arguments are unpickled, which may hold what they define.
     """
     try:
+        for name in imports:
+            modules.load(name)
+        unpacked = pickle.loads(arguments)
         # The connection to the store stays the machine's own, also on a host that cannot reach the parent.
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
         if host is not None:
@@ -64,7 +71,7 @@ def run_rank(
         # Ranks of one machine meet on the loopback device, whatever the host's name resolves to.
         os.environ["GLOO_SOCKET_IFNAME"] = loopback_device() if host is None else host.interface
         dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=TIMEOUT)
-        for event in work(*arguments):
+        for event in work(*unpacked):
             pipe.send(event)
         pipe.send(Done())
         pipe.recv()  # stays until the parent lets go: leaving would break connections that others still read from

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,16 +11,29 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from rich.table import Table
 
-from fnddp.cli import table as tables
-from fnddp.cli import train
+from fnddp.cli.lessons import BATCH_SIZE, DIGITS, title
+from fnddp.cli.table import Column, Table
 from fnddp.cli.train import Result
 
 CURVES, RESULTS = "curves.png", "results.json"
 SMOOTHING = 15  # steps
 # Okabe and Ito's palette: distinct for colour-blind readers too.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was asked for."""
+
+    model: str
+    ranks: int
+    steps: int
+    seed: int
+    imports: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{title(self.model)}; ranks: {self.ranks}, steps with each pipeline: {self.steps}, seed: {self.seed}"
 
 
 def table(names: Sequence[str], results: Sequence[Result]) -> Table:
@@ -30,13 +44,20 @@ def table(names: Sequence[str], results: Sequence[Result]) -> Table:
             f"{result.step_bytes:,}",
             "-" if result.reduction is None else f"{result.reduction:.1f}x",
             f"{result.sent[-1] / 1e6:.2f}",
-            f"{result.accuracy:.2%}",
+            _score(result),
             f"{result.step_seconds * 1e3:.1f}",
         )
         for name, result in zip(names, results, strict=True)
     ]
-    return tables.table(
-        ("pipeline", "bytes/step", "reduction", "MB sent", "accuracy", "ms/step"),
+    return Table(
+        "pipeline",
+        [
+            Column("bytes/step", 5),
+            Column("reduction", 2),
+            Column("MB sent", 1),
+            Column("final loss" if any(result.accuracy is None for result in results) else "accuracy", 4),
+            Column("ms/step", 3),
+        ],
         rows,
         caption="bytes: what one rank hands to its collectives in the last step, counted\n"
         "reduction: against 4 bytes for each parameter; MB sent: in all steps together\n"
@@ -44,26 +65,31 @@ def table(names: Sequence[str], results: Sequence[Result]) -> Table:
     )
 
 
-def write(out: Path, names: Sequence[str], results: Sequence[Result], *, ranks: int, seed: int) -> None:
+def _score(result: Result) -> str:
+    return f"{result.losses[-1]:.4f}" if result.accuracy is None else f"{result.accuracy:.2%}"
+
+
+def write(out: Path, names: Sequence[str], results: Sequence[Result], setting: Setting) -> None:
     """Writes the curves and the numbers behind them into the folder `out`.
 
     Raises:
         OSError: It cannot be written to.
     """
     out.mkdir(parents=True, exist_ok=True)
-    curves(names, results, ranks=ranks).savefig(out / CURVES, dpi=150)
-    (out / RESULTS).write_text(json.dumps(as_json(names, results, ranks=ranks, seed=seed), indent=1) + "\n")
+    curves(names, results, setting).savefig(out / CURVES, dpi=150)
+    (out / RESULTS).write_text(json.dumps(as_json(names, results, setting), indent=1) + "\n")
 
 
-def as_json(names: Sequence[str], results: Sequence[Result], *, ranks: int, seed: int) -> dict[str, object]:
+def as_json(names: Sequence[str], results: Sequence[Result], setting: Setting) -> dict[str, object]:
     """The results and what they were measured with."""
     return {
-        "data": "scikit-learn digits",
+        "model": setting.model,
+        "data": "scikit-learn digits" if setting.model == DIGITS else "the model's own batch",
         "torch": torch.__version__,
-        "ranks": ranks,
-        "seed": seed,
-        "steps": len(results[0].losses),
-        "batch_size_per_rank": train.BATCH_SIZE,
+        "ranks": setting.ranks,
+        "seed": setting.seed,
+        "steps": setting.steps,
+        "batch_size_per_rank": BATCH_SIZE if setting.model == DIGITS else None,
         "parameters": results[0].parameters,
         "pipelines": [
             {
@@ -81,8 +107,9 @@ def as_json(names: Sequence[str], results: Sequence[Result], *, ranks: int, seed
     }
 
 
-def curves(names: Sequence[str], results: Sequence[Result], *, ranks: int) -> Figure:
+def curves(names: Sequence[str], results: Sequence[Result], setting: Setting) -> Figure:
     """Training loss against steps, and against bytes sent."""
+    score = "test accuracy" if setting.model == DIGITS else "final loss"
     figure = Figure(figsize=(11, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
@@ -91,19 +118,19 @@ def curves(names: Sequence[str], results: Sequence[Result], *, ranks: int) -> Fi
         # Pipelines that lose nothing lie on one another: the first are drawn wide, the later ones thin on top.
         style = {"color": COLOURS[i % len(COLOURS)], "linewidth": max(1.2, 4.2 - i)}
         by_step.plot(range(1, len(losses) + 1), losses, **style)
-        label = f"{name:<{max(map(len, names))}}  {result.accuracy:7.2%}  {result.sent[-1] / 1e6:9.2f} MB"
+        label = f"{name:<{max(map(len, names))}}  {_score(result):>7}  {result.sent[-1] / 1e6:9.2f} MB"
         by_bytes.plot(result.sent, losses, label=label, **style)
     _dress(by_step, "steps")
     _dress(by_bytes, "bytes sent by one rank")
     by_bytes.set_xscale("log")
     by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
     by_step.set_ylabel(f"training loss (running mean of {SMOOTHING} steps)")
-    figure.suptitle(f"Handwritten digits, world size {ranks}: the same training with less on the wire")
+    figure.suptitle(f"{title(setting.model)}, {setting.ranks} ranks: the same training with less on the wire")
     figure.legend(
         loc="outside lower center",
         frameon=False,
         prop={"family": "monospace", "size": 9},
-        title="pipeline, test accuracy, bytes sent by one rank in all",
+        title=f"pipeline, {score}, bytes sent by one rank in all",
         title_fontsize=9,
     )
     return figure

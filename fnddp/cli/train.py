@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from statistics import median
 
@@ -14,16 +13,13 @@ from torch import Tensor
 
 from fnddp.adapters.functional import value_and_grad
 from fnddp.agreement import agree, verify
-from fnddp.cli import digits
+from fnddp.cli.lessons import Params, lesson
 from fnddp.sync import Sync
 from fnddp.wire.counter import WireCounter
 
-BATCH_SIZE = 32  # per rank
 LEARNING_RATE = 0.1  # falls linearly to zero
 MOMENTUM = 0.9
 TIMED_STEPS = 50
-
-Params = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Result:
         parameters: Elements in the network.
         losses: Training loss of each step, the mean over ranks.
         sent: Wire bytes that one rank had sent after each step, counted.
-        accuracy: On the test set, after the last step.
+        accuracy: On the test set, after the last step; None where there is none.
         step_seconds: Median time of a step on this rank.
     """
 
@@ -52,7 +48,7 @@ class Result:
     parameters: int
     losses: list[float]
     sent: list[int]
-    accuracy: float
+    accuracy: float | None
     step_seconds: float
 
     @property
@@ -69,8 +65,8 @@ class Result:
 Event = Progress | Result
 
 
-def train(pipelines: Sequence[Sync], steps: int, seed: int) -> Iterator[Event]:
-    """Trains once with each pipeline, from the same parameters and on the same batches.
+def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Iterator[Event]:
+    """Trains `model` once with each pipeline, from the same parameters and on the same batches.
 
     Every rank of the default process group must run it, to its end.
 
@@ -79,10 +75,8 @@ def train(pipelines: Sequence[Sync], steps: int, seed: int) -> Iterator[Event]:
     """
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_set, test_set = digits.load()
-    shard = train_set.shard(rank, world_size)
-    model = digits.make_model(seed)
-    initial = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    learnt = lesson(model, seed=seed, rank=rank, world_size=world_size)
+    initial = learnt.initial
 
     for index, sync in enumerate(pipelines):
         params, velocity, state = (
@@ -91,13 +85,13 @@ def train(pipelines: Sequence[Sync], steps: int, seed: int) -> Iterator[Event]:
             sync.init(initial),
         )
         verify(sync, params, state)
-        step = value_and_grad(partial(digits.loss, model), sync)
+        step = value_and_grad(learnt.loss, sync)
         generator = torch.Generator().manual_seed(seed * world_size + rank)
         losses: list[Tensor] = []
         sent: list[int] = []
-        batch = shard.batch(BATCH_SIZE, generator)
+        batch = learnt.batch(generator)
         for done in range(steps):
-            batch = shard.batch(BATCH_SIZE, generator)
+            batch = learnt.batch(generator)
             with WireCounter() as counter:
                 loss, grads, state = step(params, state, *batch)
             params, velocity = sgd(params, grads, velocity, LEARNING_RATE * (1 - done / steps))
@@ -119,7 +113,7 @@ def train(pipelines: Sequence[Sync], steps: int, seed: int) -> Iterator[Event]:
             parameters=sum(p.numel() for p in params.values()),
             losses=mean_over_ranks(torch.stack(losses)).tolist(),
             sent=list(accumulate(sent)),
-            accuracy=digits.accuracy(model, params, test_set),
+            accuracy=None if learnt.accuracy is None else learnt.accuracy(params),
             step_seconds=median(seconds),
         )
 

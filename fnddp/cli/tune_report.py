@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from rich.table import Table
 
-from fnddp.cli import table as tables
 from fnddp.cli.report import COLOURS
+from fnddp.cli.table import Column, Table
 from fnddp.cost.link import duration
 from fnddp.tune import Outcome, Tuned
 
@@ -57,10 +56,12 @@ def table(tuned: Tuned) -> Table:
         )
         for each in tuned.outcomes
     ]
-    headings = ("pipeline", "wire B", "link B", "step", "codec", "exposed", "loss", "spread", "")
+    headings = ("wire B", "link B", "step", "codec", "exposed", "loss", "spread", "")
+    weights = (4, 1, 8, 3, 2, 7, 5, 6)
     forward, backward = map(duration, (tuned.compute.forward_seconds, tuned.compute.backward_seconds))
-    return tables.table(
-        headings,
+    return Table(
+        "pipeline",
+        [Column(heading, weight) for heading, weight in zip(headings, weights, strict=True)],
         rows,
         f"step: with forward {forward}, backward {backward}, and codec, to encode and decode: measured here\n"
         "exposed: what is left to wait for on the link, predicted\n"

@@ -20,6 +20,7 @@ ALGORITHMS = tuple(_MESSAGES)
 
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"
 _BITS = re.compile(_NUMBER + r"([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+_BPS = re.compile(_NUMBER + r"([KMGT])bps")
 _BYTES = re.compile(_NUMBER + r"([kMGT]?)B/s")
 _LATENCY = re.compile(_NUMBER + r"([num]?)s")
 _EXPONENT = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}
@@ -93,7 +94,8 @@ class Link:
     def parse(cls, text: str) -> "Link":
         """A link from its rate and, after a colon, its latency (none: 0).
 
-        Prefixes are decimal. Bits: "200mbit", "1gbit", "25 Gbit/s", in any case; bytes: "115.4GB/s", with a capital B.
+        Prefixes are decimal. Bits: "200mbit", "1gbit", "25 Gbit/s", in any case, and "10Gbps", with a capital letter as
+        on data sheets; bytes: "115.4GB/s", with a capital B.
         A rate is taken as it stands: headers of TCP over Ethernet take 4.4 % of it (1448 bytes of 1514 are payload).
 
         Raises:
@@ -105,12 +107,14 @@ class Link:
         True
         """
         rate, colon, latency = (part.strip() for part in text.partition(":"))
-        bits, nbytes, late = _BITS.fullmatch(rate), _BYTES.fullmatch(rate), _LATENCY.fullmatch(latency)
+        bits = _BITS.fullmatch(rate) or _BPS.fullmatch(rate)
+        nbytes, late = _BYTES.fullmatch(rate), _LATENCY.fullmatch(latency)
         found = bits or nbytes
         if found is None or (colon and late is None):
+            tc = "; bits are mbit or Mbps, since tc reads mbps as bytes" if rate.endswith("bps") else ""
             raise ValueError(
                 f"{text!r} is no link: write a rate and perhaps a latency, such as 200mbit, 1gbit, 25gbit:20us or "
-                "115.4GB/s:2.5us"
+                f"115.4GB/s:2.5us{tc}"
             )
         number, prefix = found.groups()
         bandwidth = float(f"{number}e{_EXPONENT[prefix.lower()]}") / (8 if bits else 1)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
 from fnddp.plan.draft import Donation, Draft, Phase, Request, copied
@@ -43,7 +45,8 @@ def lower(
 
     Args:
         sync: The pipeline.
-        params: Any pytree of parameters or gradients; meta tensors will do.
+        params: Any pytree of parameters or gradients; meta tensors will do. Or a module: those of its
+            parameters that are trained.
         state: The pipeline's state, whose counters choose the phase (a warm-up, or what comes after it); None for the
             first step.
         world_size: Plan for groups of this size, without a process group; None for the groups that there are.
@@ -56,8 +59,8 @@ def lower(
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
-        ValueError: `arrival` does not name the leaves of `params`, a size is not positive, or the backend is none for
-            these parameters.
+        ValueError: `arrival` does not name the leaves of `params`, a size is not positive (or `world_size`), or the
+            backend is none for these parameters.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -70,6 +73,12 @@ def lower(
         raise ValueError(
             f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
         )
+    if world_size is not None and world_size < 1:
+        raise ValueError(
+            f"lower: world_size must be at least 1, or None for the groups that there are, got {world_size}"
+        )
+    if isinstance(params, nn.Module):
+        params = {name: p for name, p in params.named_parameters() if p.requires_grad}
     leaves, _ = tree.flatten(params)
     require_backend(backend, [leaf.device for leaf in leaves.values()])
     world = World(size=world_size)

@@ -29,7 +29,8 @@ from fnddp.run.planned import Planned
 from fnddp.run.runner import Runner
 from fnddp.run.vote import Vote
 from fnddp.run.weighing import Weighing
-from fnddp.show.trace import debug_level, observer, profiled
+from fnddp.show.meter import Meter, Taken
+from fnddp.show.trace import debug_level, observer, observing, profiled
 from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync, groups_of, require_weighable
 from fnddp.tree import Leaves
@@ -93,6 +94,8 @@ class Engine:
         positions: Of the leaves, by path.
         is_open: Whether a step has begun and not ended.
         begun: How many steps have begun.
+        steps: How many have ended well.
+        failed_steps: How many have not.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Engine:
         self.positions = {path: position for position, path in enumerate(self.leaves)}
         self.is_open = False
         self.begun = 0
+        self.steps = self.failed_steps = 0
         self._state = state
         self._wire = wire
         self._groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *beside]))
@@ -135,6 +139,7 @@ class Engine:
         self._device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
         self._memory = Memory()
         self._debug = debug_level()
+        self._meter: Meter | None = None
         self._has_plans = True
         self._arrival: list[str] | None = None
         self._dropped: frozenset[str] = frozenset()
@@ -148,6 +153,7 @@ class Engine:
         self._has_voted = False
         self._broken: BaseException | None = None
         self._epoch = 0  # of an elastic wire, when this rank was last in step
+        self._measured_from = 0
         self._ahead: list[tuple[Engine, int]] = []  # engines and the numbers of those of their steps that go first
         self._behind: list[weakref.ref[Engine]] = []  # and those that wait for this one's
 
@@ -180,6 +186,18 @@ class Engine:
     def plan(self) -> Plan | None:
         """The plan of the current or last step; None before the first, and for a pipeline that cannot be lowered."""
         return None if self._current is None else self._current.plan
+
+    def taken(self) -> Taken | None:
+        """What the last step took. Steps are measured from the first call on; None before, and without a plan."""
+        if self._meter is None:
+            self._meter = Meter()
+            for runner, _ in self._prepared:
+                if isinstance(runner, Planned):
+                    runner.watch(observing(self._debug, self._meter))
+            self._measured_from = self.steps
+        if self.plan is None or self.steps == self._measured_from:
+            return None
+        return self._meter.taken(len(self.plan.collectives))
 
     @property
     def missing(self) -> frozenset[str]:
@@ -325,6 +343,7 @@ class Engine:
             return
         self._drop_behind()
         self.is_open = False
+        self.failed_steps += 1
         assert self._current is not None
         runner, vote = self._current
         if self._has_voted and runner.plan is None and isinstance(error, FloatingPointError):
@@ -421,6 +440,7 @@ class Engine:
             except CollectiveError:  # ranks are out of step
                 raise
             except Exception:
+                self.failed_steps += 1
                 self._give_up()
                 self._drop_behind()
                 raise
@@ -432,6 +452,7 @@ class Engine:
         self._state = tree.unflatten_any(self._structure, parts)
         self._learn_order(unused)
         self.is_open = False
+        self.steps += 1
         return Synchronized(mean, unused)
 
     @property
@@ -509,7 +530,11 @@ class Engine:
         vote = Vote(plan.leaves, wire, groups, self._device)
         # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
         runner = Planned(
-            plan, wire, self._memory, clones_shared=self._overwrites_early, observer=observer(self._debug, plan)
+            plan,
+            wire,
+            self._memory,
+            clones_shared=self._overwrites_early,
+            observer=observer(self._debug, plan, self._meter),
         )
         return _Prepared(runner, vote)
 

@@ -122,6 +122,10 @@ class Planned:
         self._polled = 0.0
         self._filled_with: tuple[list[Buffer], list[Any]] | None = None
 
+    def watch(self, observer: Observer) -> None:
+        """Lets `observer` know what is done when, and nobody else."""
+        self._observer = observer
+
     @property
     def missing(self) -> dict[str, LeafSpec]:
         self._look()

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
@@ -12,10 +13,17 @@ from fnddp.show.text import count, footer, header, show, size, some
 from fnddp.show.timeline import CHARACTER, GUTTER, MARGIN, Timeline, lay_out
 
 INK, SOFT, LINE, PAPER = "#263238", "#546e7a", "#cfd8dc", "#ffffff"
+NAMED = {INK: "ink", SOFT: "soft", LINE: "line", PAPER: "paper"}
+# For renderers that know no style sheets the attributes above stay.
+DARK = (
+    "<style>@media (prefers-color-scheme: dark) {.fnddp-plan .ink {fill: #eceff1} .fnddp-plan .soft {fill: #b0bec5} "
+    ".fnddp-plan .line {stroke: #455a64} .fnddp-plan .paper {fill: #1e2429}}</style>"
+)
 # Okabe and Ito's palette, distinct for colour-blind readers too: a colour for each bucket, over and over.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 LANE, INSET, BOX, BAR = 76, 12, 44, 18  # heights: a lane, what is free above a box in it, a box, a collective's bar
+BETWEEN, STUB = 44, 16  # heights: between rows, of an arrow that comes from another one
 
 Point: TypeAlias = tuple[float, float]
 
@@ -26,26 +34,25 @@ def to_svg(plan: Schedule, link: Links | None = None) -> str:
     title, facts = (_wrapped(lines, layout.right) for lines in (header(plan), footer(plan)))
     top = MARGIN + 20 * len(title) + 34
     groups = list(dict.fromkeys(c.group for c in plan.collectives))
-    wires = {group: top + (2 + i) * LANE for i, group in enumerate(groups)}
-    bottom = top + (2 + len(groups)) * LANE
+    lanes = Lanes(top, {group: (2 + i) * LANE for i, group in enumerate(groups)})
+    bottom = lanes.top_of(layout.rows) - BETWEEN * (layout.rows > 0)
     width, height = layout.right + MARGIN, bottom + 20 * len(facts) + MARGIN
-    names: dict[float, str] = {top: "gradients", top + LANE: "compute"}
-    names |= {y: "wire" if len(groups) == 1 else f"wire {group or 'default'}" for group, y in wires.items()}
     shapes = [
         *(_text(MARGIN, MARGIN + 14 + 20 * i, line, 13, SOFT if i else INK) for i, line in enumerate(title)),
-        *_frame(plan, layout, names, top),
-        *_gradients(plan, layout, top),
-        *_compute(layout, top + LANE),
-        *_collectives(layout, wires),
-        *_arrows(layout, top, wires),
+        *_frame(plan, layout, lanes),
+        *_gradients(plan, layout, lanes),
+        *_compute(layout, lanes),
+        *_collectives(layout, lanes),
+        *_arrows(layout, lanes),
         *(_text(MARGIN, bottom + 20 + 20 * i, line, 12, SOFT) for i, line in enumerate(facts)),
     ]
     # A card of its own, so that it reads on light and on dark pages.
-    card = f'<rect width="{width:.0f}" height="{height:.0f}" rx="10" fill="{PAPER}"/>'
+    card = f'<rect width="{width:.0f}" height="{height:.0f}" rx="10" {_fill(PAPER)}/>'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="DejaVu Sans, Verdana, Arial, sans-serif">\n'
-        + "\n".join([f"<title>{escape(f'The plan of {plan.sync!r}')}</title>", card, *shapes, "</svg>\n"])
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" class="fnddp-plan" '
+        f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'font-family="DejaVu Sans, Verdana, Arial, sans-serif">\n'
+        + "\n".join([f"<title>{escape(f'The plan of {plan.sync!r}')}</title>", DARK, card, *shapes, "</svg>\n"])
     )
 
 
@@ -55,18 +62,43 @@ def to_html(plan: Schedule) -> str:
     return f'<div style="overflow-x: auto">{to_svg(plan)}</div>{folded}'
 
 
-def _frame(plan: Schedule, layout: Timeline, names: Mapping[float, str], top: float) -> Iterator[str]:
+@dataclass(frozen=True)
+class Lanes:
+    """Where the lanes of each row are, from top to bottom: gradients, compute, and the wire of each group."""
+
+    top: float
+    wires: Mapping[str | None, float]  # below the top of a row
+
+    def top_of(self, row: int) -> float:
+        """Where the lane of gradients begins."""
+        return self.top + row * ((2 + len(self.wires)) * LANE + BETWEEN)
+
+    def wire(self, row: int, group: str | None) -> float:
+        """Where the lane of a group's wire begins."""
+        return self.top_of(row) + self.wires[group]
+
+    def names(self, row: int) -> dict[float, str]:
+        """By where they begin."""
+        top = self.top_of(row)
+        of = {group: "wire" if len(self.wires) == 1 else f"wire {group or 'default'}" for group in self.wires}
+        return {top: "gradients", top + LANE: "compute", **{top + y: of[group] for group, y in self.wires.items()}}
+
+
+def _frame(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     fits = int((GUTTER - 6) / (12 * CHARACTER))
     arriving = set(plan.buckets.values())
-    for y, name in names.items():
-        yield f'<path d="M{MARGIN} {y}H{layout.right:.0f}" stroke="{LINE}"/>'
-        yield _text(MARGIN, y + 28, name if len(name) <= fits else f"{name[: fits - 1]}…", 12, SOFT)
-    for slot, x in layout.slots.items():
-        yield f'<path d="M{x:.1f} {top - 20}V{top + 2 * LANE}" stroke="{LINE}" stroke-dasharray="3 3"/>'
+    for row in range(layout.rows):
+        for y, name in lanes.names(row).items():
+            yield f'<path d="M{MARGIN} {y}H{layout.right:.0f}" stroke="{LINE}" class="line"/>'
+            yield _text(MARGIN, y + 28, name if len(name) <= fits else f"{name[: fits - 1]}…", 12, SOFT)
+    for slot, row, x in layout.slots:
+        top = lanes.top_of(row)
+        line = f'stroke="{LINE}" class="line" stroke-dasharray="3 3"'
+        yield f'<path d="M{x:.1f} {top - 20}V{top + 2 * LANE}" {line}/>'
         yield _text(x + 6, top - 8, f"slot {slot}" if slot in arriving else f"slot {slot}: drain", 12, SOFT)
 
 
-def _gradients(plan: Schedule, layout: Timeline, y: float) -> Iterator[str]:
+def _gradients(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     bucket_of = plan.buckets
     for box in layout.boxes:
         if box.run.needs:
@@ -74,17 +106,19 @@ def _gradients(plan: Schedule, layout: Timeline, y: float) -> Iterator[str]:
             label = f"bucket {first}" if first == last else f"buckets {first}-{last}"
             hover = some([text(path) for path in box.run.needs], "gradients")
             nbytes = size(sum(plan.leaves[path].nbytes for path in box.run.needs))
+            y = lanes.top_of(box.row)
             yield _box((box.left, y + INSET), box.width, _colour(first), (label, nbytes), hover)
             start = box.left + 16, y + INSET + BOX
             yield _arrow(start, (start[0], y + LANE + INSET), _colour(first))
 
 
-def _compute(layout: Timeline, y: float) -> Iterator[str]:
+def _compute(layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for box in layout.boxes:
         waits = [f"waits for {c.name}" for c in box.run.waits]
         needs = [f"needs {some([text(path) for path in box.run.needs], 'gradients')}"] if box.run.needs else []
         label = box.run.kind, count(len(box.run.operations), "operation")
-        yield _box((box.left, y + INSET), box.width, _colour(box.bucket), label, "; ".join([*needs, *waits]))
+        corner = box.left, lanes.top_of(box.row) + LANE + INSET
+        yield _box(corner, box.width, _colour(box.bucket), label, "; ".join([*needs, *waits]))
 
 
 def _box(corner: Point, width: float, colour: str, label: tuple[str, str], hover: str) -> str:
@@ -96,9 +130,9 @@ def _box(corner: Point, width: float, colour: str, label: tuple[str, str], hover
     )
 
 
-def _collectives(layout: Timeline, wires: Mapping[str | None, float]) -> Iterator[str]:
+def _collectives(layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for bar in layout.bars.values():
-        c, y = bar.collective, wires[bar.collective.group] + 16
+        c, y = bar.collective, lanes.wire(bar.row, bar.collective.group) + 16
         labels = some([text(payload.label) for payload in c.payloads], "payloads")
         hover = f"{c.name}: {action(c)} {amount(c)}, {c.wire_bytes:,} B, round {c.depth + 1}: {labels}"
         yield (
@@ -109,16 +143,18 @@ def _collectives(layout: Timeline, wires: Mapping[str | None, float]) -> Iterato
         )
 
 
-def _arrows(layout: Timeline, top: float, wires: Mapping[str | None, float]) -> Iterator[str]:
-    """From computations to the wire, and from the wire to what waits for it."""
-    below = top + LANE + INSET + BOX
+def _arrows(layout: Timeline, lanes: Lanes) -> Iterator[str]:
+    """From computations to the wire, and from the wire to what waits for it; from another row only their ends."""
     for box in layout.boxes:
+        below = lanes.top_of(box.row) + LANE + INSET + BOX
+        apart = min(12.0, (box.width - 44) / max(1, len(box.run.waits) - 1))
         for i, c in enumerate(box.run.waits):
-            start = layout.bars[c.index].right - 2, wires[c.group] + 16
-            yield _arrow(start, (box.left + 16 + 12 * i, below), _colour(c.bucket))
+            bar, x = layout.bars[c.index], box.left + 16 + apart * i
+            start = (bar.right - 2, lanes.wire(bar.row, c.group) + 16) if bar.row == box.row else (x, below + STUB)
+            yield _arrow(start, (x, below), _colour(c.bucket))
         if box.run.launches is not None:
             c = box.run.launches
-            end = layout.bars[c.index].left + 2, wires[c.group] + 16
+            end = layout.bars[c.index].left + 2, lanes.wire(box.row, c.group) + 16
             yield _arrow((box.left + box.width - 10, below), end, _colour(c.bucket))
 
 
@@ -143,4 +179,8 @@ def _wrapped(lines: Sequence[str], right: float) -> list[str]:
 
 
 def _text(x: float, y: float, line: str, height: int, colour: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{height}" fill="{colour}">{escape(line)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{height}" {_fill(colour)}>{escape(line)}</text>'
+
+
+def _fill(colour: str) -> str:
+    return f'fill="{colour}"' + (f' class="{NAMED[colour]}"' if colour in NAMED else "")

@@ -14,6 +14,7 @@ from fnddp.show.text import size
 MARGIN, GUTTER, GAP = 20, 84, 10
 NARROWEST, LONGEST = 104, 140  # widths: of a box, of the longest bar
 CHARACTER = 0.6  # the width of a character, in units of the font's size; most are narrower
+WIDEST = 1000  # where a line of the picture ends, and the next one begins
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Box:
     """Where a run is computed, from left to right."""
 
     run: Run
+    row: int
     left: float
     width: float
 
@@ -35,6 +37,7 @@ class Bar:
     """Where a collective is on the wire, and what stands below it."""
 
     collective: Collective
+    row: int
     left: float
     width: float
     label: tuple[str, str]
@@ -50,36 +53,52 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where slots begin, the boxes, the bars by their collective's index, and where all of it ends."""
+    """Where slots begin, the boxes, the bars by their collective's index, how many rows there are, and their ends.
 
-    slots: dict[int, float]
+    A slot that goes on in the next row begins there again.
+    """
+
+    slots: list[tuple[int, int, float]]  # number, row, left
     boxes: list[Box]
     bars: dict[int, Bar]
+    rows: int
     right: float
 
 
 def lay_out(plan: Schedule, link: Links | None) -> Timeline:
-    """A run follows the one before it and what it waits for; the wire of each group is a queue."""
+    """A run follows the one before it and what it waits for; the wire of each group is a queue. Rows are wrapped."""
+    start: float = MARGIN + GUTTER
     lengths = _lengths(plan, link)
-    slots: dict[int, float] = {}
+    slots: list[tuple[int, int, float]] = []
     boxes: list[Box] = []
     bars: dict[int, Bar] = {}
-    free: dict[str | None, float] = {}
-    x: float = MARGIN + GUTTER
+    free: dict[str | None, float] = {}  # in this row
+    row, x, right = 0, start, MARGIN + GUTTER + 400.0
     for run in merged(runs(plan)):
-        if run.slot not in slots:
-            slots[run.slot] = x
-            x += GAP
-        x = max([x, *(bars[c.index].right + GAP for c in run.waits)])
+        waited = [bars[c.index].right + GAP for c in run.waits if bars[c.index].row == row]
         width = max(NARROWEST, CHARACTER * 12 * len(run.kind) + 2 * GAP)
-        boxes.append(Box(run, x, width))
-        x += width + GAP
+        begins = not slots or slots[-1][0] != run.slot
+        left = max([x + GAP * begins, *waited])
+        bar = None if run.launches is None else _bar(run.launches, row, left + width, lengths, free)
+        if max(left + width, 0.0 if bar is None else bar.free_from) > WIDEST and x > start:
+            row, x, free, begins = row + 1, start, {}, True
+            left = x + GAP
+        if begins:
+            slots.append((run.slot, row, x))
+        boxes.append(Box(run, row, left, width))
+        x = left + width + GAP
         if run.launches is not None:
-            c, (length, label) = run.launches, lengths[run.launches.index]
-            left = max(x - GAP, free.get(c.group, 0.0))
-            bars[c.index] = Bar(c, left, length, (f"{c.name}, round {c.depth + 1}", label))
-            free[c.group] = bars[c.index].free_from
-    return Timeline(slots, boxes, bars, max([x, *free.values(), MARGIN + GUTTER + 400]))
+            bar = _bar(run.launches, row, left + width, lengths, free)
+            bars[run.launches.index], free[run.launches.group] = bar, bar.free_from
+        right = max([right, x, *free.values()])
+    return Timeline(slots, boxes, bars, row + 1, right)
+
+
+def _bar(
+    c: Collective, row: int, earliest: float, lengths: list[tuple[float, str]], free: dict[str | None, float]
+) -> Bar:
+    length, label = lengths[c.index]
+    return Bar(c, row, max(earliest, free.get(c.group, 0.0)), length, (f"{c.name}, round {c.depth + 1}", label))
 
 
 def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, str]]:

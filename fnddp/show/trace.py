@@ -2,10 +2,9 @@
 
 import os
 import sys
-import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch.profiler import record_function
@@ -14,14 +13,12 @@ from fnddp.columns import columns
 from fnddp.plan.ir import Collective, Segment
 from fnddp.plan.schedule import Schedule
 from fnddp.show import names
+from fnddp.show.meter import Meter
 from fnddp.show.text import show, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
 
 FIRST, EVERY = 3, 100  # steps that are shown of each plan: the first ones, and then one in so many
-
-Mark: TypeAlias = "float | torch.cuda.Event"
-Span: TypeAlias = tuple[Mark, Mark]
 
 
 def debug_level() -> int:
@@ -90,48 +87,59 @@ class Ranges:
         """See `Observer`."""
 
 
-def observer(level: int, plan: Schedule) -> Observer:
-    """The observer of a new plan, which is printed, as the debug level asks for it."""
+def observer(level: int, plan: Schedule, meter: Meter | None = None) -> Observer:
+    """The observer of a new plan, which is printed, as the debug level asks for it; with a `meter` it measures."""
     if level and groups.rank(None) == 0:
         print(show(plan), file=sys.stderr)
-    return Timer() if level == 2 else Ranges()
+    return observing(level, meter)
 
 
-class Timer(Ranges):
+def observing(level: int, meter: Meter | None) -> Observer:
+    """The same, without a word."""
+    return Timer(meter) if level == 2 else Ranges() if meter is None else Metered(meter)
+
+
+class Metered(Ranges):
+    """Also measures each step."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        meter.begins()
+
+    @contextmanager
+    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> Generator[None]:
+        """See `Observer`."""
+        with super().computes(segment, stream), self._meter.computes(segment, stream):
+            yield
+
+    @contextmanager
+    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
+        """See `Observer`."""
+        with super().launches(collective, stream):
+            self._meter.launches(collective, stream)
+            yield
+
+    @contextmanager
+    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
+        """See `Observer`."""
+        with super().waits(collective, stream), self._meter.waits(collective, stream):
+            yield
+
+    def begins(self) -> None:
+        """See `Observer`."""
+        self._meter.begins()
+
+
+class Timer(Metered):
     """Also prints what it took.
 
     On the CPU times are the host's. A collective is complete when the runner notices. On CUDA they are those of
     events on the side stream, and a step that is shown waits for the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter | None = None) -> None:
+        super().__init__(meter or Meter())
         self._count = 0
-        self.begins()
-
-    @contextmanager
-    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """See `Observer`."""
-        with super().computes(segment, stream):
-            begun = _mark(stream)
-            yield
-            self._computed[-1].append((begun, _mark(stream)))
-
-    @contextmanager
-    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """See `Observer`."""
-        with super().launches(collective, stream):
-            self._issued[collective.index] = _mark(stream)
-            self._computed.append([])
-            yield
-
-    @contextmanager
-    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """See `Observer`."""
-        with super().waits(collective, stream):
-            begun = _mark(stream)
-            yield
-            self._waited[collective.index] = begun, _mark(stream)
-            self._stream = stream
 
     def ends(self, plan: Schedule) -> None:
         """See `Observer`."""
@@ -139,67 +147,29 @@ class Timer(Ranges):
         if (self._count <= FIRST or self._count % EVERY == 0) and groups.rank(None) == 0:
             print_table(f"fnddp: step {self._count} of this plan", *self._table(plan))
 
-    def begins(self) -> None:
-        """See `Observer`."""
-        self._computed: list[list[Span]] = [[]]  # a list for each collective, before it is issued, and one for the rest
-        self._issued: dict[int, Mark] = {}
-        self._waited: dict[int, Span] = {}
-        self._stream: torch.cuda.Stream | None = None
-
     def _table(self, plan: Schedule) -> tuple[list[tuple[str, ...]], str]:
         """A row for each collective, and what they add up to."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        computed = [sum(map(_ms, spans)) for spans in self._computed]
-        exposed = {index: _ms(span) for index, span in self._waited.items()}
-        wire = {index: _ms((self._issued[index], done)) for index, (_, done) in self._waited.items()}
+        taken = self._meter.taken(len(plan.collectives))
         rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
         for c in plan.collectives:
-            times = computed[c.index], wire.get(c.index, 0.0), exposed.get(c.index, 0.0)
-            rows.append((c.name, str(c.slot), size(c.wire_bytes), *(f"{t:.3f} ms" for t in times)))
+            times = taken.computed[c.index], taken.wire[c.index], taken.exposed[c.index]
+            rows.append((c.name, str(c.slot), size(c.wire_bytes), *(_ms(t) for t in times)))
         total = (
-            f"encode {sum(computed[:-1]):.3f} ms, decode {computed[-1]:.3f} ms, wire {sum(wire.values()):.3f} ms, "
-            f"exposed tail {sum(exposed.values()):.3f} ms"
+            f"encode {_ms(taken.encode_seconds)}, decode {_ms(taken.decode_seconds)}, "
+            f"wire {_ms(sum(taken.wire))}, exposed tail {_ms(taken.exposed_seconds)}"
         )
         return rows, total
 
 
-def _mark(stream: torch.cuda.Stream | None) -> Mark:
-    if stream is None:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
 
 
 def print_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> None:
-    """Prints to stderr, with rich if it is installed (`pip install fnddp[demo]`)."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(plain_table(title, rows, total), file=sys.stderr)
-        return
-    table = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows[1:]:
-        table.add_row(*row)
-    console = Console(stderr=True)
-    console.print(table)
-    console.print(total, soft_wrap=True)
+    """Prints to stderr."""
+    print(plain_table(title, rows, total), file=sys.stderr)
 
 
 def plain_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:
     """Columns side by side, numbers to the right."""
     return "\n".join([title, columns(rows), total])
-
-
-def _ms(span: Span) -> float:
-    begin, end = span
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return begin.elapsed_time(end)
-    assert isinstance(begin, float)
-    assert isinstance(end, float)
-    return (end - begin) * 1e3

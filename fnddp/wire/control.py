@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D, C10d
-from fnddp.wire.groups import live_group, live_rank, world_size
+from fnddp.wire.groups import live_group, live_rank, require_alone, world_size
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE
 from fnddp.wire.protocol import Wire, waited
 
@@ -112,8 +112,13 @@ def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:
 
 
 def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
-    """`value` of every rank, of the same length on all."""
+    """`value` of every rank, of the same length on all.
+
+    Raises:
+        RuntimeError: A launcher has started several ranks, but torch.distributed is not initialized.
+    """
     if not dist.is_initialized():
+        require_alone()
         return [value]
     mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(wire_device(group))
     gathered = [torch.empty_like(mine) for _ in range(world_size(group))]

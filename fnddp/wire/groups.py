@@ -100,7 +100,7 @@ def require_alone() -> None:
     """Raises a RuntimeError if a launcher has started several ranks."""
     for variable in _LAUNCHERS:
         launched = os.environ.get(variable, "1")
-        if launched not in ("1", "") and not (variable == "SLURM_NTASKS" and _is_slurm_shell()):
+        if launched not in ("1", "") and not (variable == "SLURM_NTASKS" and is_slurm_shell()):
             raise RuntimeError(
                 f"the launcher started {launched} ranks, but torch.distributed is not initialized "
                 f"({variable}={launched}), so nothing would be synchronized; call "
@@ -108,7 +108,7 @@ def require_alone() -> None:
             )
 
 
-def _is_slurm_shell() -> bool:
+def is_slurm_shell() -> bool:
     """Whether this is one process in an allocation, which srun has not started."""
     return "SLURM_PROCID" not in os.environ or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 

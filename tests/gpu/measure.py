@@ -26,7 +26,8 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.lower import lower
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
-from fnddp.show.trace import Timer, plain_table
+from fnddp.show.meter import Meter
+from fnddp.show.trace import Metered, plain_table
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import world_size
 from tests.gpu.nccl import run_ranks
@@ -109,8 +110,8 @@ def parts(sizes: Sizes) -> list[Row]:
     sync = compressed()
     state = sync.init(grads)
     plan = lower(sync, grads, state=state, donation=Donation("yes", True))
-    timer = Timer()
-    runner = Planned(plan, C10D, Memory(), observer=timer)
+    meter = Meter()
+    runner = Planned(plan, C10D, Memory(), observer=Metered(meter))
     other = {path: torch.empty_like(grad) for path, grad in grads.items()}
     encode: list[float] = []
     decode: list[float] = []
@@ -126,9 +127,9 @@ def parts(sizes: Sizes) -> list[Row]:
             _, leaves = runner.commit()
             state = tree.unflatten_any(structure, leaves)
             wait(sizes)
-            *before, last = [sum(map(milliseconds, spans)) for spans in timer._computed]
-            encode.append(sum(before))
-            decode.append(last)
+            taken = meter.taken(len(plan.collectives))
+            encode.append(1e3 * taken.encode_seconds)
+            decode.append(1e3 * taken.decode_seconds)
             copies.append(timed(sizes, lambda: [other[path].copy_(grad) for path, grad in grads.items()]))
     rows: list[Row] = [("", "ms", "GB/s of gradients", "copies")]
     copied = statistics.median(copies[WARM_UP:])

@@ -30,6 +30,7 @@ from fnddp.buckets import MB
 from fnddp.group import group_name
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.stats import SyncStats, stats
 from fnddp.sync import State, Sync
 from fnddp.torch_private import is_transforming
 from fnddp.wire import control
@@ -208,6 +209,14 @@ class DistributedDataParallel(TorchNames):
             saved_world_size: To load what another number of ranks has saved.
         """
         return Checkpoint(self, self._group, saved_world_size)
+
+    def sync_stats(self) -> SyncStats:
+        """What the last step sent and took, and how many there were: a dict of numbers to log, for this rank.
+
+        Times are measured from the first call on, so they are None in it: call it once before training. On CUDA it
+        waits for the device. Of a pipeline that has another state from now on, steps are counted anew.
+        """
+        return stats(self._steps.engine)
 
     @property
     def plan(self) -> Plan | None:

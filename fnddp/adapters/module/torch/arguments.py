@@ -47,8 +47,14 @@ def checked_devices(
 
     Raises:
         RuntimeError: A parameter has no shape yet.
+        TypeError: A pipeline stands in their place.
         ValueError: Several devices, or devices for a module that is on the CPU or on several.
     """
+    if isinstance(device_ids, Sync):
+        raise TypeError(
+            f"{OWNER}: the second argument is device_ids, as in torch's class; give the pipeline by name: "
+            f"DistributedDataParallel(module, sync={device_ids!r})"
+        )
     parameters = list(parameters)
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise RuntimeError(

@@ -1,0 +1,58 @@
+"""What options may be, and options that several commands have."""
+
+import argparse
+import math
+from typing import Any
+
+DEFAULT_PIPELINES = (
+    "allreduce",
+    "fp16(allreduce)",
+    "error_feedback(powersgd(fp16(allreduce), rank=2))",
+    "warmup(error_feedback(powersgd(fp16(allreduce), rank=2)), steps=30)",
+)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """A whole number from 0 on."""
+    return _at_least(0, text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return number
+
+
+def share(text: str) -> float:
+    """ "1%", or 0.01."""
+    number = positive_float(text.removesuffix("%"))
+    return number / 100 if text.endswith("%") else number
+
+
+def add_imports(command: Any) -> None:
+    """`--import`."""
+    command.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import it first, for the transforms that it registers: a name, or FILE.py",
+    )
+
+
+def _at_least(least: int, text: str) -> int:
+    number = int(text) if text.lstrip("-").isdecimal() else None
+    if number is None or number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    return number

@@ -1,0 +1,152 @@
+"""What one rank does for `fnddp doctor`: compare with the others, measure links, and predict steps."""
+
+import hashlib
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnddp
+from fnddp.agreement import first_difference
+from fnddp.cli.lessons import lesson
+from fnddp.cost.compute import measure_backward
+from fnddp.cost.link import Link
+from fnddp.cost.measure import measure_link
+from fnddp.cost.step import Compute
+from fnddp.parse import parse
+from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome, cost
+from fnddp.wire import control
+
+REQUIRED = ("torch", "numpy", "optree", "einops")
+PROBES = (MEAN, "bf16(two_shot)", "error_feedback(powersgd(allreduce, rank=2))")
+"""Pipelines whose means must be equal to the bit: sums by the backend, sums in rank order, and several rounds."""
+
+COMPRESSED = (
+    "bucketize(quantize(two_shot))",
+    "bucketize(quantize(two_shot, bits=4))",
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+)
+BUCKET_CAP_MB = 25
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is being done."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the ranks have found together.
+
+    Attributes:
+        hosts: Of each rank.
+        disagreement: What is not the same on all ranks; None if all is.
+        unequal: Pipelines whose mean is not the same on all ranks.
+        links: By what they connect; none in a world of one.
+        costs: A step with each pipeline, predicted on the slowest link, by the first rank; not on other ranks.
+        forward_seconds, backward_seconds: Measured by it.
+    """
+
+    hosts: list[str]
+    disagreement: str | None
+    unequal: list[str]
+    links: dict[str, Link]
+    costs: list[Outcome] = field(default_factory=list[Outcome])
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether training would be right."""
+        return self.disagreement is None and not self.unequal
+
+
+def versions() -> dict[str, str]:
+    """Of what decides whether ranks compute alike."""
+    found = {"python": platform.python_version(), "fnddp": fnddp.__version__}
+    found |= {name: metadata.version(name) for name in REQUIRED}
+    return {**found, "cuda": str(torch.version.cuda), "byte order": sys.byteorder}
+
+
+def examine(model: str, device: str) -> Iterator[Stage | Findings]:
+    """Examines this rank and its place among the others, all of which must do so."""
+    yield Stage("comparing ranks")
+    here = {**versions(), "processor": platform.machine(), "device": _device_name(device)}
+    everyone = control.all_gather_object((socket.gethostname(), here), None)
+    hosts, facts = [host for host, _ in everyone], [about for _, about in everyone]
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // hosts.count(socket.gethostname())))
+    disagreement = None if all(about == facts[0] for about in facts) else first_difference(facts)
+    unequal = [text for text in PROBES if not _is_equal(text, device)]
+    links: dict[str, Link] = {}
+    for between, group in _groups(hosts):
+        yield Stage(f"measuring the link {between}")
+        links[between] = measure_link(group)
+    findings = Findings(hosts, disagreement, unequal, links)
+    if links:
+        yield from _predicted(findings, model, device)
+    else:
+        yield findings
+
+
+def _is_equal(text: str, device: str) -> bool:
+    """Whether the mean of `text` has the same bits on all ranks."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    grads = {"weight": torch.randn(64, 48, generator=generator), "bias": torch.randn(48, generator=generator)}
+    grads = {path: leaf.to(device) for path, leaf in grads.items()}
+    sync = parse(text)
+    mean, _ = sync(grads, sync.init(grads))
+    digest = hashlib.sha256(b"".join(leaf.cpu().numpy().tobytes() for leaf in mean.values())).hexdigest()
+    return len(set(control.all_gather_object(digest, None))) == 1
+
+
+def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
+    """Groups to measure, by what is between their ranks: within one host, across hosts, and all."""
+    here = hosts[dist.get_rank()]
+    by_host = {host: [rank for rank, its in enumerate(hosts) if its == host] for host in hosts}
+    sizes = set(map(len, by_host.values()))
+    if len(by_host) > 1 and sizes != {1} and len(sizes) == 1:
+        inside = [dist.new_group(ranks) for ranks in by_host.values()]
+        yield "inside a host", inside[list(by_host).index(here)]
+        across = [dist.new_group(list(ranks)) for ranks in zip(*by_host.values(), strict=True)]
+        yield "between hosts", across[by_host[here].index(dist.get_rank())]
+    if len(hosts) > 1:
+        yield ("between hosts" if len(by_host) == len(hosts) else "between all ranks"), None
+
+
+def _predicted(findings: Findings, model: str, device: str) -> Iterator[Stage | Findings]:
+    """`findings`, with what the first rank predicts while the others wait, a little at a time: none times out."""
+    is_first = dist.get_rank() == 0
+    link, ranks = list(findings.links.values())[-1], len(findings.hosts)
+    costs: list[Outcome] = []
+    leaves: dict[str, Tensor] = {}
+    compute = Compute()
+    yield Stage("timing backward")
+    if is_first:
+        learnt = lesson(model, seed=0, rank=0, world_size=1)
+        model_on_device = replace(learnt, model=learnt.model.to(device))
+        batch = [part.to(device) for part in learnt.batch(torch.Generator().manual_seed(0))]
+        leaves = model_on_device.initial
+        compute = measure_backward(model_on_device.loss, leaves, *batch)
+    control.all_gather_object(None, None)
+    for text in (MEAN, *SIXTEEN_BITS, *COMPRESSED):
+        yield Stage(f"timing {text}")
+        if is_first:
+            costs.append(cost(parse(text), leaves, link, ranks, compute, BUCKET_CAP_MB))
+        control.all_gather_object(None, None)
+    spent = compute.forward_seconds, compute.backward_seconds
+    yield Findings(findings.hosts, findings.disagreement, findings.unequal, findings.links, costs, *spent)
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"

@@ -1,0 +1,134 @@
+"""Who has started this process: a launcher, as one of several ranks, or nobody."""
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnddp.cli.checks import check_processes
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.launch import run_ranks
+from fnddp.cli.network import Host
+from fnddp.cli.rank import TIMEOUT, Work
+from fnddp.wire.groups import is_slurm_shell
+
+# What each launcher sets, the most telling first: torchrun may run within a step of SLURM.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+PORT = "29500"  # torch's own
+DEFAULT_RANKS = 2
+
+
+class LauncherError(ValueError):
+    """What the launcher has set is not enough; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks that a launcher has started.
+
+    Attributes:
+        launcher: Its name.
+        rank: Of this process.
+        world_size: Number of ranks.
+        local_rank: Of this process on its host; 0 if the launcher does not say.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def place() -> Place | None:
+    """This process' place, from the environment; None if no launcher has started several ranks.
+
+    Raises:
+        LauncherError: There are several ranks, but not which one this is.
+    """
+    for launcher, rank, size, local in _LAUNCHERS:
+        world_size = int(os.environ.get(size) or 1)
+        if world_size == 1 and not (size == "WORLD_SIZE" and dist.is_torchelastic_launched()):
+            continue
+        if launcher == "SLURM" and is_slurm_shell():
+            continue
+        if rank not in os.environ:
+            raise LauncherError(f"{size}={world_size}, but {rank} is not set: it says which of the ranks this is")
+        elastic = launcher != "torchrun" or dist.is_torchelastic_launched()
+        named = launcher if elastic else "the environment"
+        return Place(named, int(os.environ[rank]), world_size, int(os.environ.get(local, 0)))
+    return None
+
+
+def check_ranks(ranks: int | None, at: Place | None) -> int:
+    """The number of ranks to run on: `ranks`, or what is usual.
+
+    Raises:
+        WrongArgument: A launcher has started another number, or they are too many to start.
+    """
+    if at is None:
+        check_processes(ranks or DEFAULT_RANKS)
+        return ranks or DEFAULT_RANKS
+    if ranks not in (None, at.world_size):
+        raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; leave --ranks out")
+    return at.world_size
+
+
+def on_ranks(
+    at: Place | None,
+    ranks: int,
+    work: Work,
+    *arguments: Any,
+    hosts: Sequence[Host] = (),
+    backend: str = "gloo",
+    imports: Sequence[str] = (),
+) -> Generator[Any]:
+    """Runs `work(*arguments)` on the ranks that a launcher has started, or on `ranks` processes of this machine.
+
+    Returns:
+        What this rank's iterable yields, or the first one's.
+    """
+    if at is None:
+        yield from run_ranks(ranks, work, *arguments, hosts=hosts, backend=backend, imports=imports)
+        return
+    with joined(at, backend):
+        yield from work(*arguments)
+        dist.barrier()
+
+
+@contextmanager
+def joined(at: Place, backend: str, timeout: timedelta = TIMEOUT) -> Generator[None]:
+    """The block runs with the default process group of all ranks.
+
+    Raises:
+        LauncherError: It is not known where they meet.
+    """
+    os.environ.setdefault("MASTER_PORT", PORT)
+    if "MASTER_ADDR" not in os.environ:
+        if not _is_one_host(at):
+            raise LauncherError(
+                f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the first one's host "
+                "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
+            )
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if backend == "nccl":
+        torch.cuda.set_device(at.local_rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=at.rank, world_size=at.world_size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_one_host(at: Place) -> bool:
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS")
+    return local == str(at.world_size) or os.environ.get("SLURM_NNODES") == "1"

@@ -1,0 +1,53 @@
+"""Modules by name or file, for models and for transforms of one's own."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+class ModuleError(ValueError):
+    """There is no such module, or importing it failed; the message is for the user."""
+
+
+def load(name: str) -> ModuleType:
+    """The module `name`, imported: an installed one, one of this folder ("package.module"), or "FILE.py".
+
+    Raises:
+        ModuleError: There is none, or it raised.
+    """
+    try:
+        return _of_file(Path(name)) if name.endswith(".py") else _named(name)
+    except Exception as error:
+        raise ModuleError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+
+
+def _named(name: str) -> ModuleType:
+    _see(Path.cwd())  # a console script, unlike `python -m`, does not
+    return importlib.import_module(name)
+
+
+def _of_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    name = f"fnddp_file_{file.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(file.absolute()):
+        return sys.modules[name]  # transforms are registered once
+    spec = importlib.util.spec_from_file_location(name, file.absolute())
+    assert spec is not None  # its name ends with .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    _see(file.absolute().parent)  # as if Python ran the file: it may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _see(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,76 @@
+"""What an engine's last step sent and took, as numbers to log."""
+
+import math
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.cost.estimate import estimate
+from fnddp.cost.link import Link
+from fnddp.run.engine import Engine
+from fnddp.sync import State
+
+
+class SyncStats(TypedDict):
+    """What `DistributedDataParallel.sync_stats` and `Handle.sync_stats` return; None where something is not known.
+
+    Attributes:
+        steps: Steps that have ended well so far.
+        failed_steps: Steps so far that failed on all ranks.
+        skipped_steps: Steps so far that `skip_nonfinite` has withheld; None without it.
+        wire_bytes: What this rank handed to its collectives in the last step.
+        link_bytes: What it sent over its link for that, in rings.
+        collectives: How many those were.
+        encode_seconds: Computing before the last collective of the step was issued.
+        decode_seconds: Computing after that.
+        exposed_seconds: Waiting for collectives with nothing else to do.
+        residual_norm: Of what `error_feedback` keeps on this rank, over all leaves; None without it.
+    """
+
+    steps: int
+    failed_steps: int
+    skipped_steps: int | None
+    wire_bytes: int | None
+    link_bytes: int | None
+    collectives: int | None
+    encode_seconds: float | None
+    decode_seconds: float | None
+    exposed_seconds: float | None
+    residual_norm: float | None
+
+
+def stats(engine: Engine) -> SyncStats:
+    """The numbers of `engine`. Its steps are measured from the first call on, so there are no times in that one."""
+    taken = engine.taken()
+    plan, state = engine.plan, engine.state
+    residuals = _fields(state, "residual")
+    skipped = _fields(state, "skipped")
+    return {
+        "steps": engine.steps,
+        "failed_steps": engine.failed_steps,
+        "skipped_steps": sum(int(count) for count in skipped) if skipped else None,
+        "wire_bytes": None if plan is None else plan.wire_bytes,
+        "link_bytes": None if plan is None else estimate(plan.collectives, Link(math.inf)).link_bytes,
+        "collectives": None if plan is None else len(plan.collectives),
+        "encode_seconds": None if taken is None else taken.encode_seconds,
+        "decode_seconds": None if taken is None else taken.decode_seconds,
+        "exposed_seconds": None if taken is None else taken.exposed_seconds,
+        "residual_norm": _norm(residuals) if residuals else None,
+    }
+
+
+def _fields(state: State, name: str) -> list[Any]:
+    """What named tuples in `state` hold under `name`."""
+    if isinstance(state, tuple):
+        own = [getattr(state, name)] if name in getattr(state, "_fields", ()) else []
+        return own + [found for part in state for found in _fields(part, name)]
+    parts = list(state.values()) if isinstance(state, dict) else state if isinstance(state, list) else []
+    return [found for part in parts for found in _fields(part, name)]
+
+
+def _norm(residuals: list[Any]) -> float:
+    leaves: list[Tensor] = [leaf for residual in residuals for leaf in tree.flatten(residual)[0].values()]
+    norms = [leaf.norm().double() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return float(torch.stack(norms).norm()) if norms else 0.0

@@ -1,0 +1,177 @@
+"""`fnddp doctor` and `fnddp trace`: what they find on ranks of this machine and of launchers, and what they say."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fnddp import Link
+from fnddp.cli import doctor, examination, launcher, main
+from fnddp.cli.examination import Findings
+from fnddp.cli.launcher import LauncherError, Place
+from fnddp.cost.step import Compute, Step
+from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome
+
+SECONDS = 120
+MODEL = """
+import torch
+from torch import nn
+
+def small():
+    return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
+"""
+VARIABLES = [name for launcher in launcher._LAUNCHERS for name in launcher[1:]]
+
+
+@pytest.fixture(autouse=True)
+def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "models.py").write_text(MODEL)
+    return f"{tmp_path / 'models.py'}:small"
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_doctor_on_ranks_of_its_own(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--model", model, "--device", "cpu"]) == 0
+    said, errors = capsys.readouterr()
+    assert errors == ""
+    for expected in (
+        "installed: python ",
+        "ranks: 2, started here, on ",
+        "ok: versions and devices are the same on all ranks",
+        "ok: means are equal on all ranks, to the bit: allreduce, bf16(two_shot)",
+        "link between all ranks: ",
+        " ns/B)",
+        "can pay here",
+    ):
+        assert expected in said
+    assert "PROBLEM" not in said
+    for pipeline in (MEAN, *SIXTEEN_BITS, *examination.COMPRESSED):
+        assert pipeline in said
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_doctor_on_the_ranks_of_an_mpi(model: str, tmp_path: Path) -> None:
+    """As mpirun starts them: nothing says where they meet, but all are on one host."""
+    command = [sys.executable, "-m", "fnddp", "doctor", "--model", model, "--device", "cpu", "--json"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "MASTER_PORT": str(29600 + os.getpid() % 1000),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [process.communicate(timeout=SECONDS) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], ended
+    found = json.loads(ended[0][0])
+    assert ended[1][0] == ""  # the first one reports
+    assert len(found["hosts"]) == 2
+    assert (found["disagreement"], found["unequal"], found["device"]) == (None, [], "cpu")
+    assert found["links"]["between all ranks"]["bandwidth"] > 0
+    assert [each["pipeline"] for each in found["pipelines"]] == [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_trace_writes_both_timelines(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "step.json"
+    assert main.main(["trace", "fp16(allreduce)", "--model", model, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    for expected in ("measured", "predicted", "exposed", f"wire {2 * (64 * 32 + 32):,} B", f"Wrote {out}"):
+        assert expected in said
+    events = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    measured = {event["name"]: event for event in events if event["pid"] != "predicted by fnddp"}
+    predicted = {event["name"]: event for event in events if event["pid"] == "predicted by fnddp"}
+    both = {"fnddp slot 0 encode", "fnddp c0 launch", "fnddp c0 wait", "fnddp slot 1 decode"}
+    assert both <= set(measured)
+    assert both | {"forward", "backward", "fnddp c0 all_reduce"} <= set(predicted)
+    assert predicted["forward"]["ts"] == pytest.approx(measured["fnddp step"]["ts"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, None),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, Place("the environment", 3, 4, 1)),
+        (
+            {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "2"},
+            Place("torchrun", 3, 4, 1),
+        ),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, Place("SLURM", 5, 8, 1)),
+        ({"SLURM_NTASKS": "8"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Place("Open MPI", 1, 2, 0)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, Place("MPI", 0, 2, 0)),
+    ],
+)
+def test_places(variables: dict[str, str], place: Place | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.place() == place
+
+
+def test_a_launcher_that_says_too_little(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LauncherError, match="WORLD_SIZE=2, but RANK is not set"):
+        launcher.place()
+    assert main.main(["doctor"]) == 2
+    assert "RANK is not set" in capsys.readouterr().err
+    with pytest.raises(LauncherError, match=r"must meet somewhere: set MASTER_ADDR .*scontrol show hostnames"):
+        launcher.joined(Place("SLURM", 0, 2, 0), "gloo").__enter__()
+
+
+def outcome(pipeline: str, seconds: float) -> Outcome:
+    return Outcome(pipeline, 1, 1, Step((), Compute(forward_seconds=seconds), (), 0.0, 0.0), ())
+
+
+def findings(**seconds: float) -> Findings:
+    usual = {MEAN: 3.0, **dict.fromkeys(SIXTEEN_BITS, 2.0), examination.COMPRESSED[0]: 1.0}
+    costs = [replace_seconds(outcome(text, 0.0), taken) for text, taken in {**usual, **seconds}.items()]
+    return Findings(["here", "there"], None, [], {"between hosts": Link.parse("1gbit")}, costs)
+
+
+def replace_seconds(each: Outcome, taken: float) -> Outcome:
+    from fnddp.cost.step import Span
+
+    return replace(each, step=replace(each.step, spans=(Span("forward", 0, 0.0, taken),)))
+
+
+def test_verdicts() -> None:
+    best = examination.COMPRESSED[0]
+    assert doctor.verdict(findings()).startswith(f"Compression can pay here: {best}, 2.00x as fast as fp16(allreduce)")
+    assert "nothing beats it: fp16(allreduce), 1.50x" in doctor.verdict(findings(**{best: 1.99}))
+    nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
+    assert doctor.verdict(nothing).startswith("Nothing can pay here: allreduce leaves")
+
+
+def test_problems_are_said() -> None:
+    wrong = replace(findings(), disagreement="ranks disagree about torch: rank 0: 2.13; rank 1: 2.12", unequal=[MEAN])
+    assert not wrong.is_sound
+    said = doctor._told(wrong, Place("SLURM", 0, 2, 0), "cpu")
+    assert "PROBLEM: ranks disagree about torch: rank 0: 2.13; rank 1: 2.12" in said
+    assert f"PROBLEM: means are not equal on all ranks: {MEAN}" in said
+    assert "ranks: 2, started by SLURM, on here, there; gloo" in said
+    assert "link between hosts: 1 Gbit/s" in said
