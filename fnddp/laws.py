@@ -335,7 +335,7 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
         want = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
         what = f"leaf {path!r}: the sum of {STEPS} mean gradients"
         terms = 4 * STEPS * len(residuals)
-        _require_near(what, want, got.to(residuals[0][path].dtype), eps, scale, terms)
+        _require_near(what, want, got.to(_leaves(grads, rank, 0)[path].dtype), eps, scale, terms)
 
 
 @_stated

@@ -37,6 +37,7 @@ class error_feedback(Sync):
     Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
     of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows).
 
+    >>> import torch
     >>> from fnddp import allreduce, fp16
     >>> sync = error_feedback(fp16(allreduce))
     >>> grads = {"w": torch.tensor([1 / 3])}
