@@ -50,7 +50,6 @@ class ef21(Sync):
     at zero, where the latter begins with a batch's gradient, so the first 1 / eta outputs are shorter.
 
     >>> import torch
-    >>> import torch
     >>> from fnddp import allgather, topk
     >>> sync = ef21(topk(allgather, k=1))
     >>> grads = {"w": torch.tensor([3.0, -2.0])}
