@@ -187,6 +187,11 @@ class Sync(Expression, abc.ABC):
         return all(child.agrees for child in inner) and len({child.groups for child in inner}) <= 1
 
     @property
+    def gives_later(self) -> bool:
+        """Whether a mean may hold what came in earlier steps, so also of a leaf that no rank has used in this one."""
+        return any(child.gives_later for child in self.children())
+
+    @property
     def skips(self) -> bool:
         """Whether some leaves have no update in some steps: no entry in `Exchange.mean`, None in what is returned.
 

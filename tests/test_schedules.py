@@ -105,6 +105,42 @@ def test_only_some_leaves_may_have_no_update(rank: int, kind: str, options: dict
         assert state().rules["0.*"].inner.step == (step + 1) % 2
 
 
+class Sometimes(nn.Module):
+    """Of two vectors, whose gradients are 1 and what it is called with, uses the second one where that is not 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, gradient: float) -> Tensor:
+        return self.always.sum() + (gradient * self.sometimes.sum() if gradient else 0)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("module", {}), ("register", {"find_unused_parameters": True})])
+@pytest.mark.parametrize(
+    "text", ["delayed(allreduce)", "error_feedback(every(2, allreduce))", "error_feedback(topk(allgather, k=1))"]
+)
+@on_ranks(2)
+def test_what_comes_later_comes_for_leaves_that_no_rank_uses_then(
+    rank: int, text: str, kind: str, options: dict[str, Any]
+) -> None:
+    sync = fnddp.parse(text)
+    if kind == "module":
+        model: Any = fnddp.DistributedDataParallel(Sometimes(), sync=sync)
+    else:
+        model = TorchDDP(Sometimes(), **options)
+        fnddp.register(model, sync)
+    state = sync.init({"always": torch.zeros(3), "sometimes": torch.zeros(3)})
+    for gradient in (1.0, 0.0, 0.0, 4.0, 0.0):
+        model.zero_grad()
+        model(gradient).backward()
+        mean, state = sync({"always": torch.ones(3), "sometimes": torch.full((3,), gradient)}, state)
+        for name, want in mean.items():
+            got = model.module.get_parameter(name).grad
+            assert (got is None) == (want is None)
+            assert want is None or torch.equal(got, want)
+
+
 @on_ranks(2, 3)
 def test_unused_leaves_keep_what_they_have_and_others_have_none(rank: int) -> None:
     model = fnddp.DistributedDataParallel(Branches(), sync=every(2, allreduce))

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ class Handle:
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
         self.sync = sync
         self.group = group_name(model.process_group)
+        self._writes_all = model.find_unused_parameters and sync.gives_later
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
         named = model.module.named_parameters()
@@ -128,6 +130,8 @@ class Handle:
             bucket.complete(mean_of)
         if len(mean_of) < len(self._names):
             self._clear([p for p in self._names if p not in mean_of])
+        if self._writes_all and torch_private.is_within_backward():
+            _behind_ddp(partial(_write, mean_of))
         # DDP's buckets, and their order, are the same on all ranks.
         self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters])
         self._pending = []
@@ -292,6 +296,16 @@ def _raise_after_backward(error: Exception) -> None:
     if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
         raise_error()
     _behind_ddp(raise_error)
+
+
+def _write(mean_of: Mapping[Tensor, Tensor]) -> None:
+    """Means to `.grad`, where DDP leaves those of parameters alone that no rank has used."""
+    with torch.no_grad():
+        for parameter, mean in mean_of.items():
+            if parameter.grad is None:
+                parameter.grad = mean.clone()
+            elif not parameter.grad.is_sparse:
+                parameter.grad.copy_(mean)
 
 
 def _behind_ddp(run: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """EF21: what is sent is how far the gradient is from what the others hold of it."""
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fnddp import tree
 from fnddp.codec import wide_zeros
@@ -63,6 +63,7 @@ class ef21(Sync):
     eta: float = 1.0
 
     remembers: ClassVar[bool] = True
+    gives_later: ClassVar[Any] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
 """Error feedback: what was not sent is added to the next gradient."""
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fnddp import tree
 from fnddp.codec import wide_zeros
@@ -51,6 +51,7 @@ class error_feedback(Sync):
 
     wraps_skipping: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
+    gives_later: ClassVar[Any] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

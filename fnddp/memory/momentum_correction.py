@@ -1,6 +1,6 @@
 """Momentum correction: momentum of this rank's gradients, before they are made sparse."""
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -64,6 +64,7 @@ class momentum_correction(Sync):
     masking: bool = True
 
     remembers: ClassVar[bool] = True
+    gives_later: ClassVar[Any] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

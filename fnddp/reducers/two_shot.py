@@ -61,6 +61,10 @@ class two_shot_mean(Carrier):
     def accounts(self) -> bool:
         return not self.server_memory
 
+    @property
+    def gives_later(self) -> bool:
+        return self.server_memory
+
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         is_exchange = arguments or "grads" in options
         return super().__call__(*arguments, **options) if is_exchange else replace(self, **options)

@@ -1,6 +1,6 @@
 """The mean of the step before."""
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class delayed(Sync):
     """
 
     inner: Sync
+
+    gives_later: ClassVar[Any] = True
 
     @property
     def skips(self) -> bool:

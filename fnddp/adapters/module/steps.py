@@ -345,7 +345,7 @@ class Steps:
                 parameter = self.parameters[name]
                 if is_plain and mean.stride() == parameter.stride() and not optimizers_in_backward(parameter):
                     parameter.grad = mean
-                elif name not in done.unused:
+                elif name not in done.unused or self.engine.sync.gives_later:
                     self._set_grad(name, placeholders.get(name, mean))
             for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
                 self.parameters[name].grad = None
