@@ -14,14 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fnddp.cost.compute import measure_backward, measure_segments
 from fnddp.cost.queue import Links
-from fnddp.cost.step import Compute, Step
+from fnddp.cost.step import Compute, MeanStep
 from fnddp.parse import parse
-from fnddp.plan.lower import lower
+from fnddp.plan.period import period
 from fnddp.simulate_training import simulate_training
-from fnddp.state import AFTER_ALL_WARM_UPS, at_step
 from fnddp.sync import Sync
 from fnddp.tree import Leaves
-from fnddp.wire.groups import World, within
 
 MEAN = "allreduce"
 SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
@@ -75,21 +73,21 @@ class Outcome:
 
     Attributes:
         pipeline: Its expression.
-        wire_bytes: What one rank hands to its collectives in a step, after all warm-ups.
-        link_bytes: What one rank sends over its link in a step.
-        step: A step, predicted.
+        wire_bytes: What one rank hands to its collectives in a step, the mean over a period after all warm-ups.
+        link_bytes: What one rank sends over its link in a step, likewise.
+        step: The steps of such a period, predicted.
         losses: The final loss, by seed.
     """
 
     pipeline: str
     wire_bytes: int
     link_bytes: int
-    step: Step
+    step: MeanStep
     losses: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Of a step, in the mean."""
         return self.step.seconds
 
     @property
@@ -263,12 +261,12 @@ def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> f
 
 
 def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:
-    """What a step of `sync` costs after all warm-ups, its segments measured here."""
-    with within(World(size=n)):
-        state = at_step(AFTER_ALL_WARM_UPS, sync.init(leaves))
-    plan = lower(sync, leaves, state=state, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
-    step = plan.predict(link, replace(compute, segments=measure_segments(plan, state)))
-    return Outcome(repr(sync), plan.wire_bytes, sum(each.link_bytes for each in step.collectives), step, ())
+    """What a step of `sync` costs after all warm-ups, its segments measured here: the mean over what it repeats."""
+    repeated = period(sync, leaves, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
+    timed = [(each, measure_segments(each.plan, each.state)) for each in repeated]
+    predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
+    step = MeanStep(tuple(predicted))
+    return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
 
 
 def _measured_backward(problem: Problem, model: nn.Module, leaves: Leaves, n: int) -> Compute:

@@ -1,7 +1,8 @@
 """A step on a clock: what is computed and sent when, and how long it takes where these overlap."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Protocol
 
 from fnddp.cost.link import duration
@@ -119,6 +120,49 @@ class Step:
         }
         written = " + ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
         return f"step {duration(self.seconds)} = {written or 'nothing'}; wire {duration(self.communication_seconds)}"
+
+
+@dataclass(frozen=True)
+class MeanStep:
+    """Steps of several kinds as one: its times and bytes are their means.
+
+    Attributes:
+        steps: Each kind, and how many of a period are of it.
+    """
+
+    steps: tuple[tuple[Step, int], ...]
+
+    @property
+    def seconds(self) -> float:
+        return self._mean(lambda step: step.seconds)
+
+    @property
+    def encode_seconds(self) -> float:
+        return self._mean(lambda step: step.encode_seconds)
+
+    @property
+    def decode_seconds(self) -> float:
+        return self._mean(lambda step: step.decode_seconds)
+
+    @property
+    def communication_seconds(self) -> float:
+        return self._mean(lambda step: step.communication_seconds)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self._mean(lambda step: step.exposed_seconds)
+
+    @property
+    def wire_bytes(self) -> float:
+        return self._mean(lambda step: sum(each.wire_bytes for each in step.collectives))
+
+    @property
+    def link_bytes(self) -> float:
+        return self._mean(lambda step: sum(each.link_bytes for each in step.collectives))
+
+    def _mean(self, of: Callable[[Step], float]) -> float:
+        values, counts = zip(*((of(step), count) for step, count in self.steps), strict=True)
+        return values[0] if len(values) == 1 else fmean(values, counts)
 
 
 def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
