@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 
 import fnddp
 from fnddp import Compute, Link, parse
-from fnddp.cli import main, models, problems
+from fnddp.cli import main, models, problems, tune_report
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import ModelError
+from fnddp.cli.tune_report import Setting
 from fnddp.cost.step import MeanStep, Span, Step
 from fnddp.ranks import run_threads
 from fnddp.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, cost, final_loss, tune
@@ -64,6 +66,33 @@ def test_where_no_16_bit_wire_is_good_enough() -> None:
     assert tuned(EXACT, rough).verdict == "Nothing beats the plain mean: allreduce"
     better = tuned(EXACT, rough, outcome("better", 0.5, 2.0))
     assert better.verdict == "better: 2.00x as fast as allreduce; no 16-bit wire is good enough"
+
+
+def test_a_16_bit_wire_wins_only_where_it_is_faster() -> None:
+    found = tuned(EXACT, outcome("fp16(allreduce)", 1.01, 2.0, 2.0), outcome("hardly", 0.99, 2.0, 2.0))
+    assert found.winner is EXACT
+    assert found.verdict == "Nothing beats the plain mean: allreduce"
+    faster = tuned(EXACT, outcome("fp16(allreduce)", 1.01, 2.0, 2.0), outcome("better", 0.5, 2.0, 2.0))
+    assert faster.verdict == "better: 2.00x as fast as allreduce"
+
+
+@pytest.mark.parametrize("within", [0.0, 0.01])
+def test_nothing_wins_where_the_plain_mean_diverged(within: float) -> None:
+    setting = Setting("model", "data", "1gbit", 2, 6, 2, 8)
+    for others in (HALF, replace(HALF, losses=(float("nan"),) * 2)):
+        found = tuned(replace(EXACT, losses=(float("nan"), 2.0)), others, within=within)
+        assert found.good == ()
+        assert found.verdict == "No winner: there is no loss to compare with"
+        assert found.doubt == "the plain mean itself diverged: lower the learning rate"
+        said = json.loads(json.dumps(tune_report.as_json(found, setting), allow_nan=False))
+        assert (said["winner"], said["threshold"]) == (None, None)
+        tune_report.plot(found, setting).canvas.draw()
+
+
+def test_no_worse_at_all_can_be_asked_for() -> None:
+    found = tuned(EXACT, replace(HALF, losses=(2.0, 2.0001)), within=0.0)
+    assert found.good == (EXACT,)
+    assert found.doubt is None
 
 
 def test_losses_that_seeds_move_are_doubted() -> None:
@@ -171,6 +200,36 @@ def test_a_step_costs_the_mean_over_what_is_repeated(text: str, steps: list[int]
     assert 2 + found.step.exposed_seconds <= found.seconds < 4  # with encoding and decoding, measured here
     for (step, _), size in zip(found.step.steps, dict.fromkeys(steps), strict=True):
         assert sum(each.wire_bytes for each in step.collectives) == size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": ()}, "tune: seeds must name at least one seed"),
+        ({"steps": 0}, "tune: steps and ranks must be at least 1, got 0 and 2"),
+        ({"ranks": 0}, "tune: steps and ranks must be at least 1, got 2 and 0"),
+        ({"within": -0.1}, "tune: within must be 0 or more"),
+        ({"within": float("nan")}, "tune: within must be 0 or more"),
+        ({"pipelines": ["none"]}, "tune: none exchanges nothing"),
+    ],
+)
+def test_wrong_calls(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune(line_problem(), **{"pipelines": [], "link": Link.parse("1gbit"), "ranks": 2, "steps": 2, **options})
+
+
+def test_a_model_is_judged_in_eval_mode() -> None:
+    judged: list[torch.Tensor] = []
+
+    def quality(forward: Any) -> float:
+        judged.append(forward(torch.ones(64, 3)))
+        return judged[-1].mean().item()
+
+    def make(seed: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5))
+
+    final_loss(replace(line_problem(), make=make, quality=quality), parse("allreduce"), 2, 0, 1)
+    assert judged[0].unique().numel() == 1  # dropout would have made zeros
 
 
 def test_candidates_are_pipelines() -> None:
