@@ -277,6 +277,13 @@ def test_the_command(own_models: Path, capsys: pytest.CaptureFixture[str]) -> No
             "cannot be tuned: 1 (BatchNorm1d) changes its buf",
         ),
         (["--model", "tuned_models:normalized", "--data", "own"], "cannot be tuned"),
+        (["--model", "transformer", "--data", "digits"], "--model transformer does not take --data digits: RuntimeErr"),
+        (["--ranks", "1500"], "--ranks 1500: each needs an image, and there are 1,257 to train on"),
+        (["--pipelines", "none"], "none exchanges nothing"),
+        (
+            ["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"],
+            "is not the same on all ranks",
+        ),
     ],
 )
 def test_wrong_arguments(
@@ -287,6 +294,26 @@ def test_wrong_arguments(
     assert said == ""
     assert errors.startswith("fnddp tune: ")
     assert message in errors
+
+
+def test_no_worse_is_a_share(own_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tune", "--model", "tuned_models:own", "--ranks", "2", "--steps", "1", "--seeds", "1"]
+    for within in ("0", "0%"):
+        assert main.main([*arguments, "--within", within, "--out", str(own_models / "out")]) == 0
+        assert json.loads((own_models / "out" / "results.json").read_text())["within"] == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main.main([*arguments, "--within=-1%"])
+    assert "argument --within: must be 0 or a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "bench", "tune"])
+def test_help_names_no_default_that_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: " in said
+    assert "(default: None)" not in said
 
 
 def test_problems_have_a_row_for_each_rank(own_models: Path) -> None:

@@ -66,6 +66,23 @@ def problem(model: str, data: str | None, *, batch: int, steps: int, rate: float
     )
 
 
+def require_fit(asked: Problem, model: str, data: str, ranks: int) -> None:
+    """Runs the model once, on one rank's batch, to say before all else that it and the data go together.
+
+    Raises:
+        ModelError: The model has no data of its own.
+        WrongArgument: They do not, or there are fewer images than ranks.
+    """
+    batch = tuple(part[0] for part in next(iter(asked.batches(ranks, 0, 1))))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loss = asked.loss(asked.make(0), batch)
+    except Exception as error:  # a model may raise anything
+        raise WrongArgument(f"--model {model} does not take --data {data}: {type(error).__name__}: {error}") from error
+    if loss.ndim:
+        raise WrongArgument(f"--model {model} on --data {data}: the loss must be a scalar, got {list(loss.shape)}")
+
+
 def _made(workload: Workload, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,6 +109,8 @@ def _character_loss(forward: Forward, batch: Batch) -> Tensor:
 
 
 def _images(train: digits.Digits, size: int, n: int, seed: int, steps: int) -> Batches:
+    if n > len(train.y):
+        raise WrongArgument(f"--ranks {n}: each needs an image, and there are {len(train.y):,} to train on")
     generator = torch.Generator().manual_seed(seed)
     shards = [train.shard(rank, n) for rank in range(n)]
     for _ in range(steps):
