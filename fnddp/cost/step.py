@@ -182,7 +182,8 @@ def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
         compute: How long what is computed takes.
 
     Raises:
-        ValueError: `compute` is of another plan; or a group has no link.
+        ValueError: `compute` is of another plan, or has an arrival that is not within backward; or a group has no
+            link.
     """
     seconds = _segment_seconds(plan, compute)
     arrivals = _arrivals(plan, compute)
@@ -242,7 +243,7 @@ class _Clock:
 
 
 def _segment_seconds(plan: Schedule, compute: Compute) -> tuple[float, ...]:
-    seconds = compute.segments or (0.0,) * len(plan.segments)
+    seconds = (0.0,) * len(plan.segments) if compute.segments is None else compute.segments
     if len(seconds) != len(plan.segments):
         raise ValueError(
             f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
@@ -257,4 +258,10 @@ def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:
         return {path: compute.backward_seconds * (bucket + 1) / buckets for path, bucket in plan.buckets.items()}
     if missing := [path for path in plan.leaves if path not in compute.arrivals]:
         raise ValueError(f"predict: compute has no arrival of leaf {missing[0]!r}; it is of another model")
+    for path in plan.leaves:
+        if not 0 <= (at := compute.arrivals[path]) <= compute.backward_seconds:
+            raise ValueError(
+                f"predict: the gradient of leaf {path!r} arrives after {at!r} s, and backward takes "
+                f"{compute.backward_seconds!r} s; arrivals are from the start of backward, within it"
+            )
     return compute.arrivals
