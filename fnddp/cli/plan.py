@@ -67,10 +67,10 @@ def run(
         syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
         planned = [Planned.of(plans, setting) for plans in _plans(syncs, setting)]
         link, compute = setting.links[links[0]], Compute(backward_seconds=backward or 0.0)
-        draw_as = {"--svg": lambda plan: plan.to_svg(link), "--trace": lambda plan: plan.to_trace(link, compute)}
-        drawn = {file: draw_as[option](planned[0].busiest) for option, file in files.items()}
-        for file, text in drawn.items():
-            file.write_text(text)
+        plan = planned[0].busiest
+        drawn = {"--svg": plan.to_svg(link) if svg else "", "--trace": plan.to_trace(link, compute) if trace else ""}
+        for option, file in files.items():
+            file.write_text(drawn[option])
         if json:
             print(plan_report.as_json(setting, planned))
         else:
