@@ -14,11 +14,10 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
-from fnddp import Link, tree
-from fnddp.cli import digits, models
+from fnddp import Link
+from fnddp.cli import digits, models, problems
+from fnddp.plan.period import Recurring, period
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 
@@ -97,24 +97,25 @@ def make_network(width: int = 64) -> nn.Module:
 def digits_task() -> Task:
     train, test = digits.load()
 
-    def batches(n: int, seed: int, steps: int) -> Batches:
-        generator = torch.Generator().manual_seed(seed)
-        shards = [train.shard(rank, n) for rank in range(n)]
-        for _ in range(steps):
-            drawn = [shard.batch(8, generator) for shard in shards]
-            yield torch.stack([each.x for each in drawn]), torch.stack([each.y for each in drawn])
-
     def test_loss(model: nn.Module, params: dict[str, Tensor]) -> float:
         with torch.no_grad():
             return digits.loss(model, params, test.x, test.y).item()
 
     optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    return Task(make_network, digits.loss, batches, optimizer, test_loss, "test loss", {8: 150, 64: 100})
+    return Task(
+        make_network,
+        digits.loss,
+        partial(problems.images, train, 8),
+        optimizer,
+        test_loss,
+        "test loss",
+        {8: 150, 64: 100},
+    )
 
 
 # Characters: a transformer of one block, AdamW, on text that ships with Python.
 
-TEXT = "\n".join(topics[name] for name in sorted(topics))
+TEXT = problems.text()
 SYMBOLS = sorted(set(TEXT))
 
 
@@ -144,13 +145,10 @@ class Characters(nn.Module):
 
 def characters_task(context: int = 32, sequences: int | None = None) -> Task:
     """On batches of so many sequences a rank; None for 32 in all."""
-    place = {symbol: i for i, symbol in enumerate(SYMBOLS)}
-    data = torch.tensor([place[symbol] for symbol in TEXT])
+    data = problems.characters()
     train, validation = data.tensor_split([len(data) * 9 // 10])
 
-    def cut(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        pieces = text[starts.unsqueeze(-1) + torch.arange(context + 1)]
-        return pieces[..., :-1], pieces[..., 1:]
+    cut = partial(problems.windows, context=context)
 
     def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(functional_call(model, params, (x,)).flatten(0, -2), y.flatten())
@@ -207,7 +205,7 @@ def run(name: str, task: Task, text: str, n: int, seed: int, steps: int) -> dict
         optimizer=task.optimizer,
     )
     seconds = time.process_time() - begin
-    wire_bytes = fnddp.lower(sync, params, state=settled(sync, params, n), world_size=n).wire_bytes
+    wire_bytes = round(mean(period(sync, params, world_size=n), lambda plan: plan.wire_bytes))
     line = {
         "task": name,
         "pipeline": text,
@@ -246,22 +244,22 @@ def costs(pipelines: list[str], ranks: list[int], model: str, known: list[dict[s
                 found.append(there[text, n, model])
                 continue
             sync = fnddp.parse(text)
-            plan = fnddp.lower(sync, params, state=settled(sync, params, n), world_size=n)
+            repeated = period(sync, params, world_size=n)
             seconds: dict[str, float] = {}
             for rate in RATES:
-                estimate = plan.estimate(Link.parse(f"{rate}:{LATENCY}"))
-                seconds[rate] = estimate.communication_seconds
-            bytes_of = {"wire_bytes": plan.wire_bytes, "link_bytes": plan.estimate(Link.parse("1gbit")).link_bytes}
+                link = Link.parse(f"{rate}:{LATENCY}")
+                seconds[rate] = mean(repeated, lambda plan, on=link: plan.estimate(on).communication_seconds)
+            bytes_of = {
+                "wire_bytes": round(mean(repeated, lambda plan: plan.wire_bytes)),
+                "link_bytes": round(mean(repeated, lambda plan: plan.estimate(Link.parse("1gbit")).link_bytes)),
+            }
             found.append({"pipeline": text, "n": n, "model": model, **bytes_of, "seconds": seconds})
     return found
 
 
-def settled(sync: fnddp.Sync, params: dict[str, Tensor], n: int) -> Any:
-    """A state of a late step: schedules have come to their last phase."""
-    simulation = fnddp.simulate(sync, n)
-    state = simulation.of_rank(simulation.init({path: p.expand(n, *p.shape) for path, p in params.items()}), 0)
-    late = [part if isinstance(part, Tensor) else 10**6 for part in tree.flatten_any(state)[0]]
-    return tree.replace_leaves(state, late)
+def mean(repeated: Sequence[Recurring], of: Callable[[fnddp.Plan], float]) -> float:
+    """Over the steps that a pipeline repeats."""
+    return statistics.fmean((of(each.plan) for each in repeated), [each.steps for each in repeated])
 
 
 # Sums in 16 bits.
@@ -276,9 +274,9 @@ def accumulation(sizes: list[int], elements: int = 1024) -> list[dict[str, Any]]
             signal = torch.randn(elements, generator=generator)
             grads = {"w": signal + torch.randn(n, elements, generator=generator)}
             simulation = fnddp.simulate(fnddp.parse(text), n)
-            mean, _ = simulation(grads, simulation.init(grads))
+            done, _ = simulation(grads, simulation.init(grads))
             exact = grads["w"].double().mean(0)
-            error = ((mean["w"].double() - exact).norm() / exact.norm()).item()
+            error = ((done["w"].double() - exact).norm() / exact.norm()).item()
             found.append({"pipeline": text, "n": n, "relative_error": error})
     return found
 

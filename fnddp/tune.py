@@ -14,14 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fnddp.cost.compute import measure_backward, measure_segments
 from fnddp.cost.queue import Links
-from fnddp.cost.step import Compute, Step
+from fnddp.cost.step import Compute, MeanStep
+from fnddp.options import checked_int
 from fnddp.parse import parse
-from fnddp.plan.lower import lower
+from fnddp.plan.period import period
 from fnddp.simulate_training import simulate_training
-from fnddp.state import AFTER_ALL_WARM_UPS, at_step
 from fnddp.sync import Sync
 from fnddp.tree import Leaves
-from fnddp.wire.groups import World, within
 
 MEAN = "allreduce"
 SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
@@ -54,8 +53,8 @@ class Problem:
         loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
         batches: `batches(n, seed, steps)`: for each step tensors with a row for each rank, `[n, batch, ...]`.
         optimizer: Makes one for a list of tensors.
-        quality: The final loss, of a function that stands for the trained module; None for the mean of the training
-            losses of the last tenth of the steps.
+        quality: The final loss, of a function that stands for the trained module, in eval mode; None for the mean of
+            the training losses of the last tenth of the steps.
     """
 
     make: Callable[[int], nn.Module]
@@ -75,21 +74,21 @@ class Outcome:
 
     Attributes:
         pipeline: Its expression.
-        wire_bytes: What one rank hands to its collectives in a step, after all warm-ups.
-        link_bytes: What one rank sends over its link in a step.
-        step: A step, predicted.
+        wire_bytes: What one rank hands to its collectives in a step, the mean over a period after all warm-ups.
+        link_bytes: What one rank sends over its link in a step, likewise.
+        step: The steps of such a period, predicted.
         losses: The final loss, by seed.
     """
 
     pipeline: str
     wire_bytes: int
     link_bytes: int
-    step: Step
+    step: MeanStep
     losses: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Of a step, in the mean."""
         return self.step.seconds
 
     @property
@@ -131,13 +130,14 @@ class Tuned:
 
     @property
     def threshold(self) -> float:
-        """The largest loss that is good enough."""
+        """The largest loss that is good enough; not finite where the plain mean diverged."""
         return self.mean.loss + self.within * abs(self.mean.loss)
 
     @property
     def good(self) -> tuple[Outcome, ...]:
-        """Whose loss is good enough, the fastest first; the plain mean is one."""
-        return tuple(each for each in self.outcomes if each.loss <= self.threshold)
+        """Whose loss is good enough, the fastest first; none where the plain mean diverged, which is one otherwise."""
+        is_known = math.isfinite(self.threshold)
+        return tuple(each for each in self.outcomes if is_known and each.loss <= self.threshold)
 
     @property
     def pareto(self) -> tuple[Outcome, ...]:
@@ -146,9 +146,17 @@ class Tuned:
 
     @property
     def winner(self) -> Outcome:
-        """The fastest whose loss is good enough; a 16-bit wire, if it is not faster than that by `MARGIN`."""
-        fastest, plain = self.good[0], self.sixteen_bits
-        return fastest if plain is None or fastest.seconds < (1 - MARGIN) * plain.seconds else plain
+        """The fastest whose loss is good enough, if it is faster than `plain` by `MARGIN`; `plain` otherwise.
+
+        Without any whose loss is good enough it is the plain mean, which has diverged: see `doubt`.
+        """
+        return next((each for each in self.good if _is_faster(each, self.plain)), self.plain)
+
+    @property
+    def plain(self) -> Outcome:
+        """What there is to beat: the fastest 16-bit wire that is good enough, if that beats the plain mean itself."""
+        half = self.sixteen_bits
+        return half if half is not None and _is_faster(half, self.mean) else self.mean
 
     @property
     def sixteen_bits(self) -> Outcome | None:
@@ -158,19 +166,19 @@ class Tuned:
     @property
     def verdict(self) -> str:
         """The winner, and whether it is worth its while."""
-        best, plain = self.winner, self.sixteen_bits
-        if best is self.mean:
-            return f"Nothing beats the plain mean: {best.pipeline}"
-        if plain is None:
-            ratio = self.mean.seconds / best.seconds
-            return f"{best.pipeline}: {ratio:.2f}x as fast as {MEAN}; no 16-bit wire is good enough"
+        if not self.good:
+            return "No winner: there is no loss to compare with"
+        best, plain = self.winner, self.plain
         if best is plain:
-            return f"Nothing beats a 16-bit wire: {best.pipeline}"
-        return f"{best.pipeline}: {plain.seconds / best.seconds:.2f}x as fast as {plain.pipeline}"
+            return f"Nothing beats {'the plain mean' if plain is self.mean else 'a 16-bit wire'}: {plain.pipeline}"
+        ratio = f"{best.pipeline}: {plain.seconds / best.seconds:.2f}x as fast as {plain.pipeline}"
+        return ratio if self.sixteen_bits else f"{ratio}; no 16-bit wire is good enough"
 
     @property
     def doubt(self) -> str | None:
         """What keeps the losses from telling pipelines apart; None if nothing does."""
+        if not math.isfinite(self.mean.loss):
+            return "the plain mean itself diverged: lower the learning rate"
         noise = self.mean.spread
         if len(self.mean.losses) < 2:
             return "one seed says nothing of the spread: give more"
@@ -178,6 +186,10 @@ class Tuned:
             relative = noise / abs(self.mean.loss)
             return f"seeds alone move the plain mean's loss by {relative:.1%}, more than {self.within:.1%}"
         return None
+
+
+def _is_faster(one: Outcome, other: Outcome) -> bool:
+    return one.seconds < (1 - MARGIN) * other.seconds
 
 
 class Progress(NamedTuple):
@@ -220,10 +232,19 @@ def tune(
         tell: Called after each training.
 
     Raises:
-        ValueError: A pipeline does not parse, does not fit, or reads values of tensors.
+        ValueError: A pipeline does not parse, does not fit, or takes no mean; there is no step or no seed; `within` is
+            negative.
         LoweringError: A pipeline has no plan.
     """
+    if checked_int("tune: steps", steps) < 1 or checked_int("tune: ranks", ranks) < 1:
+        raise ValueError(f"tune: steps and ranks must be at least 1, got {steps} and {ranks}")
+    if not seeds:
+        raise ValueError("tune: seeds must name at least one seed, such as (0, 1, 2), got none")
+    if not 0 <= within < math.inf:
+        raise ValueError(f"tune: within must be 0 or more, such as 0.01, got {within!r}")
     syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, *pipelines))}
+    for sync in syncs.values():
+        _require_mean(sync)
     model = problem.make(seeds[0])
     leaves = _trained(model)
     with _threads(threads):
@@ -259,16 +280,16 @@ def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> f
     if problem.quality is None:
         return trained.losses[-max(1, steps // 10) :].mean().item()
     with torch.no_grad():
-        return problem.quality(_forward(model, trained.params))
+        return problem.quality(_forward(model.eval(), trained.params))
 
 
 def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:
-    """What a step of `sync` costs after all warm-ups, its segments measured here."""
-    with within(World(size=n)):
-        state = at_step(AFTER_ALL_WARM_UPS, sync.init(leaves))
-    plan = lower(sync, leaves, state=state, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
-    step = plan.predict(link, replace(compute, segments=measure_segments(plan, state)))
-    return Outcome(repr(sync), plan.wire_bytes, sum(each.link_bytes for each in step.collectives), step, ())
+    """What a step of `sync` costs after all warm-ups, its segments measured here: the mean over what it repeats."""
+    repeated = period(sync, leaves, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
+    timed = [(each, measure_segments(each.plan, each.state)) for each in repeated]
+    predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
+    step = MeanStep(tuple(predicted))
+    return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
 
 
 def _measured_backward(problem: Problem, model: nn.Module, leaves: Leaves, n: int) -> Compute:
@@ -279,6 +300,11 @@ def _measured_backward(problem: Problem, model: nn.Module, leaves: Leaves, n: in
         return problem.loss(_forward(model, params), own)
 
     return measure_backward(loss_fn, leaves)
+
+
+def _require_mean(sync: Sync) -> None:
+    if not sync.ops:
+        raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train apart; name one with a reducer in it")
 
 
 def _forward(model: nn.Module, params: Any) -> Forward:

@@ -262,6 +262,33 @@ def test_codecs_are_timed_against_a_copy(capsys, monkeypatch):
     assert all(float(row[-4]) > 0 and float(row[-2]) > 0 for row in rows)
 
 
+def test_what_is_not_encoded_takes_no_part_of_a_copy(capsys, monkeypatch):
+    monkeypatch.setattr(bench_codecs, "LEAVES", 1)
+    monkeypatch.setattr(bench_codecs, "ELEMENTS", 1 << 10)
+    assert main.main(["bench", "--codecs", "none", "every(1000, allreduce)"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith(("none", "every"))]
+    assert [row[-5:-4] for row in rows] == [["0.00"], ["0.00"]]
+    assert rows[0][-4:] == ["-"] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
+        (
+            ["--ranks", "4", "--link", "1gbit"],
+            "a link or a model: leave --ranks and --link out",
+        ),
+        (["--profile"], "leave --profile out"),
+    ],
+)
+def test_codecs_are_not_timed(arguments, message, capsys):
+    assert main.main(["bench", "--codecs", *arguments]) == 2
+    said, errors = capsys.readouterr()
+    assert said == ""
+    assert message in errors
+
+
 def test_codecs_are_all_there():
     ours = {name for name, entry in registry.items() if isinstance(entry, type) and issubclass(entry, Codec)}
     assert ours <= {text.split("(")[0] for text in bench_codecs.CODECS}

@@ -35,6 +35,7 @@ ORDER = [
         "plan/plan",
         "plan/passes",
         "plan/lower",
+        "plan/period",
     ),
     *(
         "run",

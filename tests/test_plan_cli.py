@@ -131,11 +131,47 @@ def test_svg(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main.main([*arguments, str(tmp_path / "plan.svg")]) == 0
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     capsys.readouterr()
-    assert main.main([*arguments, str(tmp_path / "absent" / "plan.svg")]) == 1
+
+
+@pytest.mark.parametrize(("name", "reason"), [("absent/x", "No such file or directory"), ("", "Is a directory")])
+def test_files_are_tried_before_anything_is_planned(
+    name: str, reason: str, models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg, trace = tmp_path / "plan.svg", tmp_path / name
+    arguments = ("plan", LOW_RANK, "--model", f"{models}:small", "--svg", str(svg), "--trace", str(trace))
+    assert main.main(arguments) == 2
     said, errors = capsys.readouterr()
     assert said == ""
-    assert errors.startswith("fnddp plan: ")
-    assert "No such file or directory" in errors
+    assert f"fnddp plan: --trace: cannot write {trace}: {reason}" in errors
+    assert not svg.exists()
+
+
+def test_steps_that_are_not_alike_have_a_row_each(
+    planned: Any, models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("error_feedback(powersgd(allreduce, refresh=4))", "--model", f"{models}:small", "--link", "1gbit")
+    (low_rank,) = planned(*options)["pipelines"]
+    whole, compressed = low_rank["phases"]
+    assert (whole["steps"], compressed["steps"]) == (1, 3)
+    assert (whole["wire_bytes"], whole["reduction"]) == (4 * PARAMETERS, 1)
+    assert low_rank["wire_bytes"] == (whole["wire_bytes"] + 3 * compressed["wire_bytes"]) / 4
+    assert low_rank["reduction"] == pytest.approx(4 * PARAMETERS / low_rank["wire_bytes"])
+    seconds = [each["links"]["1gbit"]["communication_seconds"] for each in (whole, compressed, compressed, compressed)]
+    assert low_rank["links"]["1gbit"]["communication_seconds"] == pytest.approx(sum(seconds) / 4)
+    assert low_rank["rounds"] == 2
+    assert len(planned(*options, "--step", "1")["pipelines"][0]["phases"]) == 1
+    assert main.main(["plan", *options, "--show", "--trace", str(tmp_path / "step.json")]) == 0
+    said = capsys.readouterr().out
+    assert "  1 of 4 steps " in said
+    assert "  3 of 4 steps " in said
+    assert "round 2 of 2" in said
+    assert "round 1 of 1" in said
+    assert '"fnddp c1 all_reduce"' not in (tmp_path / "step.json").read_text()  # of the step that sends most
+
+
+def test_kinds_of_steps_that_cost_the_same_are_one(planned: Any, models: str) -> None:
+    nested = planned("every(2, every(3, allreduce))", "--model", f"{models}:small")["pipelines"][0]
+    assert [(each["steps"], each["wire_bytes"]) for each in nested["phases"]] == [(5, 0), (1, 4 * PARAMETERS)]
 
 
 def test_trace(models: str, tmp_path: Path) -> None:
@@ -157,6 +193,7 @@ def test_trace(models: str, tmp_path: Path) -> None:
         (["allreduce", "--link", "100"], "--link: '100' is no link: write a rate"),
         (["allreduce", "fp16(allreduce)", "--trace", "x"], "--trace draws the plan of one pipeline on one link"),
         (["allreduce", "fp16(allreduce)", "--svg", "x.svg"], "--svg draws the plan of one pipeline on one link"),
+        (["allreduce", "fp16(allreduce)", "--svg", "x", "--trace", "x"], "--svg and --trace draw the plan of one"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,15 @@ def test_what_is_of_another_plan():
         plan.predict(LINK, Compute(segments=(0.1,)))
     with pytest.raises(ValueError, match="no arrival of leaf 'c'; it is of another model"):
         plan.predict(LINK, Compute(arrivals={"a": 0.1, "b": 0.2}))
+    with pytest.raises(ValueError, match="seconds of 0 segments, and the plan has 4"):
+        plan.predict(LINK, Compute(segments=()))
+
+
+@pytest.mark.parametrize("when", [0.31, -0.1, float("nan")])
+def test_gradients_arrive_within_backward(when: float):
+    arrivals = {"a": 0.1, "b": when, "c": 0.3}
+    with pytest.raises(ValueError, match="the gradient of leaf 'b' arrives after .* s, and backward takes 0.3 s"):
+        three_buckets().predict(LINK, Compute(1.0, 0.3, arrivals))
 
 
 def test_backward_is_measured_with_the_order_of_gradients():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from torch import nn
 
 import fnddp
 from fnddp import Compute, Link, parse
-from fnddp.cli import main, models, problems
+from fnddp.cli import main, models, problems, tune_report
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import ModelError
-from fnddp.cost.step import Span, Step
+from fnddp.cli.tune_report import Setting
+from fnddp.cost.step import MeanStep, Span, Step
 from fnddp.ranks import run_threads
-from fnddp.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, final_loss, tune
+from fnddp.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, cost, final_loss, tune
 
 MODELS = """
 import torch
@@ -32,7 +34,7 @@ def normalized():
 
 def outcome(pipeline: str, seconds: float, *losses: float) -> Outcome:
     step = Step((Span("forward", 0, 0.0, seconds),), Compute(seconds), (), 0.0, 0.0)
-    return Outcome(pipeline, 1000, 1000, step, losses)
+    return Outcome(pipeline, 1000, 1000, MeanStep(((step, 1),)), losses)
 
 
 def tuned(*outcomes: Outcome, within: float = 0.01) -> Tuned:
@@ -64,6 +66,33 @@ def test_where_no_16_bit_wire_is_good_enough() -> None:
     assert tuned(EXACT, rough).verdict == "Nothing beats the plain mean: allreduce"
     better = tuned(EXACT, rough, outcome("better", 0.5, 2.0))
     assert better.verdict == "better: 2.00x as fast as allreduce; no 16-bit wire is good enough"
+
+
+def test_a_16_bit_wire_wins_only_where_it_is_faster() -> None:
+    found = tuned(EXACT, outcome("fp16(allreduce)", 1.01, 2.0, 2.0), outcome("hardly", 0.99, 2.0, 2.0))
+    assert found.winner is EXACT
+    assert found.verdict == "Nothing beats the plain mean: allreduce"
+    faster = tuned(EXACT, outcome("fp16(allreduce)", 1.01, 2.0, 2.0), outcome("better", 0.5, 2.0, 2.0))
+    assert faster.verdict == "better: 2.00x as fast as allreduce"
+
+
+@pytest.mark.parametrize("within", [0.0, 0.01])
+def test_nothing_wins_where_the_plain_mean_diverged(within: float) -> None:
+    setting = Setting("model", "data", "1gbit", 2, 6, 2, 8)
+    for others in (HALF, replace(HALF, losses=(float("nan"),) * 2)):
+        found = tuned(replace(EXACT, losses=(float("nan"), 2.0)), others, within=within)
+        assert found.good == ()
+        assert found.verdict == "No winner: there is no loss to compare with"
+        assert found.doubt == "the plain mean itself diverged: lower the learning rate"
+        said = json.loads(json.dumps(tune_report.as_json(found, setting), allow_nan=False))
+        assert (said["winner"], said["threshold"]) == (None, None)
+        tune_report.plot(found, setting).canvas.draw()
+
+
+def test_no_worse_at_all_can_be_asked_for() -> None:
+    found = tuned(EXACT, replace(HALF, losses=(2.0, 2.0001)), within=0.0)
+    assert found.good == (EXACT,)
+    assert found.doubt is None
 
 
 def test_losses_that_seeds_move_are_doubted() -> None:
@@ -151,6 +180,58 @@ def test_tune_trains_and_costs_everything_once() -> None:
     assert by_name["bf16(two_shot)"].loss == pytest.approx(plain.loss, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("error_feedback(every(10, allreduce))", [0] * 9 + [400_000]),
+        ("measure(allreduce)", [800_000]),
+        ("measure(allreduce, every_steps=2)", [800_000, 400_000]),
+        ("powersgd(allreduce, refresh=3)", [400_000, 4_400, 4_400]),
+        ("powersgd(allreduce, alternate=True)", [4_000, 400]),
+        ("warmup(every(2, fp16(allreduce)), steps=10000)", [0, 200_000]),
+    ],
+)
+def test_a_step_costs_the_mean_over_what_is_repeated(text: str, steps: list[int]) -> None:
+    found = cost(parse(text), {"w": torch.zeros(1000, 100)}, Link.parse("1gbit"), 4, Compute(1.0, 1.0, {"w": 1.0}), 25)
+    assert found.wire_bytes == round(sum(steps) / len(steps))
+    assert found.link_bytes == pytest.approx(1.5 * found.wire_bytes, abs=4)
+    assert found.step.communication_seconds == pytest.approx(found.link_bytes / 125e6, rel=1e-3)
+    assert found.step.exposed_seconds == pytest.approx(found.step.communication_seconds)
+    assert 2 + found.step.exposed_seconds <= found.seconds < 4  # with encoding and decoding, measured here
+    for (step, _), size in zip(found.step.steps, dict.fromkeys(steps), strict=True):
+        assert sum(each.wire_bytes for each in step.collectives) == size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": ()}, "tune: seeds must name at least one seed"),
+        ({"steps": 0}, "tune: steps and ranks must be at least 1, got 0 and 2"),
+        ({"ranks": 0}, "tune: steps and ranks must be at least 1, got 2 and 0"),
+        ({"within": -0.1}, "tune: within must be 0 or more"),
+        ({"within": float("nan")}, "tune: within must be 0 or more"),
+        ({"pipelines": ["none"]}, "tune: none exchanges nothing"),
+    ],
+)
+def test_wrong_calls(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune(line_problem(), **{"pipelines": [], "link": Link.parse("1gbit"), "ranks": 2, "steps": 2, **options})
+
+
+def test_a_model_is_judged_in_eval_mode() -> None:
+    judged: list[torch.Tensor] = []
+
+    def quality(forward: Any) -> float:
+        judged.append(forward(torch.ones(64, 3)))
+        return judged[-1].mean().item()
+
+    def make(seed: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5))
+
+    final_loss(replace(line_problem(), make=make, quality=quality), parse("allreduce"), 2, 0, 1)
+    assert judged[0].unique().numel() == 1  # dropout would have made zeros
+
+
 def test_candidates_are_pipelines() -> None:
     parameters = models.load("transformer").parameters()
     for text in (MEAN, *SIXTEEN_BITS, *CANDIDATES):
@@ -196,6 +277,13 @@ def test_the_command(own_models: Path, capsys: pytest.CaptureFixture[str]) -> No
             "cannot be tuned: 1 (BatchNorm1d) changes its buf",
         ),
         (["--model", "tuned_models:normalized", "--data", "own"], "cannot be tuned"),
+        (["--model", "transformer", "--data", "digits"], "--model transformer does not take --data digits: RuntimeErr"),
+        (["--ranks", "1500"], "--ranks 1500: each needs an image, and there are 1,257 to train on"),
+        (["--pipelines", "none"], "none exchanges nothing"),
+        (
+            ["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"],
+            "is not the same on all ranks",
+        ),
     ],
 )
 def test_wrong_arguments(
@@ -206,6 +294,26 @@ def test_wrong_arguments(
     assert said == ""
     assert errors.startswith("fnddp tune: ")
     assert message in errors
+
+
+def test_no_worse_is_a_share(own_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tune", "--model", "tuned_models:own", "--ranks", "2", "--steps", "1", "--seeds", "1"]
+    for within in ("0", "0%"):
+        assert main.main([*arguments, "--within", within, "--out", str(own_models / "out")]) == 0
+        assert json.loads((own_models / "out" / "results.json").read_text())["within"] == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main.main([*arguments, "--within=-1%"])
+    assert "argument --within: must be 0 or a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "bench", "tune"])
+def test_help_names_no_default_that_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: " in said
+    assert "(default: None)" not in said
 
 
 def test_problems_have_a_row_for_each_rank(own_models: Path) -> None:

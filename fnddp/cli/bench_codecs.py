@@ -14,7 +14,8 @@ from fnddp.cli.checks import check_imports, check_pipeline
 from fnddp.cli.failures import WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.table import Column, Table
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
+from fnddp.plan.ir import LeafSpec, LoweringError
+from fnddp.plan.lower import lower
 from fnddp.run.engine import Engine
 from fnddp.sync import Sync
 
@@ -83,7 +84,9 @@ def run(pipelines: Sequence[str], *, imports: Sequence[str] = ()) -> int:
     try:
         check_imports(imports)
         syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
-    except WrongArgument as error:
+        for sync in syncs if pipelines else ():
+            lower(sync, grads, world_size=1)
+    except (WrongArgument, LoweringError) as error:
         return stop("bench", WRONG_ARGUMENTS, error)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -112,9 +115,14 @@ def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> tuple[str, ...]:
     return (
         repr(sync),
         f"{steps.bits:.2f}",
-        *(f"{encode:.1f}", f"{copy / encode:.2f}"),
-        *(f"{decode:.1f}", f"{copy / decode:.2f}"),
+        *_times(encode, copy),
+        *_times(decode, copy),
     )
+
+
+def _times(part: float, copy: float) -> tuple[str, str]:
+    """What is not done at all takes no time, and is no part of a copy."""
+    return (f"{part:.1f}", f"{copy / part:.2f}") if part else ("-", "-")
 
 
 def _milliseconds_of_a_copy(grads: dict[str, Tensor]) -> float:

@@ -79,3 +79,20 @@ def check_folder(out: Path) -> None:
             pass
     except OSError as error:
         raise WrongArgument(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
+
+
+def check_file(option: str, file: Path) -> None:
+    """Tries to write where `file` is or will be, and changes nothing there.
+
+    Raises:
+        WrongArgument: It cannot be written.
+    """
+    try:
+        if file.exists():
+            with file.open("ab"):
+                pass
+        else:
+            with tempfile.TemporaryFile(dir=file.absolute().parent):
+                pass
+    except OSError as error:
+        raise WrongArgument(f"{option}: cannot write {file}: {error.strerror}; name another file") from error

@@ -6,14 +6,15 @@ from pathlib import Path
 from torch import Tensor
 
 from fnddp.cli import plan_report, terminal
-from fnddp.cli.checks import check_imports, check_link, check_pipeline
+from fnddp.cli.checks import check_file, check_imports, check_link, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.plan_report import Planned, Setting
 from fnddp.cost.step import Compute
 from fnddp.plan.lower import lower
+from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
-from fnddp.state import AFTER_ALL_WARM_UPS, at_step
+from fnddp.state import at_step
 from fnddp.sync import Sync
 from fnddp.wire.groups import World, within
 
@@ -40,12 +41,13 @@ def run(
         model: As `fnddp.cli.models.load` takes it.
         ranks: Number of ranks to plan for.
         links: As `Link.parse` reads them.
-        step: What the counters of the state are set to; None for a step after all warm-ups.
+        step: What the counters of the state are set to; None for what is repeated after all warm-ups.
         backward: Seconds that backward takes, for collectives to hide behind; None to hide nothing.
         bucket_cap_mb: Gradients in a bucket, MiB.
         show: Print each plan in full, too.
         json: Print JSON, and nothing else.
-        svg: Where to write the timeline of the plan, of which there is one, on one link.
+        svg: Where to write the timeline of the plan, of which there is one, on one link; where steps are not alike,
+            of those that send most.
         trace: Where to write the predicted step of that plan, for Perfetto.
         imports: Modules that register transforms.
 
@@ -53,19 +55,22 @@ def run(
         The exit code of the command.
     """
     try:
-        for option, file in (("--svg", svg), ("--trace", trace)):
-            if file is not None and max(len(pipelines), len(links)) > 1:
-                raise WrongArgument(f"{option} draws the plan of one pipeline on one link: give one of each")
+        files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
+        if files and max(len(pipelines), len(links)) > 1:
+            draw = "draws" if len(files) == 1 else "draw"
+            raise WrongArgument(f"{' and '.join(files)} {draw} the plan of one pipeline on one link: give one of each")
+        for option, file in files.items():
+            check_file(option, file)
         check_imports(imports)
         by_text = {text: check_link(text) for text in links}
         setting = Setting(model, check_model(model), ranks, by_text, step, backward, bucket_cap_mb)
         syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
-        planned = [Planned.of(plan, setting) for plan in _plans(syncs, setting)]
-        if svg is not None:
-            svg.write_text(planned[0].plan.to_svg(*setting.links.values()))
-        if trace is not None:
-            compute = Compute(backward_seconds=backward or 0.0)
-            trace.write_text(planned[0].plan.to_trace(setting.links[links[0]], compute))
+        planned = [Planned.of(plans, setting) for plans in _plans(syncs, setting)]
+        link, compute = setting.links[links[0]], Compute(backward_seconds=backward or 0.0)
+        plan = planned[0].busiest
+        drawn = {"--svg": plan.to_svg(link) if svg else "", "--trace": plan.to_trace(link, compute) if trace else ""}
+        for option, file in files.items():
+            file.write_text(drawn[option])
         if json:
             print(plan_report.as_json(setting, planned))
         else:
@@ -92,23 +97,21 @@ def check_model(name: str) -> dict[str, Tensor]:
     return parameters
 
 
-def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[Plan]:
+def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[list[tuple[Plan, int]]]:
     with terminal.status() as status:
         for i, sync in enumerate(syncs, start=1):
             status.show(f"plan {i} of {len(syncs)}")  # seconds each, for a large model
             yield _plan(sync, setting)
 
 
-def _plan(sync: Sync, setting: Setting) -> Plan:
+def _plan(sync: Sync, setting: Setting) -> list[tuple[Plan, int]]:
+    ranks, cap = setting.ranks, setting.bucket_cap_mb
     try:
-        with within(World(size=setting.ranks)):
-            state = sync.init(setting.parameters)
-        return lower(
-            sync,
-            setting.parameters,
-            state=at_step(AFTER_ALL_WARM_UPS if setting.step is None else setting.step, state),
-            world_size=setting.ranks,
-            bucket_cap_mb=setting.bucket_cap_mb,
-        )
+        if setting.step is None:
+            recurring = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
+            return [(each.plan, each.steps) for each in recurring]
+        with within(World(size=ranks)):
+            state = at_step(setting.step, sync.init(setting.parameters))
+        return [(lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap), 1)]
     except (TypeError, ValueError) as error:  # a LoweringError is a TypeError
         raise WrongArgument.of(error) from error

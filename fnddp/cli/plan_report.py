@@ -1,8 +1,10 @@
 """What `fnddp plan` prints: a table, the plans in full, or JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from torch import Tensor
 
@@ -49,48 +51,108 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan and what it costs.
+class Costs:
+    """What a step costs, or the mean of several.
 
     Attributes:
-        plan: The plan.
-        reduction: How many times fewer bytes than 4 for each parameter; None if nothing is sent.
-        estimates: By the text of the link.
+        wire_bytes: What a rank hands to its collectives.
+        link_bytes: What a rank sends in a ring, which is the same on all links.
+        collectives: How many.
+        rounds: The longest chain of them.
+        peak_bytes: Memory beside gradients and state; None if a plan does not know it.
+        times: Seconds by name, by the text of the link.
     """
 
-    plan: Plan
-    reduction: float | None
-    estimates: dict[str, Estimate]
+    wire_bytes: float
+    link_bytes: float
+    collectives: float
+    rounds: int
+    peak_bytes: int | None
+    times: dict[str, dict[str, float]]
 
     @classmethod
-    def of(cls, plan: Plan, setting: Setting) -> "Planned":
+    def of(cls, plan: Plan, setting: Setting) -> "Costs":
+        estimates = {text: plan.estimate(at, backward_seconds=setting.backward) for text, at in setting.links.items()}
         return cls(
-            plan,
-            4 * setting.elements / plan.wire_bytes if plan.wire_bytes else None,
-            {text: plan.estimate(link, backward_seconds=setting.backward) for text, link in setting.links.items()},
+            plan.wire_bytes,
+            next(iter(estimates.values())).link_bytes,
+            len(plan.collectives),
+            plan.rounds,
+            plan.peak_bytes or None,  # never 0 bytes: the means are among them
+            {text: _times(estimate) for text, estimate in estimates.items()},
         )
 
-    @property
-    def link_bytes(self) -> int:
-        """What a rank sends in a ring, which is the same on all links."""
-        return next(iter(self.estimates.values())).link_bytes
+    @classmethod
+    def mean(cls, costs: Sequence["Costs"], steps: Sequence[int]) -> "Costs":
+        """Of bytes and times; of rounds and memory the most that there are."""
+
+        def mean(values: Iterable[float]) -> float:
+            return fmean(values, steps)
+
+        return cls(
+            mean(each.wire_bytes for each in costs),
+            mean(each.link_bytes for each in costs),
+            mean(each.collectives for each in costs),
+            max(each.rounds for each in costs),
+            max(each.peak_bytes or 0 for each in costs) or None,
+            {
+                text: {name: mean(each.times[text][name] for each in costs) for name in times}
+                for text, times in costs[0].times.items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a pipeline does in the steps of a period, and what that costs.
+
+    Attributes:
+        plans: One for each phase.
+        phases: Costs that differ, and how many steps of a period have them.
+        mean: Over the period.
+    """
+
+    plans: tuple[Plan, ...]
+    phases: tuple[tuple[Costs, int], ...]
+    mean: Costs
+
+    @classmethod
+    def of(cls, recurring: Sequence[tuple[Plan, int]], setting: Setting) -> "Planned":
+        """Of plans, and how many steps of a period each is for."""
+        phases: list[tuple[Costs, int]] = []
+        for plan, steps in recurring:
+            costs = Costs.of(plan, setting)
+            steps += sum(count for other, count in phases if other == costs)
+            phases = [*((other, count) for other, count in phases if other != costs), (costs, steps)]
+        mean = Costs.mean(*zip(*phases, strict=True)) if len(phases) > 1 else phases[0][0]
+        return cls(tuple(plan for plan, _ in recurring), tuple(phases), mean)
 
     @property
-    def peak_bytes(self) -> int | None:
-        """Memory beside gradients and state; None if the plan does not know it."""
-        return self.plan.peak_bytes or None  # never 0 bytes: the means are among them
+    def text(self) -> str:
+        """The pipeline."""
+        return repr(self.plans[0].sync)
+
+    @property
+    def period(self) -> int:
+        """Steps."""
+        return sum(steps for _, steps in self.phases)
+
+    @property
+    def busiest(self) -> Plan:
+        """The plan that sends most."""
+        return max(self.plans, key=lambda plan: plan.wire_bytes)
 
 
 def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None:
     """Prints the table and, `in_full`, each plan."""
     print(f"{setting}\n")
     table(setting, planned).show()
-    for each in planned if in_full else ():
-        print(f"{each.plan}\n")
+    for plan in (plan for each in planned if in_full for plan in each.plans):
+        print(f"{plan}\n")
 
 
 def table(setting: Setting, planned: Sequence[Planned]) -> Table:
-    """The comparison, a row for each pipeline."""
+    """The comparison: a row for each pipeline, and below it one for each kind of its steps, if they are not alike."""
     costs = {"comm": 9} if setting.backward is None else {"comm": 7, "step": 9, "exposed": 6}
     times = [Column(f"{text}\n{cost}", weight) for text in setting.links for cost, weight in costs.items()]
     columns = [
@@ -102,20 +164,30 @@ def table(setting: Setting, planned: Sequence[Planned]) -> Table:
         Column("memory", 1),
         *times,
     ]
-    rows = [
-        (
-            repr(each.plan.sync),
-            f"{each.plan.wire_bytes:,}",
-            "-" if each.reduction is None else f"{each.reduction:.1f}x",
-            f"{each.link_bytes:,}",
-            str(len(each.plan.collectives)),
-            str(each.plan.rounds),
-            "-" if each.peak_bytes is None else size(each.peak_bytes),
-            *(duration(seconds) for cost in each.estimates.values() for seconds in _costs(cost).values()),
-        )
-        for each in planned
-    ]
+    rows: list[tuple[str, ...]] = []
+    for each in planned:
+        rows.append((each.text, *_row(each.mean, setting)))
+        for kind, steps in each.phases if len(each.phases) > 1 else ():
+            rows.append((f"  {steps} of {each.period} steps", *_row(kind, setting)))
     return Table("pipeline", columns, rows, _caption(setting))
+
+
+def _row(costs: Costs, setting: Setting) -> tuple[str, ...]:
+    reduction = _reduction(costs, setting)
+    return (
+        f"{round(costs.wire_bytes):,}",
+        "-" if reduction is None else f"{reduction:.1f}x",
+        f"{round(costs.link_bytes):,}",
+        f"{costs.collectives:.3g}" if costs.collectives % 1 else f"{costs.collectives:.0f}",
+        str(costs.rounds),
+        "-" if costs.peak_bytes is None else size(costs.peak_bytes),
+        *(duration(seconds) for times in costs.times.values() for seconds in times.values()),
+    )
+
+
+def _reduction(costs: Costs, setting: Setting) -> float | None:
+    """How many times fewer bytes than 4 for each parameter; None if nothing is sent."""
+    return 4 * setting.elements / costs.wire_bytes if costs.wire_bytes else None
 
 
 def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
@@ -131,14 +203,9 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
             "backward_seconds": setting.backward,
             "pipelines": [
                 {
-                    "pipeline": repr(each.plan.sync),
-                    "wire_bytes": each.plan.wire_bytes,
-                    "reduction": each.reduction,
-                    "link_bytes": each.link_bytes,
-                    "collectives": len(each.plan.collectives),
-                    "rounds": each.plan.rounds,
-                    "peak_bytes": each.peak_bytes,
-                    "links": {text: _costs(cost) for text, cost in each.estimates.items()},
+                    "pipeline": each.text,
+                    **_as_json(each.mean, setting),
+                    "phases": [{"steps": steps, **_as_json(costs, setting)} for costs, steps in each.phases],
                 }
                 for each in planned
             ],
@@ -147,7 +214,19 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
     )
 
 
-def _costs(cost: Estimate) -> dict[str, float]:
+def _as_json(costs: Costs, setting: Setting) -> dict[str, Any]:
+    return {
+        "wire_bytes": costs.wire_bytes,
+        "reduction": _reduction(costs, setting),
+        "link_bytes": costs.link_bytes,
+        "collectives": costs.collectives,
+        "rounds": costs.rounds,
+        "peak_bytes": costs.peak_bytes,
+        "links": costs.times,
+    }
+
+
+def _times(cost: Estimate) -> dict[str, float]:
     communication = {"communication_seconds": cost.communication_seconds}
     if cost.backward_seconds is None:
         return communication
@@ -164,6 +243,7 @@ def _caption(setting: Setting) -> str:
         )
     return (
         "wire: bytes that a rank hands to its collectives in a step; reduction: against 4 for each parameter\n"
+        "steps that are not alike: their mean, and below it each kind of them\n"
         "link: bytes that a rank sends in a ring; rounds: collectives that wait for one another\n"
         "memory: at most, beside the gradients and the state (-: not known)\n"
         f"{comm}\n"

@@ -44,7 +44,7 @@ def problem(model: str, data: str | None, *, batch: int, steps: int, rate: float
         return Problem(
             make,
             _class_loss,
-            partial(_images, train, batch),
+            partial(images, train, batch),
             _falling(lambda params: torch.optim.SGD(params, lr=rate or 0.1, momentum=0.9), steps),
             lambda forward: _class_loss(forward, test).item(),
         )
@@ -54,16 +54,33 @@ def problem(model: str, data: str | None, *, batch: int, steps: int, rate: float
     if data == "own":
         task = workload.task()
         return Problem(make, task.loss, partial(_own, task.batch), adam)
-    characters = _characters()
-    train, held_out = characters.split([len(characters) - (kept := int(HELD_OUT * len(characters))), kept])
-    windows = _windows(held_out, torch.arange(0, 64 * CONTEXT, CONTEXT))
+    whole = characters()
+    train, held_out = whole.split([len(whole) - (kept := int(HELD_OUT * len(whole))), kept])
+    judged = windows(held_out, torch.arange(0, 64 * CONTEXT, CONTEXT))
     return Problem(
         make,
         _character_loss,
         partial(_text, train, batch),
         adam,
-        lambda forward: _character_loss(forward, windows).item(),
+        lambda forward: _character_loss(forward, judged).item(),
     )
+
+
+def require_fit(asked: Problem, model: str, data: str, ranks: int) -> None:
+    """Runs the model once, on one rank's batch, to say before all else that it and the data go together.
+
+    Raises:
+        ModelError: The model has no data of its own.
+        WrongArgument: They do not, or there are fewer images than ranks.
+    """
+    batch = tuple(part[0] for part in next(iter(asked.batches(ranks, 0, 1))))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loss = asked.loss(asked.make(0), batch)
+    except Exception as error:  # a model may raise anything
+        raise WrongArgument(f"--model {model} does not take --data {data}: {type(error).__name__}: {error}") from error
+    if loss.ndim:
+        raise WrongArgument(f"--model {model} on --data {data}: the loss must be a scalar, got {list(loss.shape)}")
 
 
 def _made(workload: Workload, seed: int) -> nn.Module:
@@ -91,7 +108,14 @@ def _character_loss(forward: Forward, batch: Batch) -> Tensor:
     return cross_entropy(forward(x).flatten(0, 1), y.flatten())
 
 
-def _images(train: digits.Digits, size: int, n: int, seed: int, steps: int) -> Batches:
+def images(train: digits.Digits, size: int, n: int, seed: int, steps: int) -> Batches:
+    """Random ones of each rank's own share.
+
+    Raises:
+        WrongArgument: There are fewer of them than ranks.
+    """
+    if n > len(train.y):
+        raise WrongArgument(f"--ranks {n}: each needs an image, and there are {len(train.y):,} to train on")
     generator = torch.Generator().manual_seed(seed)
     shards = [train.shard(rank, n) for rank in range(n)]
     for _ in range(steps):
@@ -109,19 +133,25 @@ def _own(batch: Callable[[int], Batch], n: int, seed: int, steps: int) -> Batche
 def _text(text: Tensor, size: int, n: int, seed: int, steps: int) -> Batches:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        yield _windows(text, torch.randint(len(text) - CONTEXT, (n, size), generator=generator))
+        yield windows(text, torch.randint(len(text) - CONTEXT, (n, size), generator=generator))
 
 
-def _windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    pieces = text[starts.unsqueeze(-1) + torch.arange(CONTEXT + 1)]
+def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> tuple[Tensor, Tensor]:
+    """So many characters from each of `starts` on, and those that follow on each of them."""
+    pieces = text[starts.unsqueeze(-1) + torch.arange(context + 1)]
     return pieces[..., :-1], pieces[..., 1:]
 
 
-def _characters() -> Tensor:
-    """The help texts that ship with Python, a number for each character."""
-    text = "\n".join(topics[name] for name in sorted(topics))
-    place = {symbol: i for i, symbol in enumerate(sorted(set(text)))}
-    return torch.tensor([place[symbol] for symbol in text])
+def text() -> str:
+    """The help texts that ship with Python."""
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def characters() -> Tensor:
+    """A number for each character of them."""
+    written = text()
+    place = {symbol: i for i, symbol in enumerate(sorted(set(written)))}
+    return torch.tensor([place[symbol] for symbol in written])
 
 
 def _falling(

@@ -8,9 +8,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from fnddp.cli import tune_report
 from fnddp.cli.bars import progress
 from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
 from fnddp.cli.models import ModelError
-from fnddp.cli.problems import problem
+from fnddp.cli.problems import problem, require_fit
 from fnddp.cli.tune_report import Setting
 from fnddp.plan.ir import LoweringError
 from fnddp.tune import tune
@@ -54,8 +54,10 @@ def run(
         check_folder(out)
         check_imports(imports)
         trained = problem(model, data, batch=batch, steps=steps, rate=rate)
-        syncs = [repr(check_pipeline(text, trained.parameters())) for text in pipelines]
+        parameters = trained.parameters()
+        syncs = [repr(check_pipeline(text, parameters)) for text in pipelines]
         named = data or ("digits" if model == "digits" else "its own batches")
+        require_fit(trained, model, data or "own", ranks)
         setting = Setting(model, named, link, ranks, steps, seeds, batch)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("trainings"), TimeElapsedColumn())
         with progress(*columns) as bars:
@@ -77,7 +79,7 @@ def run(
         tune_report.write(out, tuned, setting)
         print(f"Wrote {out / tune_report.PLOT} and {out / tune_report.RESULTS}")
         return 0
-    except (WrongArgument, ModelError, LoweringError) as error:
+    except (ValueError, ModelError, LoweringError) as error:
         return stop("tune", WRONG_ARGUMENTS, error)
     except OSError as error:
         return stop("tune", FAILED, error)

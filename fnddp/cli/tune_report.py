@@ -74,7 +74,7 @@ def table(tuned: Tuned) -> Table:
 def _mark(each: Outcome, tuned: Tuned, pareto: tuple[Outcome, ...], good: tuple[Outcome, ...]) -> str:
     marks = ["P"] if each in pareto else []
     marks += ["ok"] if each in good else []
-    return " ".join([*marks, "<-"] if each is tuned.winner else marks)
+    return " ".join([*marks, "<-"] if each is tuned.winner and tuned.good else marks)
 
 
 def write(out: Path, tuned: Tuned, setting: Setting) -> None:
@@ -94,8 +94,8 @@ def as_json(tuned: Tuned, setting: Setting) -> dict[str, Any]:
         **vars(setting),
         "torch": torch.__version__,
         "within": tuned.within,
-        "threshold": tuned.threshold,
-        "winner": tuned.winner.pipeline,
+        "threshold": tuned.threshold if math.isfinite(tuned.threshold) else None,
+        "winner": tuned.winner.pipeline if tuned.good else None,
         "verdict": tuned.verdict,
         "doubt": tuned.doubt,
         "forward_seconds": tuned.compute.forward_seconds,
@@ -132,7 +132,8 @@ def plot(tuned: Tuned, setting: Setting) -> Figure:
             style = {"color": COLOURS[i % len(COLOURS)], "marker": "os^D"[i // len(COLOURS) % 4]}
             label = f"{each.pipeline}  {duration(each.seconds)}  {each.loss:.4f}" if axes is by_time else None
             axes.errorbar(amount, each.loss, yerr=each.spread, capsize=3, label=label, **style)
-        axes.axhline(tuned.threshold, color="0.6", linestyle=":", linewidth=1)
+        if math.isfinite(tuned.threshold):
+            axes.axhline(tuned.threshold, color="0.6", linestyle=":", linewidth=1)
         _dress(axes, unit)
     front = [each for each in tuned.pareto if math.isfinite(each.loss)]
     by_time.plot([each.seconds for each in front], [each.loss for each in front], color="0.7", zorder=0)
@@ -140,7 +141,8 @@ def plot(tuned: Tuned, setting: Setting) -> Figure:
     by_time.set_ylabel("final loss (bars: seeds)")
     by_bytes.set_xlabel("bytes that a rank hands over in a step")
     figure.suptitle(f"{setting}\ndotted: within {tuned.within:.1%} of the plain mean's loss; line: nothing is better")
-    figure.legend(loc="outside lower center", frameon=False, prop={"family": "monospace", "size": 8})
+    if shown:
+        figure.legend(loc="outside lower center", frameon=False, prop={"family": "monospace", "size": 8})
     return figure
 
 

@@ -1,7 +1,8 @@
 """A step on a clock: what is computed and sent when, and how long it takes where these overlap."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Protocol
 
 from fnddp.cost.link import duration
@@ -121,6 +122,49 @@ class Step:
         return f"step {duration(self.seconds)} = {written or 'nothing'}; wire {duration(self.communication_seconds)}"
 
 
+@dataclass(frozen=True)
+class MeanStep:
+    """Steps of several kinds as one: its times and bytes are their means.
+
+    Attributes:
+        steps: Each kind, and how many of a period are of it.
+    """
+
+    steps: tuple[tuple[Step, int], ...]
+
+    @property
+    def seconds(self) -> float:
+        return self._mean(lambda step: step.seconds)
+
+    @property
+    def encode_seconds(self) -> float:
+        return self._mean(lambda step: step.encode_seconds)
+
+    @property
+    def decode_seconds(self) -> float:
+        return self._mean(lambda step: step.decode_seconds)
+
+    @property
+    def communication_seconds(self) -> float:
+        return self._mean(lambda step: step.communication_seconds)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self._mean(lambda step: step.exposed_seconds)
+
+    @property
+    def wire_bytes(self) -> float:
+        return self._mean(lambda step: sum(each.wire_bytes for each in step.collectives))
+
+    @property
+    def link_bytes(self) -> float:
+        return self._mean(lambda step: sum(each.link_bytes for each in step.collectives))
+
+    def _mean(self, of: Callable[[Step], float]) -> float:
+        values, counts = zip(*((of(step), count) for step, count in self.steps), strict=True)
+        return values[0] if len(values) == 1 else fmean(values, counts)
+
+
 def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
     """One step of `plan`, as runners run it: segments strictly in order, each collective when its segment is done.
 
@@ -138,7 +182,8 @@ def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
         compute: How long what is computed takes.
 
     Raises:
-        ValueError: `compute` is of another plan; or a group has no link.
+        ValueError: `compute` is of another plan, or has an arrival that is not within backward; or a group has no
+            link.
     """
     seconds = _segment_seconds(plan, compute)
     arrivals = _arrivals(plan, compute)
@@ -198,7 +243,7 @@ class _Clock:
 
 
 def _segment_seconds(plan: Schedule, compute: Compute) -> tuple[float, ...]:
-    seconds = compute.segments or (0.0,) * len(plan.segments)
+    seconds = (0.0,) * len(plan.segments) if compute.segments is None else compute.segments
     if len(seconds) != len(plan.segments):
         raise ValueError(
             f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
@@ -213,4 +258,10 @@ def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:
         return {path: compute.backward_seconds * (bucket + 1) / buckets for path, bucket in plan.buckets.items()}
     if missing := [path for path in plan.leaves if path not in compute.arrivals]:
         raise ValueError(f"predict: compute has no arrival of leaf {missing[0]!r}; it is of another model")
+    for path in plan.leaves:
+        if not 0 <= (at := compute.arrivals[path]) <= compute.backward_seconds:
+            raise ValueError(
+                f"predict: the gradient of leaf {path!r} arrives after {at!r} s, and backward takes "
+                f"{compute.backward_seconds!r} s; arrivals are from the start of backward, within it"
+            )
     return compute.arrivals

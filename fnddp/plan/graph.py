@@ -4,7 +4,7 @@ A graph with them still runs as it stands (blocking, and without buffers), so th
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -111,6 +111,26 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 def output_nodes(graph: fx.Graph) -> list[Any]:
     """What the graph returns: nodes, or Python numbers."""
     return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+
+
+def numbers(nodes: Sequence[Any], inputs: Sequence[fx.Node]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """A function that computes Python numbers among the nodes of a graph from those among its inputs, in their order.
+
+    It holds no nodes, which would hold the graph.
+    """
+    place = {node: i for i, node in enumerate(inputs)}
+
+    def of(node: Any) -> Callable[[Sequence[int]], Any]:
+        if not isinstance(node, fx.Node):
+            return lambda given: node
+        if node in place:
+            return operator.itemgetter(place[node])
+        target: Any = node.target
+        arguments = [of(each) for each in node.args]
+        return lambda given: target(*(each(given) for each in arguments))
+
+    made = [of(node) for node in nodes]
+    return lambda given: tuple(int(each(given)) for each in made)
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """`lower`: from a pipeline and parameters to a plan, pass by pass."""
 
 import gc
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ from torch import nn
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
 from fnddp.plan.draft import Donation, Draft, Phase, Request, copied
-from fnddp.plan.graph import output_nodes
-from fnddp.plan.ir import Grad, Held, LeafSpec, Part
+from fnddp.plan.graph import numbers, output_nodes
+from fnddp.plan.ir import Grad, Held, LeafSpec, Part, Ranks
 from fnddp.plan.passes import PASSES
 from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import sizes_of, trace
@@ -170,7 +170,8 @@ def _holds(phase: Phase, request: Request, sizes: Mapping[str | None, int]) -> b
 def _finished(draft: Draft) -> Plan:
     assert draft.placement is not None
     request, placement = draft.request, draft.placement
-    results: list[Any] = [name_of(node, draft.names) for node in output_nodes(draft.graph)]
+    outputs = output_nodes(draft.graph)
+    results: list[Any] = [name_of(node, draft.names) for node in outputs]
     overwritten = {draft.names[node] for node in placement.overwritten}
     return Plan(
         sync=request.sync,
@@ -180,6 +181,7 @@ def _finished(draft: Draft) -> Plan:
         means={path: name for path, name in zip(request.leaves, results, strict=False) if name is not None},
         state=tuple(results[len(request.leaves) :]),
         phase=draft.phase,
+        following=_following(draft, outputs[len(request.leaves) :]),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, Part))),
         results=placement.results,
@@ -189,3 +191,9 @@ def _finished(draft: Draft) -> Plan:
         peak_bytes=peak_bytes(draft),
         backend=request.backend,
     )
+
+
+def _following(draft: Draft, state: Sequence[Any]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    by_name = {name: node for node, name in draft.names.items()}
+    names = [*map(Part, draft.phase.counters), *map(Ranks, draft.phase.groups)]
+    return numbers([state[i] for i in draft.phase.counters], [by_name[name] for name in names])

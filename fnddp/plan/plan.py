@@ -119,10 +119,11 @@ class Plan(Schedule):
 
         Args:
             link: Of all groups, or by the group's name (None is the default group).
-            compute: What a rank computes and how long that takes: see `fnddp.measure_compute`.
+            compute: What a rank computes and how long that takes: see `fnddp.measure_backward` and
+                `fnddp.measure_segments`.
 
         Raises:
-            ValueError: A group has no link, or `compute` is of another plan.
+            ValueError: A group has no link, or `compute` is of another plan or has an arrival after backward's end.
 
         >>> import torch
         >>> from fnddp import Compute, Link, allreduce, lower

@@ -1,7 +1,7 @@
 """The data of a plan: what `run` runs, `cost` costs and `show` shows."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class Schedule:
         means: For each leaf the name of its mean.
         state: For each part of the next state its name, or a number.
         phase: The numbers for which this plan is the one.
+        following: The counters of the next step, of what `phase.holds` takes.
         overwrites: Leaves whose gradients are written over.
         overwrites_state: Positions of the parts of the state that are written over.
         results: Leaves whose means have persistent memory of their own.
@@ -55,6 +56,7 @@ class Schedule:
     means: dict[str, Name]
     state: tuple[Any, ...]
     phase: Phase
+    following: Callable[[Sequence[int]], tuple[int, ...]]
     overwrites: frozenset[str]
     overwrites_state: tuple[int, ...]
     results: frozenset[str]

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fnddp.cli.arguments.values import add_imports, natural, positive
+from fnddp.cli.arguments.values import Defaults, add_imports, natural, positive
 
 
 def add(commands: Any) -> None:
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         description="Runs real training steps (forward, loss, backward with synchronization), one arm after the other "
         "in each round, on ranks that it starts on this machine: each pipeline, and each peer. Compares within "
         "rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     bench.add_argument("pipelines", nargs="*", metavar="PIPELINE", help="for example 'fp16(allreduce)'")
     bench.add_argument(
@@ -65,6 +65,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from fnddp.cli.failures import WRONG_ARGUMENTS, stop
 
     if arguments.codecs:
+        taken = {"codecs", "pipelines", "imports", "command", "run", "parser", "whole"}
+        given = [name for name, value in vars(arguments).items() if value != arguments.parser.get_default(name)]
+        if others := [f"--{name}" for name in given if name not in taken]:
+            said = f"--codecs times one rank without a link or a model: leave {' and '.join(others)} out"
+            return stop("bench", WRONG_ARGUMENTS, said)
         return bench_codecs.run(arguments.pipelines, imports=arguments.imports)
     if not arguments.pipelines:
         return stop("bench", WRONG_ARGUMENTS, "name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fnddp.cli.arguments.values import DEFAULT_PIPELINES, add_imports, natural, positive
+from fnddp.cli.arguments.values import DEFAULT_PIPELINES, Defaults, add_imports, natural, positive
 
 
 def add(commands: Any) -> None:
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         description="Trains a small network on scikit-learn's handwritten digits, or another model, once with each "
         "pipeline, and compares bytes, accuracy and time. Starts its own ranks on this machine, or uses those of "
         "torchrun.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     demo.add_argument("--ranks", type=positive, metavar="N", help="number of ranks (default: 2, or torchrun's)")
     demo.add_argument(

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from fnddp.cli.arguments.values import positive
+from fnddp.cli.arguments.values import Defaults, positive
 
 
 def add(commands: Any) -> None:
@@ -14,7 +14,7 @@ def add(commands: Any) -> None:
         description="Looks at versions, starts ranks on this machine (or uses those of torchrun, SLURM or MPI), "
         "compares what they have, checks that they compute the same means to the bit, measures the links between "
         "them, and predicts a step with several pipelines.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     doctor.add_argument("--ranks", type=positive, metavar="N", help="number of ranks (default: 2, or the launcher's)")
     doctor.add_argument(

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fnddp.cli.arguments.values import add_imports, natural, positive
+from fnddp.cli.arguments.values import Defaults, add_imports, natural, positive
 
 
 def add(commands: Any) -> None:
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         description="Trains on ranks that it starts on this machine (or on those of torchrun, SLURM or MPI), records "
         "one step of the first rank with torch's profiler, and predicts the same step from its plan, with the link, "
         "backward, encoding and decoding measured just before. Both are in one file, from the same moment on.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     trace.add_argument("pipeline", metavar="PIPELINE", help="for example 'fp16(allreduce)'")
     trace.add_argument(

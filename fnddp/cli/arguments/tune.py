@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fnddp.cli.arguments.values import add_imports, positive, positive_float, share
+from fnddp.cli.arguments.values import Defaults, add_imports, positive, positive_float, share
 
 
 def add(commands: Any) -> None:
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         description="Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and "
         "prints bytes, time and final loss. Encoding, decoding and backward are measured here. The plain mean and "
         "16-bit wires are always among them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     tune.add_argument(
         "--model", default="digits", metavar="NAME", help="digits, transformer, deep, gpt2, FILE.py:fn or module:fn"

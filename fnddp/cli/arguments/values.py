@@ -12,6 +12,13 @@ DEFAULT_PIPELINES = (
 )
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that says the default of each option that has one: None and nothing are what its own text says."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
 def positive(text: str) -> int:
     """A whole number from 1 on."""
     return _at_least(1, text)
@@ -24,18 +31,17 @@ def natural(text: str) -> int:
 
 def positive_float(text: str) -> float:
     """A finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
     return number
 
 
 def share(text: str) -> float:
-    """ "1%", or 0.01."""
-    number = positive_float(text.removesuffix("%"))
+    """ "1%", or 0.01, or 0."""
+    number = _float(text.removesuffix("%"))
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or a positive number, such as 1% or 0.01, got {text!r}")
     return number / 100 if text.endswith("%") else number
 
 
@@ -56,3 +62,10 @@ def _at_least(least: int, text: str) -> int:
     if number is None or number < least:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
     return number
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,137 @@
+"""What a pipeline does in the long run: the steps that it repeats, and a plan for each kind of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnddp import tree
+from fnddp.plan.lower import lower
+from fnddp.plan.plan import Plan
+from fnddp.state import AFTER_ALL_WARM_UPS
+from fnddp.sync import State, Sync
+from fnddp.tree import Tree
+from fnddp.wire.groups import World, within, world_size
+
+LONGEST = 10_000
+"""Steps within which counters come back to where they were. Where they do not, so many steps are the period."""
+AHEAD = 64
+"""A counter that only grows is told from one that chooses phases by as many of its next values."""
+
+
+@dataclass(frozen=True)
+class Recurring:
+    """Steps of a period that are alike.
+
+    Attributes:
+        plan: Theirs.
+        state: With the counters of one of them.
+        steps: How many they are.
+    """
+
+    plan: Plan
+    state: State
+    steps: int
+
+
+def period(
+    sync: Sync,
+    params: Tree,
+    *,
+    world_size: int | None = None,
+    arrival: Sequence[str] | None = None,
+    bucket_cap_mb: float = 25,
+) -> tuple[Recurring, ...]:
+    """The steps that a pipeline repeats after all warm-ups, those that are alike as one, as they first come.
+
+    Most pipelines do the same in every step. `every(10, ...)` does not, nor do the `refresh` of `powersgd` and
+    `measure`: a mean over the period is what they cost, and no step of it is. Counters are followed from step to step,
+    and a plan is lowered for each phase that they get to. The wrong choice for the first steps of a training: lower
+    those, with their state.
+
+    Args:
+        sync, params, world_size, arrival, bucket_cap_mb: As `lower` takes them.
+
+    Raises:
+        LoweringError, ValueError: As `lower`.
+
+    >>> import torch
+    >>> from fnddp import allreduce, error_feedback, every
+    >>> params = {"w": torch.empty(1000, device="meta")}
+    >>> for each in period(error_feedback(every(10, allreduce)), params, world_size=8):
+    ...     print(each.steps, each.plan.wire_bytes)
+    9 0
+    1 4000
+    """
+    walk = _Walk(sync, params, world_size, arrival, bucket_cap_mb)
+    late = [AFTER_ALL_WARM_UPS for _ in walk.first]
+    reached = walk.until_it_repeats(late)
+    # Where warm-ups are over for good stays late; what starts again does so from its own first step.
+    begin = [first if any(at[i] < late[i] for at in reached) else late[i] for i, first in enumerate(walk.first)]
+    repeated = walk.that_repeat(walk.until_it_repeats(begin))
+    chosen = [walk.index(at) for at in repeated]
+    return tuple(
+        Recurring(walk.plans[index], walk.state(repeated[chosen.index(index)]), steps)
+        for index, steps in Counter(chosen).items()
+    )
+
+
+class _Walk:
+    """Counters from step to step, and the plans that they lead to."""
+
+    def __init__(
+        self, sync: Sync, params: Tree, size: int | None, arrival: Sequence[str] | None, bucket_cap_mb: float
+    ) -> None:
+        self._world, self._sync, self._params = World(size=size), sync, params
+        self._options: Any = {"world_size": size, "arrival": arrival, "bucket_cap_mb": bucket_cap_mb}
+        leaves, _ = tree.flatten(params)
+        with within(self._world):
+            self._parts, self._spec = tree.flatten_any(sync.init(leaves))
+        self.first: list[int] = [part for part in self._parts if not isinstance(part, Tensor)]
+        self.plans: list[Plan] = []
+
+    def state(self, counters: Sequence[int]) -> State:
+        left = iter(counters)
+        return tree.unflatten_any(self._spec, [p if isinstance(p, Tensor) else next(left) for p in self._parts])
+
+    def index(self, counters: Sequence[int]) -> int:
+        """The place among `plans` of the one for these counters."""
+        for index, plan in enumerate(self.plans):
+            if plan.phase.holds(self._numbers(plan, counters)):
+                return index
+        self.plans.append(lower(self._sync, self._params, state=self.state(counters), **self._options))
+        return len(self.plans) - 1
+
+    def until_it_repeats(self, counters: Sequence[int]) -> list[Sequence[int]]:
+        """The counters of each step from these on, the last like one before."""
+        walked, seen = [counters], {self._key(counters)}
+        while len(walked) <= LONGEST:
+            plan = self.plans[self.index(walked[-1])]
+            walked.append(plan.following(self._numbers(plan, walked[-1])))
+            if (key := self._key(walked[-1])) in seen:
+                break
+            seen.add(key)
+        return walked
+
+    def that_repeat(self, walked: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The steps from the one that is like the last on, without that."""
+        keys = [self._key(at) for at in walked]
+        return walked[keys.index(keys[-1]) : -1] or walked[:-1]
+
+    def _key(self, counters: Sequence[int]) -> tuple[int | None, ...]:
+        """Equal for steps from which all goes on alike."""
+        plan = self.plans[self.index(counters)]
+        return tuple(None if self._only_grows(plan, counters, i) else at for i, at in enumerate(counters))
+
+    def _only_grows(self, plan: Plan, counters: Sequence[int], i: int) -> bool:
+        """Whether counter `i` is past all warm-ups and chooses nothing: it draws random numbers, if anything."""
+        if counters[i] < AFTER_ALL_WARM_UPS:
+            return False
+        later = ([*counters[:i], counters[i] + k, *counters[i + 1 :]] for k in range(1, AHEAD))
+        return all(plan.phase.holds(self._numbers(plan, each)) for each in later)
+
+    def _numbers(self, plan: Plan, counters: Sequence[int]) -> list[int]:
+        with within(self._world):
+            return [*counters, *map(world_size, plan.phase.groups)]
