@@ -277,7 +277,7 @@ def test_the_example():
     assert "replica 0, step 60 of 2: " in done.stdout
     assert "discarded: the other one was lost" in done.stdout
     assert ", step 61 of 1: " in done.stdout or "step 60 of 1: " in done.stdout
-    ends = re.findall(r"ends with parameters (\w+)", done.stdout)
+    ends = re.findall(r"ends with parameters ([0-9a-f]{16})", done.stdout)
     assert len(ends) == 2
     assert len(set(ends)) == 1
     accuracies = [float(found) for found in re.findall(r"([\d.]+)% of the test set", done.stdout)]
