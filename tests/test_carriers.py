@@ -116,11 +116,11 @@ def test_server_memory_of_other_ranks_is_refused():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: topk(allreduce, k=1), r"topk: allreduce adds payloads up.*topk\(allgather\) or topk\(two_shot\)"),
-        (lambda: quantize(bucketize(allgather)), r"quantize: bucketize\(allgather\) adds.*bucketize\(quantize"),
-        (lambda: sign(fp16(allreduce)), r"sign: fp16\(allreduce\) adds"),
+        (lambda: topk(allreduce, k=1), r"topk: allreduce carries no .*topk\(allgather\) or topk\(two_shot\)"),
+        (lambda: quantize(bucketize(allgather)), r"quantize: bucketize\(allgather\) carries.*bucketize\(quantize"),
+        (lambda: sign(fp16(allreduce)), r"sign: fp16\(allreduce\) carries"),
         (lambda: topk(allgather), "topk: give ratio or k"),
-        (lambda: parse("sign(allreduce)"), "sign: allreduce adds"),
+        (lambda: parse("sign(allreduce)"), "sign: allreduce carries"),
     ],
 )
 def test_a_wrong_nesting_names_the_fix(make, says):

@@ -25,7 +25,7 @@ SECONDS, COMMITTED = 90, 16
 def replica(name: str, address: str, seed: int, dies_at: int | None, file: str) -> None:
     """Trains until the replicas have committed so many exchanges; writes a line for each that it asked for."""
     from fnddp.integrations.torchft import ManagerWire
-    from tests.replicas import new_manager
+    from tests.replica import new_manager
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)

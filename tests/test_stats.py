@@ -20,8 +20,11 @@ TIMES = ("encode_seconds", "decode_seconds", "exposed_seconds")
 
 
 def wrapped(rank: int, sync: fnddp.Sync) -> fnddp.DistributedDataParallel:
-    torch.manual_seed(rank)
-    return fnddp.DistributedDataParallel(nn.Linear(24, 16), sync=sync)
+    model, generator = nn.Linear(24, 16), torch.Generator().manual_seed(rank)  # threads share the global one
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.2, 0.2, generator=generator)
+    return fnddp.DistributedDataParallel(model, sync=sync)
 
 
 def backward(model: nn.Module, scale: float = 1.0) -> None:
