@@ -302,8 +302,10 @@ def _write(mean_of: Mapping[Tensor, Tensor]) -> None:
     """Means to `.grad`, where DDP leaves those of parameters alone that no rank has used."""
     with torch.no_grad():
         for parameter, mean in mean_of.items():
+            if not parameter.requires_grad:  # frozen since
+                continue
             if parameter.grad is None:
-                parameter.grad = mean.clone()
+                parameter.grad = mean.clone() if mean.any() else None
             elif not parameter.grad.is_sparse:
                 parameter.grad.copy_(mean)
 

@@ -345,7 +345,7 @@ class Steps:
                 parameter = self.parameters[name]
                 if is_plain and mean.stride() == parameter.stride() and not optimizers_in_backward(parameter):
                     parameter.grad = mean
-                elif name not in done.unused or self.engine.sync.gives_later:
+                elif name not in done.unused or (self._gives_later(parameter) and bool(mean.any())):
                     self._set_grad(name, placeholders.get(name, mean))
             for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
                 self.parameters[name].grad = None
@@ -359,6 +359,9 @@ class Steps:
             return self._late
         # What was accumulated within no_sync, of parameters that this backward has not reached.
         return (self.unsynchronized & missing) | self._late
+
+    def _gives_later(self, parameter: Tensor) -> bool:
+        return self.engine.sync.gives_later and parameter.requires_grad
 
     def _set_grad(self, name: str, mean: Tensor) -> None:
         parameter = self.parameters[name]
