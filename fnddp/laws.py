@@ -361,7 +361,7 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
         exact = not roundings.adds_up and (n == 1 or _only_carries(sync))
         everyone: list[Any] = gather((leaves, state, done))
         state = done.state  # the real one, or roundings would add up over the steps
-        if rank == 0 and (exact or not _has_codec(sync)):
+        if rank == 0 and (exact or not any(isinstance(each, Codec) for each in all_in(sync))):
             stacked = {path: torch.stack([mine[path] for mine, _, _ in everyone]) for path in leaves}
             together = simulation.exchange(stacked, simulation.of_ranks([own for _, own, _ in everyone]))
             for other, (_, _, real) in enumerate(everyone):
@@ -597,10 +597,6 @@ def _only_carries(sync: Sync) -> bool:
         return sync.carries or not sync.ops
     reduces_itself = sync.ops != frozenset[str]().union(*[child.ops for child in children])
     return not reduces_itself and all(map(_only_carries, children))
-
-
-def _has_codec(sync: Sync) -> bool:
-    return isinstance(sync, Codec) or any(map(_has_codec, sync.children()))
 
 
 def _require_all_near(got: Tree, want: Tree, what: str, eps: float, scale: float, terms: int) -> None:

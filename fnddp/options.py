@@ -5,7 +5,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def checked_int(what: str, value: Any) -> int:
@@ -30,6 +30,28 @@ def checked_float(what: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
     return value if type(value) is int else float(value)
+
+
+class Share(NamedTuple):
+    """How much of a leaf or a chunk travels: a fraction of it, or a number of its elements."""
+
+    ratio: float | None
+    number: int | None
+
+    def of(self, n: int) -> int:
+        """How many of `n` elements: at least one, at most all."""
+        wanted = round(self.ratio * n) if self.ratio is not None else self.number
+        return min(n, max(1, wanted or 1))
+
+
+def require_share(owner: str, ratio: float | None, name: str, number: int | None) -> None:
+    """Raises a ValueError unless one of both is given, and in its range; `name` is that of `number`."""
+    if (ratio is None) == (number is None):
+        raise ValueError(f"{owner}: give ratio or {name}, got ratio={ratio!r} and {name}={number!r}")
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ValueError(f"{owner}: ratio must be in (0, 1], got {ratio!r}")
+    if number is not None and checked_int(f"{owner}: {name}", number) < 1:
+        raise ValueError(f"{owner}: {name} must be at least 1, got {number!r}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Payload, wide
-from fnddp.codecs.packing import in_blocks
+from fnddp.codecs.packing import in_blocks, require_block
 from fnddp.sync import Sync, transform
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -47,8 +47,7 @@ class fp8(Codec):
         super().__post_init__()
         if self.format not in FORMATS:
             raise ValueError(f"fp8: format must be one of {', '.join(FORMATS)}, got {self.format!r}")
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"fp8: block must be at least 1, or None, got {self.block!r}")
+        require_block("fp8", self.block)
 
     def encode(self, x: Tensor) -> Payload:
         dtype = FORMATS[self.format]

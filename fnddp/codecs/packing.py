@@ -25,6 +25,12 @@ def block_size(block: int | None, n: int) -> int:
     return min(n, block or n)
 
 
+def require_block(owner: str, block: int | None) -> None:
+    """Raises a ValueError unless blocks have elements."""
+    if block is not None and block < 1:
+        raise ValueError(f"{owner}: block must be at least 1, or None, got {block!r}")
+
+
 def in_blocks(x: Tensor, block: int | None) -> Tensor:
     """Rows in blocks, the last one padded with zeros: `[rows, n]` becomes `[rows, blocks, block]`.
 

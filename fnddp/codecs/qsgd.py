@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, pack, unpack
+from fnddp.codecs.packing import block_size, in_blocks, pack, require_block, unpack
 from fnddp.sync import Sync, transform
 
 BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
@@ -54,8 +54,7 @@ class qsgd(Codec):
         super().__post_init__()
         if not 1 <= self.levels <= 127:
             raise ValueError(f"qsgd: levels must be in 1..127, got {self.levels!r}")
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"qsgd: block must be at least 1, or None, got {self.block!r}")
+        require_block("qsgd", self.block)
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, pack, unpack
+from fnddp.codecs.packing import block_size, in_blocks, pack, require_block, unpack
 from fnddp.sync import Sync, transform
 
 
@@ -50,8 +50,7 @@ class terngrad(Codec):
         super().__post_init__()
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"terngrad: clip must be positive, or None, got {self.clip!r}")
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"terngrad: block must be at least 1, or None, got {self.block!r}")
+        require_block("terngrad", self.block)
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         x = x.to(wide(x.dtype))

@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from fnddp.codec import Codec, Payload
-from fnddp.codecs.packing import in_blocks, pack_indices, unpack_indices
+from fnddp.codecs.packing import block_size, in_blocks, pack_indices, unpack_indices
+from fnddp.options import Share, require_share
 from fnddp.sync import Sync, transform
 
 
@@ -47,13 +48,9 @@ class topk(Codec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.ratio is None) == (self.k is None):
-            raise ValueError(f"topk: give ratio or k, got ratio={self.ratio!r} and k={self.k!r}")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise ValueError(f"topk: ratio must be in (0, 1], got {self.ratio!r}")
-        for name, value in (("k", self.k), ("chunk", self.chunk)):
-            if value is not None and value < 1:
-                raise ValueError(f"topk: {name} must be at least 1, got {value!r}")
+        require_share("topk", self.ratio, "k", self.k)
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"topk: chunk must be at least 1, got {self.chunk!r}")
 
     def encode(self, x: Tensor) -> Payload:
         chunk, k = self._sizes(x.shape[1])
@@ -68,6 +65,5 @@ class topk(Codec):
         return chunks.flatten(1)[:, :n]
 
     def _sizes(self, n: int) -> tuple[int, int]:
-        chunk = min(n, self.chunk or n)
-        wanted = round(self.ratio * chunk) if self.ratio is not None else self.k
-        return chunk, min(chunk, max(1, wanted or 1))
+        chunk = block_size(self.chunk, n)
+        return chunk, Share(self.ratio, self.k).of(chunk)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.layout import in_format_of
-from fnddp.options import checked_int
+from fnddp.options import Share
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state
 from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
@@ -17,29 +17,6 @@ class DrawnState(NamedTuple):
 
     step: Replicated[int]
     inner: State
-
-
-class Share(NamedTuple):
-    """How much of a leaf travels: a fraction of it, or a number of its elements."""
-
-    ratio: float | None
-    number: int | None
-
-    def of(self, n: int) -> int:
-        """How many of `n` elements: at least one, at most all."""
-        wanted = round(self.ratio * n) if self.ratio is not None else self.number
-        return min(n, max(1, wanted or 1))
-
-
-def checked_share(owner: str, ratio: float | None, name: str, number: int | None) -> Share:
-    """Raises a ValueError unless one of both is given, and in its range; `name` is that of `number`."""
-    if (ratio is None) == (number is None):
-        raise ValueError(f"{owner}: give ratio or {name}, got ratio={ratio!r} and {name}={number!r}")
-    if ratio is not None and not 0 < ratio <= 1:
-        raise ValueError(f"{owner}: ratio must be in (0, 1], got {ratio!r}")
-    if number is not None and checked_int(f"{owner}: {name}", number) < 1:
-        raise ValueError(f"{owner}: {name} must be at least 1, got {number!r}")
-    return Share(ratio, number)
 
 
 def init_drawn(inner: Sync, grads: Tree, share: Share) -> DrawnState:

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from fnddp import random
+from fnddp.options import Share, require_share
 from fnddp.sync import Exchange, State, Sync, require_sums, transform
-from fnddp.transforms.drawn import DrawnState, Share, checked_share, exchange_drawn, init_drawn
+from fnddp.transforms.drawn import DrawnState, exchange_drawn, init_drawn
 from fnddp.tree import Leaves, Tree
 
 
@@ -47,7 +48,7 @@ class random_block(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checked_share("random_block", self.ratio, "block", self.block)
+        require_share("random_block", self.ratio, "block", self.block)
         require_sums("random_block", self.inner, "and what is not drawn comes back as zeros")
 
     def init(self, grads: Tree) -> State:
@@ -64,4 +65,4 @@ class random_block(Sync):
 
     @property
     def _share(self) -> Share:
-        return checked_share("random_block", self.ratio, "block", self.block)
+        return Share(self.ratio, self.block)

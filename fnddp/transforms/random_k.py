@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from fnddp import random
+from fnddp.options import Share, require_share
 from fnddp.sync import Exchange, State, Sync, require_sums, transform
-from fnddp.transforms.drawn import DrawnState, Share, checked_share, exchange_drawn, init_drawn
+from fnddp.transforms.drawn import DrawnState, exchange_drawn, init_drawn
 from fnddp.tree import Leaves, Tree
 
 
@@ -49,7 +50,7 @@ class random_k(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checked_share("random_k", self.ratio, "k", self.k)
+        require_share("random_k", self.ratio, "k", self.k)
         require_sums("random_k", self.inner, "and what is not drawn comes back as zeros")
 
     def init(self, grads: Tree) -> State:
@@ -65,4 +66,4 @@ class random_k(Sync):
 
     @property
     def _share(self) -> Share:
-        return checked_share("random_k", self.ratio, "k", self.k)
+        return Share(self.ratio, self.k)

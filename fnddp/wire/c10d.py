@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.torch_private import backend_timeout, without_modes
-from fnddp.wire.gloo_messages import Messages, faster
+from fnddp.wire.gloo_messages import Messages, faster, is_gloo_on_cpu
 from fnddp.wire.groups import live_group, live_rank, live_size
 from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import Wire, Work
@@ -87,15 +87,11 @@ def apart(wire: Wire, groups: Iterable[str | None]) -> Wire:
     own: dict[str | None, str] = {}
     for group in groups:
         live = live_group(group)
-        if _is_gloo_on_cpu(live):
+        if is_gloo_on_cpu(live):
             if live not in _twins:
                 _twins[live] = _new_twin(live)
             own[group] = _twins[live]
     return C10d(own) if own else wire
-
-
-def _is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
-    return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def _new_twin(group: dist.ProcessGroup) -> str:

@@ -50,11 +50,16 @@ class Messages:
             self._over.set()
 
 
+def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether gloo carries what the CPU sends to the other ranks of `group`, if there are any."""
+    return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group)
+
+
 def faster(
     kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup, tag: int
 ) -> Steps | None:
     """The messages that are faster than the collective of `group`; None where its own is. The same on all ranks."""
-    if receive.nbytes < _BYTES or send.is_cuda or group.size() == 1 or "gloo" not in dist.get_backend_config(group):
+    if receive.nbytes < _BYTES or send.is_cuda or not is_gloo_on_cpu(group):
         return None
     if kind is ALL_REDUCE and send.dtype == torch.float16 and op == "sum":
         return ring(send, group, _TAGS + tag)

@@ -14,7 +14,7 @@ from fnddp.memory.ef21 import ef21
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.engine import Engine
 from fnddp.state import describe
-from fnddp.sync import REPLICATED, State, Sync, groups_of
+from fnddp.sync import REPLICATED, State, Sync, all_in, groups_of
 from fnddp.tree import Leaves
 from fnddp.wire.control import gather_over
 from fnddp.wire.groups import World, within
@@ -219,7 +219,7 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
                 f"{sync!r} reduces over process group {group!r}, but a manager knows one group, that of the "
                 "replicas; leave group out"
             )
-    if _has_ef21(sync):
+    if any(isinstance(each, ef21) for each in all_in(sync)):
         raise ValueError(
             f"{sync!r}: ef21 holds the mean of all replicas' estimates, which is another one when a replica leaves; "
             "use error_feedback"
@@ -231,10 +231,6 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
             f"{sync!r}: {path!r} of its state is {two.get(path)} for two replicas and {three.get(path)} for three, so "
             "it cannot go on when one leaves; use one whose state has one shape (two_shot without server_memory)"
         )
-
-
-def _has_ef21(sync: Sync) -> bool:
-    return isinstance(sync, ef21) or any(map(_has_ef21, sync.children()))
 
 
 def _described(sync: Sync, grads: Leaves, replicas: int) -> dict[str, str]:

@@ -117,6 +117,8 @@ class _Memories:
 
     def is_free(self, memory: Memory, node: fx.Node) -> bool:
         """Whether `node` may write there: nobody reads it later, and `node` itself only element by element."""
+        if isinstance(memory, Scratch) and self.is_kept(node):
+            return False  # the next step writes there
         now = self.when[node]
         if self._last_read.get(memory, -1) < now:
             return True
@@ -181,8 +183,6 @@ def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
     if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
         return None
     memory = memories.memory(operand)
-    if isinstance(memory, Scratch) and memories.is_kept(node):
-        return None  # the next step writes there
     if isinstance(memory, fx.Node):
         gradient = memory in memories.leaves and memories.donation.gradients == "yes"
         whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
