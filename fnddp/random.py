@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnddp.torch_private import has_modes
+
 _LOW_32 = 0xFFFFFFFF
 
 
@@ -30,6 +32,8 @@ def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Ten
     >>> abs(one.mean()) < 0.1 and abs(one.std() - 1) < 0.1
     tensor(True)
     """
+    if like.is_meta and not has_modes():  # no numbers are wanted; in a trace, the operations are
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
     counter = 2 * torch.arange(math.prod(shape), dtype=torch.int32, device=like.device)  # two words make one number
     counter = counter + _offset(name, seed, step, 0, like.device)
     radius = (-2 * _uniform(counter).log()).sqrt()

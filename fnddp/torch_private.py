@@ -268,6 +268,12 @@ class Fakes:
             memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(self.mode, memory, device)
 
+    def view(self, base: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
+        """A view of `base`, `offset` elements further on, quicker than by asking for it."""
+        with _C._DisableTorchDispatch():
+            memory = torch.as_strided(base, shape, stride, base.storage_offset() + offset)
+        return FakeTensor(self.mode, memory, base.device)
+
     def number(self, value: int) -> Any:
         """A symbol that is `value` where the trace needs to know."""
         from torch._dynamo.source import ConstantSource
@@ -324,12 +330,34 @@ def is_dense_fake(made: Any) -> bool:
     return is_plain and not (made.is_conj() or made.is_neg() or made.storage_offset())
 
 
+def device_of_fake(tensor: Tensor) -> torch.device | None:
+    """Where a fake tensor says that it is, which dispatches when it is asked; None for another."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else None
+
+
 def like_of(tensor: Tensor) -> Any:
     """Equal for fake tensors that operations treat alike; another for each tensor with values."""
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout != torch.strided:
         return id(tensor), "itself"
     bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, bits
+
+
+def is_fake_view(made: Any, base: Any) -> bool:
+    """Whether shape, strides and offset are all there is to know of a view of `base`."""
+    fakes = isinstance(made, FakeTensor) and isinstance(base, FakeTensor)
+    return fakes and made.dtype == base.dtype and not (made.is_conj() or made.is_neg() or base.is_conj())
+
+
+@cache
+def makes_one_view(operation: Any) -> bool:
+    """Whether an operation makes a view of its first argument and of nothing else, wherever that lies in its memory."""
+    first, *others = operation._schema.arguments
+    returns = operation._schema.returns
+    is_view = len(returns) == 1 and returns[0].alias_info is not None and str(returns[0].type) == "Tensor"
+    is_of_first = first.alias_info is not None and not any(other.alias_info for other in others)
+    is_pure = not operation._schema.is_mutable and operation is not torch.ops.aten.as_strided.default
+    return is_view and is_of_first and is_pure
 
 
 @cache

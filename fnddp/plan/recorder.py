@@ -17,9 +17,12 @@ from fnddp.torch_private import (
     TorchDispatchMode,
     constant_of,
     decomposed,
+    device_of_fake,
     is_dense_fake,
+    is_fake_view,
     like_of,
     makes_one_tensor,
+    makes_one_view,
     number_nodes,
     out_of_place,
     storage_key,
@@ -70,8 +73,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question, for the device
-            return func(*args, **kwargs)
+        if func.namespace == "prim":  # a question
+            is_quick = func is torch.ops.prim.device.default
+            return (is_quick and device_of_fake(args[0])) or func(*args, **kwargs)
         if func not in self._whole:
             with self:
                 simpler = decomposed(func, args, kwargs)
@@ -95,14 +99,18 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation makes: once asked, always known, but where it makes views, or writes in place."""
-        if not makes_one_tensor(func):
+        """What the operation makes: once asked, always known, but where it writes in place, or makes several."""
+        makes_view = makes_one_view(func)
+        if not makes_view and not makes_one_tensor(func):
             return func(*args, **kwargs)
         key = func, self._like(args), self._like(tuple(sorted(kwargs.items())))
-        if key in self._results:
-            return self._fakes.dense(*self._results[key])
+        known = self._results.get(key)
+        if known is not None:
+            return self._fakes.view(args[0], *known) if makes_view else self._fakes.dense(*known)
         made = func(*args, **kwargs)
-        if is_dense_fake(made):
+        if makes_view and is_fake_view(made, args[0]):
+            self._results[key] = made.shape, made.stride(), made.storage_offset() - args[0].storage_offset()
+        elif not makes_view and is_dense_fake(made):
             self._results[key] = made.shape, made.stride(), made.dtype, made.device
         return made
 
