@@ -36,6 +36,17 @@ class Weight(nn.Module):
         return self.wrap(self.last)
 
 
+class TwoLayers(nn.Module):
+    """Backward may fail when the second weight has its gradient, and the first one has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, fails: bool) -> Tensor:
+        return self.second * Fails.apply(self.first * x, fails)
+
+
 class Opaque:
     """Nothing that a search for tensors looks into."""
 
@@ -81,6 +92,64 @@ def test_whatever_the_module_returns(rank: int) -> None:
         model(x_of(rank))
         model.module.last.backward()
         assert model.module.w.grad.item() == MEAN
+
+
+def after_plain_steps(rank: int) -> DDP:
+    """A module whose gradients are no longer watched before they are accumulated."""
+    model = DDP(Weight())
+    for _ in range(3):
+        model(x_of(rank)).backward()
+        model.zero_grad()
+    assert not model._steps._watches
+    return model
+
+
+@on_ranks(2)
+def test_what_is_asked_for_after_plain_steps(rank: int) -> None:
+    model = after_plain_steps(rank)
+    for _ in range(2):
+        assert torch.autograd.grad(model(x_of(rank)), model.module.w)[0].item() == MEAN
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == MEAN
+    model(x_of(rank))
+    assert torch.autograd.grad(model.module.last, model.module.w)[0].item() == MEAN  # it is a module that is asked
+
+
+@on_ranks(2)
+def test_a_backward_past_the_outputs_after_plain_steps(rank: int) -> None:
+    model = after_plain_steps(rank)
+    model(x_of(rank))
+    model.module.last.backward()
+    assert model.module.w.grad.item() == MEAN
+    model.zero_grad()
+    (model(x_of(rank)) + (1 + rank) * model.module.unused).backward()
+    assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+
+
+@on_ranks(2)
+def test_asking_past_the_outputs_after_plain_steps(rank: int) -> None:
+    model = after_plain_steps(rank)
+    asked = list(model.parameters())
+    with pytest.raises(RuntimeError, match="for, unused, which the loss reaches only past the module's outputs"):
+        torch.autograd.grad(model(x_of(rank)) + (1 + rank) * model.module.unused, asked)
+    means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * model.module.unused, asked)
+    assert [mean.item() for mean in means] == [MEAN, MEAN]
+
+
+@on_ranks(2)
+def test_a_failed_step_leaves_no_gradient_that_nobody_has_taken(rank: int) -> None:
+    model = DDP(TwoLayers())
+    for fails in (False, False, True):
+        loss = model(x_of(rank), fails and rank == 1)
+        if fails:
+            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
+                loss.backward()
+            model(x_of(rank), False)  # which ends the step of a backward that broke off
+        else:
+            loss.backward()
+            assert model.module.first.grad.item() == model.module.second.grad.item() == MEAN
+            model.zero_grad()
+    assert [p.grad for p in model.parameters()] == [None, None]
 
 
 @on_ranks(2)

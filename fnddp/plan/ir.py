@@ -187,6 +187,9 @@ class Collective:
     width: int
     payloads: tuple[Payload, ...]
 
+    def __hash__(self) -> int:
+        return hash((self.index, self.width, len(self.payloads)))  # not of each payload, at each look-up
+
     @property
     def numel(self) -> int:
         """Elements of all payloads."""

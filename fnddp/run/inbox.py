@@ -18,6 +18,7 @@ class Inbox:
         segment_of: For each leaf the segment that first needs it.
         lacking: For each segment the number of leaves that it needs.
         device: If it is a CUDA device, the streams on which gradients arrive are noted, too.
+        is_polled: Whether segments wait for collectives, too.
 
     Attributes:
         noted: The positions of leaves among all, and their gradients.
@@ -26,10 +27,23 @@ class Inbox:
         lacking: For each segment the number of leaves that have not arrived.
     """
 
-    __slots__ = ("_device", "_needed", "_segment_of", "is_open", "lacking", "noted", "streams")
+    __slots__ = (
+        "_counted",
+        "_device",
+        "_is_polled",
+        "_needed",
+        "_segment_of",
+        "is_open",
+        "lacking",
+        "noted",
+        "streams",
+    )
 
-    def __init__(self, segment_of: Sequence[int], lacking: Sequence[int], device: torch.device | None) -> None:
+    def __init__(
+        self, segment_of: Sequence[int], lacking: Sequence[int], device: torch.device | None, *, is_polled: bool
+    ) -> None:
         self._segment_of, self._needed, self._device = list(segment_of), list(lacking), device
+        self._is_polled = is_polled
         self.streams: set[torch.cuda.Stream] = set()
         self.close()
 
@@ -37,6 +51,7 @@ class Inbox:
         """A step begins: nothing has arrived."""
         self.noted: list[tuple[int, Tensor]] = []
         self.lacking = self._needed.copy()
+        self._counted = 0
         self.is_open = True
 
     def close(self) -> None:
@@ -44,13 +59,24 @@ class Inbox:
         self.noted, self.lacking, self.is_open = [], [], False
 
     def put(self, position: int, grad: Tensor) -> bool:
-        """Notes the gradient of the leaf at `position`. Returns whether it is time to look.
-
-        That is when a segment has all that it needs, and now and then, since collectives are under way.
-        """
+        """Notes the gradient of the leaf at `position`. Returns whether it is time to look."""
         self.noted.append((position, grad))
+        return self.count(position)
+
+    def count(self, position: int) -> bool:
+        """The gradient of the leaf at `position` is there, and will be noted. Returns whether it is time to look.
+
+        That is when a segment has all that it needs, and now and then if collectives may complete one.
+        """
         if self._device is not None:
             self.streams.add(torch.cuda.current_stream(self._device))
         segment = self._segment_of[position]
         self.lacking[segment] -= 1
-        return not self.lacking[segment] or len(self.noted) >= _MANY
+        if not self.lacking[segment]:
+            return True
+        self._counted += 1
+        return self._is_polled and not self._counted % _MANY
+
+    def uncount(self, position: int) -> None:
+        """The gradient of the leaf at `position` is not there yet after all."""
+        self.lacking[self._segment_of[position]] += 1

@@ -92,6 +92,7 @@ class Planned:
         self._wire, self._memory, self._clones_shared = wire, memory, clones_shared
         self._observer: Observer = observer or Ranges()
         self._segments, self._collectives = segments_of(plan), plan.collectives
+        self._wire_bytes = [collective.wire_bytes for collective in self._collectives]
         registers = _Registers(self._segments)
         self._codes = [_Code.of(segment, registers.of) for segment in self._segments]
         self._means = {path: registers.of(name) for path, name in plan.means.items()}
@@ -107,12 +108,21 @@ class Planned:
         self._leaves = [
             (path, leaf, register_of.get(path), path in plan.overwrites) for path, leaf in plan.leaves.items()
         ]
+        # As most gradients are, and what is to be done with them: nothing but to keep them.
+        self._plain = [
+            (path, register, (leaf.shape, leaf.dtype, leaf.device, leaf.stride))
+            if register is not None and self._stream is None and not (is_overwritten and clones_shared)
+            else (path, 0, None)
+            for path, leaf, register, is_overwritten in self._leaves
+        ]
         needed = {path: i for i, segment in enumerate(self._segments) for path in segment.needs}
         self._positions = {path: position for position, path in enumerate(plan.leaves)}
         # Behind the last segment there is one that needs what is only returned, and that is never complete.
         nobody = len(self._segments)
         lacking = [*(len(segment.needs) for segment in self._segments), len(plan.leaves) + 1]
-        self.inbox = Inbox([needed.get(path, nobody) for path in plan.leaves], lacking, device)
+        self._is_polled = device is None and any(one.waits and not one.commits for one in self._segments)
+        segment_of = [needed.get(path, nobody) for path in plan.leaves]
+        self.inbox = Inbox(segment_of, lacking, device, is_polled=self._is_polled)
         self._missing: dict[str, LeafSpec] = {}
         self._works: dict[int, Work] = {}
         self._values: list[Any] = []
@@ -176,8 +186,6 @@ class Planned:
         # Without autocast, which would compute factors in half precision where backward runs within it.
         with torch.no_grad(), without_autocast(), self._on_side_stream():
             self._look()
-            for index in self._works if self._stream is None else ():
-                self._is_completed(index)  # which carries on what takes several messages
             while self._next < len(self._segments) and self._is_ready(self._segments[self._next], block):
                 self._run(self._codes[self._next])
                 self._next += 1
@@ -245,8 +253,14 @@ class Planned:
                 self._stream.wait_stream(stream)
             self.inbox.streams.clear()
         with torch.no_grad(), self._on_side_stream():
+            values, missing, plain = self._values, self._missing, self._plain
             for position, grad in noted:
-                self._take_over(position, grad)
+                path, register, like = plain[position]
+                if (grad.shape, grad.dtype, grad.device, grad.stride()) == like and path in missing:
+                    del missing[path]
+                    values[register] = grad
+                else:
+                    self._take_over(position, grad)
 
     def _take_over(self, position: int, grad: Tensor) -> None:
         path, leaf, register, is_overwritten = self._leaves[position]
@@ -264,9 +278,9 @@ class Planned:
         self._values[register] = grad
 
     def _polls(self) -> bool:
-        """Now and then, whether the next segment can run. It also carries on what takes several messages."""
+        """Now and then, whether the next segment can run."""
         now = perf_counter()
-        if not self._works or self._stream is not None or now < self._polled + POLL_SECONDS:
+        if not self._is_polled or not self._works or now < self._polled + POLL_SECONDS:
             return False
         self._polled = now
         done = [self._is_completed(index) for index in self._works]
@@ -301,7 +315,7 @@ class Planned:
 
     def _launch(self, collective: Collective) -> None:
         buffer = self._buffers[collective.index]
-        count_payload(collective.wire_bytes)
+        count_payload(self._wire_bytes[collective.index])
         try:
             with self._observer.launches(collective, self._stream), without_modes():
                 self._works[collective.index] = self._wire.start(

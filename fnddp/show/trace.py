@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -57,9 +57,11 @@ class Observer(Protocol):
         ...
 
 
-def profiled(name: str) -> AbstractContextManager[object]:
-    """Encloses what torch's profiler, if one is active, is to show as `fnddp NAME`."""
-    return record_function(f"{names.PREFIX}{name}") if is_profiling() else _NONE
+def profiled(name: str | Callable[..., str], *of: object) -> AbstractContextManager[object]:
+    """Encloses what torch's profiler, if one is active, is to show as `fnddp NAME`: `name`, or what that gives `of`."""
+    if not is_profiling():
+        return _NONE
+    return record_function(names.PREFIX + (name if isinstance(name, str) else name(*of)))
 
 
 _NONE = nullcontext()
@@ -70,15 +72,15 @@ class Ranges:
 
     def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """See `Observer`."""
-        return profiled(names.range_of(segment))
+        return profiled(names.range_of, segment)
 
     def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """See `Observer`."""
-        return profiled(names.launch_of(collective))
+        return profiled(names.launch_of, collective)
 
     def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """See `Observer`."""
-        return profiled(names.wait_for(collective))
+        return profiled(names.wait_for, collective)
 
     def begins(self) -> None:
         """See `Observer`."""

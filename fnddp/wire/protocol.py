@@ -16,7 +16,7 @@ class Work(Protocol):
     """A collective that has been started."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Asking may carry it on."""
+        """Whether `wait` would return at once."""
         ...
 
     def wait(self) -> object:

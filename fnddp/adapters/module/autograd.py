@@ -1,7 +1,7 @@
 """What autograd is asked for in a backward, and what it calls: callbacks that keep nothing alive."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -57,70 +57,74 @@ class WeakHook(Generic[Owner]):
 
 
 class Quick:
-    """The short way of a gradient to its step, for all but the first step, weighted ones, and unusual gradients.
+    """The short way of gradients to their step, for all but the first step, weighted ones, and unusual gradients.
 
-    Attributes:
-        watches: Whether gradients must be seen before they are accumulated.
-        inbox: Of the step that is open.
+    A hook only counts; gradients are taken when a segment of the plan is complete.
+
+    Args:
+        parameters: By the positions of their leaves.
+        takes: For each parameter the long way of its gradient.
     """
 
-    __slots__ = ("_kept", "_task", "inbox", "watches")
+    __slots__ = ("_counted", "_inbox", "_kept", "_parameters", "_takes", "_task")
 
-    def __init__(self) -> None:
-        self.watches = True
-        self.inbox: Inbox | None = None
+    def __init__(self, parameters: Sequence[nn.Parameter], takes: Sequence[Callable[[Tensor], Any]]) -> None:
+        self._parameters, self._takes = parameters, takes
         self._task = _NO_TASK
-        self._kept: list[bool] = []
+        self._inbox: Inbox | None = None
+        self._kept: Collection[int] = ()
+        self._counted: list[int] = []
 
-    def open(self, task: int, inbox: Inbox | None, kept: list[bool]) -> None:
+    def open(self, task: int, inbox: Inbox | None, kept: Collection[int]) -> None:
         """A step begins with the backward `task`. Of those that are `kept` the gradient is the user's."""
-        self.watches = False
-        self._task, self.inbox, self._kept = task, inbox, kept
+        self._task, self._inbox, self._kept = task, inbox, kept
 
     def close(self) -> None:
-        """No step is open."""
-        self.watches = True
-        self._task, self.inbox = _NO_TASK, None
+        """No step is open. Gradients that were not taken are dropped."""
+        for position in self._counted:
+            self._parameters[position].grad = None
+        self._task, self._inbox, self._kept, self._counted = _NO_TASK, None, (), []
 
-    def before(self, look: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """A hook of a parameter's gradient, which calls `look` where it must."""
-
-        def arrives(grad: Tensor) -> Any:
-            return look(grad) if self.watches or self._task != current_backward() else None
-
-        return arrives
-
-    def after(
-        self, position: int, take: Callable[[Tensor], Any], carry_on: Callable[[], Callable[[], None] | None]
-    ) -> Callable[[Tensor], None]:
+    def hook(self, position: int, carry_on: Callable[[], Callable[[], None] | None]) -> Callable[[Tensor], None]:
         """A hook of a parameter whose gradient is accumulated.
 
         Args:
             position: Of the leaf.
-            take: The long way.
             carry_on: Gives what is called when a segment is complete.
         """
+        take = self._takes[position]
 
         def accumulated(parameter: Tensor) -> None:
-            grad, inbox = parameter.grad, self.inbox
-            if (
-                inbox is None
-                or not inbox.is_open
-                or self._task != current_backward()
-                or grad is None
-                or self._kept[position]
-                or grad.requires_grad
-                or grad.is_sparse
-            ):
+            inbox = self._inbox
+            if inbox is None or self._task != current_backward() or not inbox.is_open:
                 take(parameter)
                 return
-            parameter.grad = None  # so that its memory is free once it is on its way
-            if inbox.put(position, grad):
+            self._counted.append(position)
+            if inbox.count(position):
                 run = carry_on()
                 if run is not None:
                     run()
 
         return accumulated
+
+    def hand_over(self) -> None:
+        """Gives what has been counted to the step."""
+        counted, self._counted = self._counted, []
+        inbox, kept = self._inbox, self._kept
+        if inbox is None:
+            return
+        unusual: list[int] = []
+        for position in counted:
+            parameter = self._parameters[position]
+            grad = parameter.grad
+            if grad is None or grad.is_sparse or position in kept:
+                inbox.uncount(position)
+                unusual.append(position)
+            else:
+                parameter.grad = None  # so that its memory is free once it is on its way
+                inbox.noted.append((position, grad))
+        for position in unusual:
+            self._takes[position](self._parameters[position])
 
 
 class Ending:

@@ -100,16 +100,18 @@ class Steps:
         self._ending: Callable[[], object] | None = None
         self._is_finishing = False
         self._successor: Steps | None = None
-        self._quick = Quick()
+        takes = [WeakHook(self, Steps._accumulated, name) for name in self.engine.leaves]
+        parameters = [self.parameters[name] for name in self.engine.leaves]
+        self._quick = Quick(parameters, takes)
         carry_on = weakref.WeakMethod(self._carry_on)
-        self._hooks: list[Any] = []
-        for position, name in enumerate(self.engine.leaves):
-            parameter = self.parameters[name]
-            arrives, accumulated = WeakHook(self, Steps._arrives, name), WeakHook(self, Steps._accumulated, name)
-            self._hooks += [
-                parameter.register_hook(self._quick.before(arrives)),
-                parameter.register_post_accumulate_grad_hook(self._quick.after(position, accumulated, carry_on)),
-            ]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._quick.hook(position, carry_on))
+            for position, parameter in enumerate(parameters)
+        ]
+        self._watches: dict[str, Any] = {}
+        self._unseen: set[str] = set()  # asked for, and perhaps returned before anybody looked
+        self._begins_with_output = self._was_asked = False
+        self.watch()
 
     @property
     def sync(self) -> Sync:
@@ -143,6 +145,7 @@ class Steps:
         """
         if self.engine.is_open:
             self.fail(RuntimeError("its backward did not finish"))
+        self._quick.close()  # of a step that failed with another one's
         self.engine.refuse_after_failure()
 
     def refuse(self, error: BaseException) -> None:
@@ -168,25 +171,45 @@ class Steps:
         """The next backward synchronizes."""
         self.is_armed = True
 
-    def start(self, _: Tensor | None = None) -> None:
-        """At the beginning of a backward."""
+    def watch(self) -> None:
+        """Sees gradients before they are accumulated, too: there a step may begin that does not with an output.
+
+        And those that torch.autograd.grad returns are never accumulated. It costs as much as all else that is done for
+        a gradient, so it ends with the first step that did without, unless gradients have been asked for before.
+        """
+        for name, parameter in self.parameters.items():
+            if name not in self._watches and parameter.requires_grad:
+                self._watches[name] = parameter.register_hook(WeakHook(self, Steps._arrives, name))
+
+    def _stop_watching(self) -> None:
+        for hook in self._watches.values():
+            hook.remove()
+        self._watches = {}
+
+    def start(self, output: Tensor | None = None) -> None:
+        """At the beginning of a backward, which may be one of an `output` of the module."""
         if self._successor is not None:
-            self._successor.start()
+            self._successor.start(output)
             return
         self._fail_if_stale()
         if self.engine.is_open:
             return
         _refuse_compiled_autograd()
+        self._quick.close()
         # What is there already is added to, and is the user's: it is not written over.
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
         self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
         self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
         self._begin()
+        self._unseen = self._asked - self._watches.keys()
+        self._begins_with_output = output is not None
         if self._asked:
+            self._was_asked = True
+            self.watch()
             self._require_updates("torch.autograd.grad")
-        else:
-            self._quick.open(self._task, self.engine.inbox, [name in self._kept for name in self.engine.leaves])
+        elif not torch.is_grad_enabled():  # without create_graph
+            self._quick.open(self._task, self.engine.inbox, {self.engine.positions[name] for name in self._kept})
         self._log.backward_starts()
         ending = Ending(self._finish)
         self._ending = weakref.ref(ending)
@@ -246,6 +269,7 @@ class Steps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._stop_watching()
         if successor is not None:
             self._successor = successor
             successor.is_armed, successor.scale = self.is_armed, self.scale
@@ -267,6 +291,8 @@ class Steps:
         if grad is None:  # an undefined one
             return
         self._fail_if_stale()
+        if not self.engine.is_open and self.is_armed:
+            self.start()
         if not self.engine.is_open:
             self.unsynchronized.add(name)
             return
@@ -297,6 +323,7 @@ class Steps:
 
     def _carry_on(self) -> None:
         with self._named():
+            self._quick.hand_over()
             self.engine.poll()
         self._log.fed(self.engine)
 
@@ -317,6 +344,7 @@ class Steps:
         try:
             self._is_finishing = True
             with self._named():
+                self._quick.hand_over()
                 waiting = sorted(self._waiting())
             for name in waiting:
                 self._accumulated(name, self.parameters[name])
@@ -340,6 +368,8 @@ class Steps:
             self._require_returned(placeholders, done.unused)
         else:
             self.unsynchronized = set()
+            if self._begins_with_output and not self._was_asked and self.engine.has_learnt_order:
+                self._stop_watching()
             is_plain = not (placeholders or self._kept or self._sparse or done.unused)
             for name, mean in done.mean.items():
                 parameter = self.parameters[name]
@@ -382,6 +412,12 @@ class Steps:
 
     def _require_returned(self, returned: Collection[str], unused: Collection[str]) -> None:
         lost = [name for name in self.parameters if name not in returned and name not in unused]
+        unseen = sorted(self._unseen - set(returned))
+        if unseen:
+            raise RuntimeError(
+                f"torch.autograd.grad has returned, or has nothing for, {', '.join(unseen)}, which the loss reaches "
+                "only past the module's outputs, so it was not synchronized; from now on it will be: call it again"
+            )
         if lost:
             raise RuntimeError(
                 f"torch.autograd.grad was asked on other ranks for {', '.join(lost)}, which this rank has not used or "
