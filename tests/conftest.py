@@ -1,6 +1,7 @@
 """Session-wide resources: one pool of gloo processes, started when the first test asks for it."""
 
 import gc
+import multiprocessing
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -44,6 +45,12 @@ def _ranks_of_commands_are_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "fresh", forks)
         yield
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of commands are started as for users, and what they write is this process's."""
+    monkeypatch.setattr(launch, "fresh", lambda: multiprocessing.get_context("spawn"))
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixt
 
 @needs_hosts
 @pytest.mark.timeout(60)
-def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], spawned: None) -> None:
     options = ("--link", "200mbit", "--engine", "register", "--against", "ddp,fp16_hook", "--out", str(tmp_path))
     assert main.main(["bench", "fp16(allreduce)", *SMALL, f"{tiny}:whole", *options]) == 0
     assert capfd.readouterr().err == ""
