@@ -134,7 +134,7 @@ def test_wrong_files(tmp_path: Path) -> None:
         load("x")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("engine", ["ddp", "register", "value_and_grad"])
 def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pipelines, peers = ("allreduce", LOW_RANK, "allreduce"), "ddp,powersgd_hook,none"
@@ -177,7 +177,7 @@ def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 @needs_hosts
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], spawned: None) -> None:
     options = ("--link", "200mbit", "--engine", "register", "--against", "ddp,fp16_hook", "--out", str(tmp_path))
     assert main.main(["bench", "fp16(allreduce)", *SMALL, f"{tiny}:whole", *options]) == 0
