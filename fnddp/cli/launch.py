@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -86,7 +86,7 @@ def run_ranks(
                 pipe.close()
 
 
-def fresh() -> BaseContext:
+def fresh() -> SpawnContext:
     """How ranks are started: anew, since a process with threads or a CUDA device must not be forked."""
     return multiprocessing.get_context("spawn")
 
