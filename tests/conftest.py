@@ -1,17 +1,21 @@
 """Session-wide resources: one pool of gloo processes, started when the first test asks for it."""
 
+import gc
+import multiprocessing
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fnddp.cli import launch
 from fnddp.sync import registry
+from tests.forks import forks
 from tests.ranks import GlooPool
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation and soak are run by hand;
-# replicas_preload is for the processes of test_torchft.py.
-collect_ignore = ["torch_suite", "mutation", "soak", "replicas_preload.py"]
+# preload is for processes that tests fork.
+collect_ignore = ["torch_suite", "mutation", "soak", "preload.py"]
 
 _EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)
@@ -35,6 +39,20 @@ def gloo(_pools: list[GlooPool]) -> Callable[..., list]:
     return _pools[-1].run
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_of_commands_are_forked() -> Iterator[None]:
+    """Where a test calls a command within this process. (Those that it starts as processes spawn theirs.)"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "fresh", forks)
+        yield
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of commands are started as for users, and what they write is this process's."""
+    monkeypatch.setattr(launch, "fresh", lambda: multiprocessing.get_context("spawn"))
+
+
 @pytest.fixture
 def own_transforms() -> Iterator[None]:
     """Transforms that are registered within the test are forgotten after it."""
@@ -47,6 +65,10 @@ def own_transforms() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # ranks share two cores
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch is a million objects, which the collector would look through again and again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,6 @@ import faulthandler
 import functools
 import importlib
 import inspect
-import multiprocessing
 import os
 import pickle
 import queue
@@ -26,16 +25,17 @@ import torch
 import torch.distributed as dist
 
 from fnddp.ranks import RankFailed
+from tests.forks import forks
 
 POOL_SECONDS = 120
 POOL_RANKS = 4
 
 
 class GlooPool:
-    """Processes that outlive tests: importing torch takes seconds, a process group milliseconds."""
+    """Processes that outlive tests, with a process group for each."""
 
     def __init__(self, ranks: int = POOL_RANKS) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forks()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.jobs = [context.Queue() for _ in range(ranks)]
         self.results = context.Queue()

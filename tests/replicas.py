@@ -5,7 +5,6 @@ nobody ever differed.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.forks import forks
 from tests.replica import Record, Trap, serve
 
 SECONDS = 90  # of a job
@@ -25,8 +25,7 @@ class Job:
     def __init__(self, replicas: int, **options: Any) -> None:
         from torchft.coordination import LighthouseServer
 
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.replicas_preload"])
+        self.context = forks()
         self.replicas, self.options = replicas, options
         self.folder = tempfile.TemporaryDirectory(prefix="fnddp-replicas-")
         self.path = Path(self.folder.name)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -36,6 +37,11 @@ class Command(NamedTuple):
     columns: int
     environment: dict[str, str]
     arguments: list[str]
+
+
+def complaints(errors: str) -> list[str]:
+    """What a command writes beside its output, but that a lowering took long, as it does where a machine is busy."""
+    return [line for line in errors.splitlines() if not re.match(r"lowered .* in [\d.]+ s, which happens once", line)]
 
 
 def run(*commands: Command, seconds: float = 120) -> list[str]:

@@ -18,6 +18,7 @@ from fnddp.cli.bench_report import Ratio, Run
 from fnddp.cli.models import ModelError, load
 from fnddp.codec import Codec
 from fnddp.sync import registry
+from tests.terminals import complaints
 from tests.test_network import namespaces, needs_hosts
 
 TINY = """
@@ -134,14 +135,14 @@ def test_wrong_files(tmp_path: Path) -> None:
         load("x")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("engine", ["ddp", "register", "value_and_grad"])
 def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pipelines, peers = ("allreduce", LOW_RANK, "allreduce"), "ddp,powersgd_hook,none"
     options = ("--engine", engine, "--against", peers, "--out", str(tmp_path / "a" / "b"), "--profile")
     assert main.main(["bench", *pipelines, *SMALL, f"{tiny}:whole", *options]) == 0
     said, errors = capfd.readouterr()
-    assert errors == ""
+    assert complaints(errors) == []
     for expected in (
         LOW_RANK,
         "allreduce #2",
@@ -177,11 +178,11 @@ def test_a_run(engine: str, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 @needs_hosts
-@pytest.mark.timeout(60)
-def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.timeout(200)
+def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], spawned: None) -> None:
     options = ("--link", "200mbit", "--engine", "register", "--against", "ddp,fp16_hook", "--out", str(tmp_path))
     assert main.main(["bench", "fp16(allreduce)", *SMALL, f"{tiny}:whole", *options]) == 0
-    assert capfd.readouterr().err == ""
+    assert complaints(capfd.readouterr().err) == []
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["link"] == "200mbit"
     for arm in results["arms"]:  # a ring of two sends each byte once; and headers, barriers and acknowledgements

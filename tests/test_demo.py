@@ -19,12 +19,13 @@ from fnddp.cli import main, report
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launcher import Place, check_ranks
 from fnddp.cli.train import Result
+from tests.terminals import complaints
 
 DEMO = ("-m", "fnddp", "demo")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PIPELINES = ("allreduce", "error_feedback(powersgd(fp16(allreduce), rank=2))")
 PARAMETERS = 85_002
-SECONDS = 60  # for a demo of a few steps, on a machine that is busy with other things
+SECONDS = 150  # for a demo of a few steps, on a machine that is busy with other things
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -40,11 +41,12 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with process:  # or what a failure leaves open is told of in a later test
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out, err
 
 
@@ -113,7 +115,7 @@ def check_files(folder: Path, steps: int) -> None:
 def test_starts_its_own_ranks(tmp_path: Path) -> None:
     out = tmp_path / "a" / "b"
     code, said, errors = finish(start(*DEMO, "--steps", 30, "--out", out, "--pipelines", *PIPELINES))
-    assert (code, errors) == (0, "")
+    assert (code, complaints(errors)) == (0, [])
     for expected in (*PIPELINES, "340,008", "5,436", "62.5x", "the same on all ranks", str(out)):
         assert expected in said
     check_files(out, steps=30)
@@ -135,8 +137,8 @@ def test_ctrl_c(training: subprocess.Popen[str], tmp_path: Path, whole_group: bo
         os.killpg(training.pid, signal.SIGINT)
     else:
         training.send_signal(signal.SIGINT)
-    training.wait(timeout=10)
-    until(lambda: not any(map(is_alive, processes)), seconds=5)
+    training.wait(timeout=SECONDS)
+    until(lambda: not any(map(is_alive, processes)))
     code, _, errors = finish(training)
     assert (code, errors) == (130, "fnddp demo: interrupted; all ranks are ended\n")
     assert list(tmp_path.iterdir()) == []
@@ -147,8 +149,8 @@ def test_killed_rank(training: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(training.pid)
     _, second = [pid for pid in processes if is_connected(pid)]
     os.kill(second, signal.SIGKILL)
-    training.wait(timeout=10)
-    until(lambda: not any(map(is_alive, processes)), seconds=5)
+    training.wait(timeout=SECONDS)
+    until(lambda: not any(map(is_alive, processes)))
     code, _, errors = finish(training)
     assert (code, errors) == (1, "fnddp demo: rank 1 was ended by SIGKILL (Killed)\n")
     assert list(tmp_path.iterdir()) == []
@@ -158,7 +160,7 @@ def test_killed_rank(training: subprocess.Popen[str], tmp_path: Path) -> None:
 def test_killed_parent(training: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(training.pid)
     training.kill()
-    until(lambda: not any(map(is_alive, processes)), seconds=20)
+    until(lambda: not any(map(is_alive, processes)))
     code, _, errors = finish(training)
     assert (code, errors) == (-signal.SIGKILL, "")
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Scripts
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
     "accumulation.py": "accumulated gradients are those of the whole batch: yes",
@@ -24,45 +26,43 @@ SAYS = {
 SIMULATED = {"convergence.py": ("--quick", "4 runs"), "outer_convergence.py": ("--quick", "4 runs on")}
 ELSEWHERE = {"kill_and_rejoin.py"}  # test_torchft.py, where its peer is installed
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def start(*arguments: object, warnings: str = "error") -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warnings}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    return out
+SECONDS = 200
 
 
 @pytest.mark.timeout(240)
-def test_alone() -> None:
-    processes = {name: start(EXAMPLES / name) for name in SAYS}  # together: most of their time is imports
-    for name, process in processes.items():
-        text = said(process)
-        assert SAYS[name] in text
-        assert "world size 1" in text
+@pytest.mark.parametrize("name", SAYS)
+def test_alone(name: str) -> None:
+    text = Scripts(EXAMPLES / name).said(SECONDS)
+    assert SAYS[name] in text
+    assert "world size 1" in text
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_simulated(name: str) -> None:
     option, says = SIMULATED[name]
-    assert says in said(start(EXAMPLES / name, option))
+    assert says in Scripts(EXAMPLES / name, option).said(SECONDS)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", SAYS)
-def test_under_torchrun(name: str) -> None:
-    text = said(start(*TORCHRUN, EXAMPLES / name))
+def test_on_ranks(name: str) -> None:
+    text = Scripts(EXAMPLES / name, ranks=2).said(SECONDS)
     assert text.count(SAYS[name]) == 1  # rank 0 alone speaks
     assert "world size 2" in text
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("launcher", "size"), [((), 1), (TORCHRUN, 2)])
+def test_as_their_docstrings_say(launcher: tuple[str, ...], size: int) -> None:
+    """By Python and torchrun themselves, of which all take seconds to start."""
+    name = "module.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    command = [sys.executable, *launcher, EXAMPLES / name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(SAYS[name]) == 1
+    assert f"world size {size}" in done.stdout
 
 
 def test_every_example_is_tested() -> None:

@@ -1,6 +1,5 @@
 """Runners and the engine on gloo processes: late, missing and wrong gradients, ranks that fail, hang or die."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -39,6 +38,7 @@ from fnddp.run.planned import Planned
 from fnddp.sync import groups_of
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
+from tests.forks import forks
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
 
@@ -451,7 +451,7 @@ def dying_rank(rank: int, port: int, text: str, make_grads: Any, fed: int, how: 
     ],
 )
 def test_a_rank_that_dies(text, make_grads, fed, how):
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     processes = [

@@ -9,14 +9,12 @@ undo the step by putting back the state that they held. Both are shown here.
 """
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ import fnddp
 from fnddp import RankMismatchError, StepFailedError
 from fnddp.laws import bits, gather
 from fnddp.wire.protocol import CollectiveError
+from tests.forks import forks
 from tests.ranks import on_ranks
 from tests.test_register import batch, loss_of, make_model
 
@@ -417,22 +416,13 @@ def serve(rank: int, n: int, port: int, results: Any, traces: Path, fn: Callable
         os._exit(0)  # gloo's threads may not join a dead peer
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Any]:
-    """Processes that have imported torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    yield context
-    forkserver._forkserver._stop()
-
-
 @contextmanager
-def ranks_that_may_die(forks: Any, folder: Path, n: int, fn: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+def ranks_that_may_die(folder: Path, n: int, fn: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
     """`fn(rank, *arguments)` on `n` processes of its own; gives a function for the result of a rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [forks.Pipe(duplex=False) for _ in range(n)]
+    context, store = forks(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(n)]
     processes = [
-        forks.Process(target=serve, args=(rank, n, store.port, pipes[rank][1], folder, fn, *arguments), daemon=True)
+        context.Process(target=serve, args=(rank, n, store.port, pipes[rank][1], folder, fn, *arguments), daemon=True)
         for rank in range(n)
     ]
 
@@ -486,8 +476,8 @@ def check_death(rank: int, text: str, how: str) -> tuple[str, Any]:
         (2, COMPRESSED, "raises in backward"),
     ],
 )
-def test_a_rank_that_ends(forks, tmp_path, n, text, how):
-    with ranks_that_may_die(forks, tmp_path, n, check_death, text, how) as result:
+def test_a_rank_that_ends(tmp_path, n, text, how):
+    with ranks_that_may_die(tmp_path, n, check_death, text, how) as result:
         survivors = [result(rank) for rank in range(n - 1)]
         assert all(
             "Another rank has failed, left, or not called backward; see its own error" in e for e, _ in survivors

@@ -6,40 +6,38 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_examples import TORCHRUN, said, start
+from tests.forks import Scripts
+from tests.test_examples import SECONDS
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "integrations"
 
 
 class Example(NamedTuple):
-    """What to put before its name (the ranks come last), the peer that it needs, and what it says, once."""
+    """On how many ranks it is started (0: it starts them itself), the peer that it needs, and what it says, once."""
 
-    launcher: tuple[str, ...]
+    ranks: int
     peer: str
     says: str
 
 
+RESUMED = "the resumed run has the same parameters to the bit: yes"
 SAYS = {
-    "distributed_checkpoint.py": Example(
-        TORCHRUN, "torch", "both resumed runs have the same parameters to the bit: yes"
-    ),
-    "fsdp_replicas.py": Example(
-        (*TORCHRUN[:-1], "4"), "torch", "the resumed run has the same parameters to the bit: yes"
-    ),
-    "huggingface_gpt2.py": Example(TORCHRUN, "transformers", "the resumed run has the same parameters to the bit: yes"),
-    "lightning_digits.py": Example((), "lightning", "the resumed run has the same parameters to the bit: yes"),
+    "distributed_checkpoint.py": Example(2, "torch", "both resumed runs have the same parameters to the bit: yes"),
+    "fsdp_replicas.py": Example(4, "torch", RESUMED),
+    "huggingface_gpt2.py": Example(2, "transformers", RESUMED),
+    "lightning_digits.py": Example(0, "lightning", RESUMED),
 }
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", SAYS)
 def test_on_ranks(name: str) -> None:
-    launcher, peer, says = SAYS[name]
+    ranks, peer, says = SAYS[name]
     if find_spec(peer) is None:
         pytest.skip(f"needs {peer}")
-    text = said(start(*launcher, EXAMPLES / name, warnings="default"))  # the peers' are theirs
+    text = Scripts(EXAMPLES / name, ranks=ranks, strict=False).said(SECONDS)  # the peers' warnings are theirs
     assert text.count(says) == 1
-    assert f"world size {launcher[-1] if launcher else 2}" in text
+    assert f"world size {ranks or 2}" in text
 
 
 def test_every_example_is_tested() -> None:

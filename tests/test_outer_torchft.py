@@ -1,7 +1,6 @@
 """DiLoCo over torchft's wire: two replicas, one killed in the middle of an exchange, and another one in its place."""
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from torch import nn
 
 from fnddp import outer
 from fnddp.laws import bits
+from tests.forks import forks
 
 pytest.importorskip("torchft", reason="torchft has no wheel for this platform")
 pytest.importorskip("fnddp.integrations.torchft", reason="this tree is without the wire over torchft's manager")
@@ -62,7 +62,7 @@ def replica(name: str, address: str, seed: int, dies_at: int | None, file: str) 
         optimizer.step()
         time.sleep(0.05)
         if len(asked) > seen:
-            # str: json has no bytes
+            # str: json has no bytes; and what is forked hashes alike
             digest = str(hash(tuple(bits((attached.state.anchor, attached.state.velocity)))))
             line = [name, manager.current_step(), asked[-1], manager.num_participants(), digest]
             with Path(file).open("a") as out:
@@ -71,13 +71,12 @@ def replica(name: str, address: str, seed: int, dies_at: int | None, file: str) 
 
 
 @pytest.mark.timeout(SECONDS + 30)
-def test_a_replica_that_dies_in_an_exchange_ends_it_for_the_other_and_comes_back(tmp_path: Path, monkeypatch: Any):
+def test_a_replica_that_dies_in_an_exchange_ends_it_for_the_other_and_comes_back(tmp_path: Path):
     from torchft.coordination import LighthouseServer
 
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # digests of different processes
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=500, quorum_tick_ms=50)
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
-    context, file = multiprocessing.get_context("spawn"), tmp_path / "lines.json"
+    context, file = forks(), tmp_path / "lines.json"
     started: list[Any] = []
 
     def start(name: str, seed: int, dies_at: int | None = None) -> Any:

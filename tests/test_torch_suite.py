@@ -23,7 +23,7 @@ QUICK = (
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the tests are those of torch 2.13")
 def test_torchs_own_tests(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, SUITE / "run.py", "-j", "2", "--limit", "120", "--logs", tmp_path, *QUICK],
+        [sys.executable, SUITE / "run.py", "--together", "--limit", "300", "--logs", tmp_path, *QUICK],
         env={**os.environ, "DDP_CLASS": "fnddp:DistributedDataParallel", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,

@@ -253,6 +253,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
     >>> model(torch.ones(1, 8)).sum().backward()
     >>> handle.state.residual["weight"].shape
     torch.Size([8, 8])
+    >>> del model, handle  # before their process group: torch joins a thread there, which may wait for this one
     >>> dist.destroy_process_group()
     """
     if DistributedDataParallel not in type(model).__mro__:  # isinstance is also true of fnddp's, which has no reducer

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -56,7 +57,7 @@ def run_ranks(
     """
     # The parent holds the store that ranks meet at, on a port that the system chooses: no port is ever taken twice.
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = fresh()
     packed = pickle.dumps(arguments)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -83,6 +84,11 @@ def run_ranks(
                 process.close()
             for pipe in pipes:
                 pipe.close()
+
+
+def fresh() -> SpawnContext:
+    """How ranks are started: anew, since a process with threads or a CUDA device must not be forked."""
+    return multiprocessing.get_context("spawn")
 
 
 @contextmanager

@@ -63,6 +63,7 @@ def register_ddp_comm_hook(
     >>> model = DistributedDataParallel(torch.nn.Linear(8, 8))
     >>> register_ddp_comm_hook(model, ddp_comm_hook=fp16(allreduce)).sync
     fp16(allreduce)
+    >>> del model  # before its process group: torch joins a thread there, which may wait for this one
     >>> dist.destroy_process_group()
     """
     if ddp_comm_hook is None:

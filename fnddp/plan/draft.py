@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from fnddp import tree
 from fnddp.plan.ir import LeafSpec, Name, Scratch, Segment, Sent
 from fnddp.sync import State, Sync
 from fnddp.wire.groups import World
@@ -61,6 +62,11 @@ class Phase:
     counters: tuple[int, ...]
     groups: tuple[str | None, ...]
     holds: Callable[[Sequence[int]], bool]
+
+    def holds_for(self, state: State, sizes: Mapping[str | None, int]) -> bool:
+        """Whether it is, for the counters of `state` and groups of these sizes."""
+        parts, _ = tree.flatten_any(state)
+        return self.holds([*(parts[i] for i in self.counters), *sizes.values()])
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ class Draft:
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: What the inputs of the graph, and the tensors it holds, are called.
         phase: What the graph is for.
+        is_of_rank: Whether the graph is this process's: the pipeline has asked for its rank.
         cuts: The graph in order.
         placement: Where results are written.
         batches: Operations that are run as one: the first of them, and all.
@@ -136,6 +143,7 @@ class Draft:
     held: dict[str, Tensor]
     names: dict[fx.Node, Name]
     phase: Phase
+    is_of_rank: bool = False
     cuts: tuple[Cut, ...] = ()
     placement: Placement | None = None
     batches: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
@@ -152,4 +160,4 @@ def copied(traced: Draft, request: Request) -> Draft:
     outputs = graph.graph_copy(traced.graph, copies)
     graph.output(outputs)
     names = {copies[node]: name for node, name in traced.names.items()}
-    return Draft(request, graph, traced.held, names, traced.phase)
+    return Draft(request, graph, traced.held, names, traced.phase, traced.is_of_rank)

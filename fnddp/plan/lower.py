@@ -10,7 +10,7 @@ from torch import nn
 
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
-from fnddp.plan.draft import Donation, Draft, Phase, Request, copied
+from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import numbers, output_nodes
 from fnddp.plan.ir import Grad, Held, LeafSpec, Part, Ranks
 from fnddp.plan.passes import PASSES
@@ -151,7 +151,7 @@ class Traces:
     def of(self, request: Request) -> Draft:
         """A trace for `request`, which passes may change."""
         sizes = sizes_of(request)
-        if self._last is None or sizes != self._sizes or not _holds(self._last.phase, request, sizes):
+        if self._last is None or sizes != self._sizes or not self._last.phase.holds_for(request.state, sizes):
             made = trace(request)
             self._last = replace(made, request=replace(request, state=None))  # whose tensors it would hold
             self._sizes = sizes
@@ -160,11 +160,6 @@ class Traces:
     def clear(self) -> None:
         """Forgets it."""
         self._last = None
-
-
-def _holds(phase: Phase, request: Request, sizes: Mapping[str | None, int]) -> bool:
-    parts, _ = tree.flatten_any(request.state)
-    return phase.holds([*(parts[i] for i in phase.counters), *sizes.values()])
 
 
 def _finished(draft: Draft) -> Plan:

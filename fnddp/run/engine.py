@@ -89,6 +89,7 @@ class Engine:
         beside: Process groups whose ranks end a step together though the pipeline does not reach them.
         wire: Who moves bytes.
         backend: Who runs segments: see `lower`. A pipeline without a plan is then an error.
+        traces: Of this pipeline and such leaves, where several engines share them.
 
     Attributes:
         positions: Of the leaves, by path.
@@ -114,6 +115,7 @@ class Engine:
         beside: Collection[str | None] = (),
         wire: Wire = C10D,
         backend: str | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.sync = sync
         self.leaves = dict(leaves)
@@ -132,7 +134,7 @@ class Engine:
         self._lower: Any = partial(
             lower_leaves, world=world, bucket_caps=bucket_caps, donation=donation, backend=backend
         )
-        self._traces = Traces()
+        self._traces = Traces() if traces is None else traces
         require_backend(backend, [leaf.device for leaf in self.leaves.values()])
         self._needs_plans = backend is not None
         self._world = world

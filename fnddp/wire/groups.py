@@ -32,6 +32,7 @@ class World:
         size: Of every group, where a plan is made for a cluster that is not there.
         ranks: What means divide by, by group, where it is not the size: a number that a graph takes as an input.
         simulated: The ranks of a simulation, of which this is a step.
+        asked: The groups in which a pipeline that is traced has asked for this process's rank.
     """
 
     wire: Wire | None = None
@@ -39,6 +40,7 @@ class World:
     size: int | None = None
     ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
     simulated: Ranks | None = None
+    asked: set[str | None] = field(default_factory=set[str | None])
 
     @property
     def carries_bytes(self) -> bool:
@@ -124,6 +126,8 @@ def rank(group: str | None) -> Any:
     world = current()
     if world is not None and world.simulated is not None:
         return world.simulated.rank_in(group)
+    if world is not None and world.traced:
+        world.asked.add(group)
     return live_rank(group) if world is None or world.wire is None else world.wire.rank(group)
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,16 +28,16 @@ HERE = Path(__file__).parent
 
 
 class Outcome(NamedTuple):
-    """How a test went."""
+    """How tests went that one process ran."""
 
-    name: str
+    names: Sequence[str]
     passed: bool
     seconds: float
     output: str
 
     def line(self) -> str:
-        why = "" if self.passed or self.name not in expected() else f" (expected: {expected()[self.name]})"
-        return f"{'pass' if self.passed else 'FAIL'} {self.seconds:6.1f} s  {self.name}{why}"
+        why = "" if self.passed else "".join(f" (expected: {expected()[n]})" for n in self.names if n in expected())
+        return f"{'pass' if self.passed else 'FAIL'} {self.seconds:6.1f} s  {', '.join(self.names)}{why}"
 
 
 def expected() -> dict[str, str]:
@@ -44,14 +45,18 @@ def expected() -> dict[str, str]:
     return EXPECTED_FAILURES if "DDP_CLASS" in os.environ else {}
 
 
-def run(name: str, limit: float) -> Outcome:
-    """Runs one test in a session of its own, which ends with it."""
+def run(names: Sequence[str], limit: float) -> Outcome:
+    """Runs tests in a session of their own, which ends with them. Ranks are forked where they are several."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torch_suite_", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            [sys.executable, HERE / "case.py", "-v", f"TestDistBackendWithSpawn.{name}"],
+            [sys.executable, HERE / "case.py", "-v", *(f"TestDistBackendWithSpawn.{name}" for name in names)],
             # In CI torch's runner wants a package that writes reports.
-            env={**{key: value for key, value in os.environ.items() if key != "CI"}, "TEMP_DIR": folder},
+            env={
+                **{key: value for key, value in os.environ.items() if key != "CI"},
+                "TEMP_DIR": folder,
+                "RANKS_ARE": "spawned" if len(names) == 1 else "forked",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,8 +68,8 @@ def run(name: str, limit: float) -> Outcome:
             os.killpg(process.pid, signal.SIGKILL)  # and the ranks
             output = process.communicate()[0] + f"\nkilled after {limit:.0f} s\n"
     last = output.splitlines()[-1] if output else ""
-    passed = process.returncode == 0 and "Ran 1 test" in output and "skipped" not in last
-    return Outcome(name, passed, time.monotonic() - began, output)
+    passed = process.returncode == 0 and f"Ran {len(names)} test" in output and "skipped" not in last
+    return Outcome(names, passed, time.monotonic() - began, output)
 
 
 def main() -> int:
@@ -73,19 +78,21 @@ def main() -> int:
     parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="how many run at a time")
     parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for each test")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="gets what failed tests have printed")
+    parser.add_argument("--together", action="store_true", help="all in one process, which imports torch only once")
     options = parser.parse_args()
     names = options.names or (HERE / "baseline.txt").read_text().split()
+    together = [names] if options.together else [[name] for name in names]
 
     failed: list[str] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda name: run(name, options.limit), names):
+        for outcome in pool.map(lambda each: run(each, options.limit), together):
             print(outcome.line(), flush=True)
             if outcome.passed:
                 continue
-            failed.append(outcome.name)
+            failed += outcome.names
             if options.logs is not None:
                 options.logs.mkdir(parents=True, exist_ok=True)
-                (options.logs / f"{outcome.name}.log").write_text(outcome.output)
+                (options.logs / f"{outcome.names[0]}.log").write_text(outcome.output)
     print(f"{len(names) - len(failed)} passed, {len(failed)} failed")
     return int(not set(failed) <= expected().keys())
 

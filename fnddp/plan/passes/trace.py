@@ -83,7 +83,7 @@ def trace(request: Request) -> Draft:
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
-    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()))
+    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()), bool(world.asked))
 
 
 def sizes_of(request: Request) -> dict[str | None, int]:
