@@ -444,6 +444,12 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
+def has_other_hooks(parameter: Tensor) -> bool:
+    """Whether more than one hook, or an optimizer, is called when a gradient has been accumulated in `parameter`."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return len(hooks or ()) > 1 or bool(optimizers_in_backward(parameter))
+
+
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
     """Those of `torch.distributed.optim._apply_optimizer_in_backward`, which leaves them there."""
     return getattr(parameter, "_in_backward_optimizers", ())

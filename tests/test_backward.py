@@ -127,6 +127,17 @@ def test_a_backward_past_the_outputs_after_plain_steps(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_hooks_after_ours_never_see_a_ranks_own_gradient(rank: int) -> None:
+    model = after_plain_steps(rank)
+    seen: list[Any] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+    model(x_of(rank), both=True).backward()
+    assert seen == [None, None]
+    assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+
+
+@on_ranks(2)
 def test_asking_past_the_outputs_after_plain_steps(rank: int) -> None:
     model = after_plain_steps(rank)
     asked = list(model.parameters())

@@ -27,7 +27,7 @@ from fnddp.run.runner import UnexpectedGradient
 from fnddp.run.vote import StepFailedError
 from fnddp.state import describe
 from fnddp.sync import State, Sync
-from fnddp.torch_private import optimizers_in_backward
+from fnddp.torch_private import has_other_hooks, optimizers_in_backward
 from fnddp.tree import Leaves
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
@@ -208,7 +208,8 @@ class Steps:
             self._was_asked = True
             self.watch()
             self._require_updates("torch.autograd.grad")
-        elif not torch.is_grad_enabled():  # without create_graph
+        elif not torch.is_grad_enabled() and not any(map(has_other_hooks, self.parameters.values())):
+            # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
             self._quick.open(self._task, self.engine.inbox, {self.engine.positions[name] for name in self._kept})
         self._log.backward_starts()
         ending = Ending(self._finish)
