@@ -154,8 +154,10 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         try:
             is_committed = ask(*args, **kwargs)
         finally:
-            if self._is_under_way and not is_committed:
-                self.sync_state = self._kept
+            if self._is_under_way:
+                self._steps.settle_on(is_committed)
+                if not is_committed:
+                    self.sync_state = self._kept
             self._is_under_way, self._kept = False, None
         return is_committed
 
