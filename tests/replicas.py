@@ -150,3 +150,16 @@ def require_equal(records: list[Record]) -> None:
     assert not differ, f"replicas differ after steps {differ}: {[r for r in records if r.step in differ]}"
     for record in records:
         assert record.committed or record.is_unchanged, f"a discarded step has left something: {record}"
+
+
+def on_processes(n: int, run: Callable[..., None], **options: Any) -> None:
+    """`run(name, address, folder, options)` on n processes, of which none may fail but those that are killed."""
+    with Job(n, run=run, **options) as job:
+        for i in range(n):
+            job.start(f"r{i}")
+
+        def ended() -> bool:
+            job.require_none_failed()
+            return all(process.exitcode is not None for process in job.processes.values())
+
+        job.wait_for(ended, "to end")
