@@ -238,8 +238,8 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
                 x["wire_bytes_per_step"],
                 x["quality"],
                 yerr=x["spread"],
-                fmt="osD^vP*X<>"[j % 10],
-                color=f"C{j % 10}",
+                fmt="osD^vP*X<>h"[j % 11],
+                color=f"C{j}" if j < 10 else "black",
                 label=x["outer"],
             )
         title = f"{begins} parameters, {local},\n{n} worker{'s' if n > 1 else ''}"

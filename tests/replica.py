@@ -180,6 +180,10 @@ class Replica:
     def step(self, optimizer: Any) -> Record:
         try:
             optimizer.zero_grad()
+            if self.options.get("accumulates"):
+                inputs, targets = self.batch(-self.manager.current_step())
+                with self.model.no_sync():
+                    nn.functional.mse_loss(self.model(inputs), targets).backward()
             step, before, local = self.manager.current_step(), self.digest(), self.of_its_own()
             error = ""
             try:

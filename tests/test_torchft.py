@@ -104,6 +104,13 @@ def test_an_error_of_one_replica_ends_the_step_for_both(point, leaves_out):
     assert "this replica's backward did not finish" in told or "left it out" in told, told
 
 
+@pytest.mark.parametrize("act", ["kill", "raise"])
+def test_gradients_that_were_accumulated_are_there_again(act):
+    with Job(2, sync=LOSSY, accumulates=True) as job:
+        records = job.run({"r1": Trap("collective 1", AT, act)})
+    assert {r.replica for r in discarded(records)} == ({"r0"} if act == "kill" else {"r0", "r1"})
+
+
 def test_the_weight_of_a_step_is_lost():
     with Job(2, sync=LOSSY, weighs=True) as job:
         records = job.run({"r1": Trap("vote", AT)})  # the first one tells weights
