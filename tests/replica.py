@@ -93,6 +93,21 @@ def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
     )
 
 
+def meet(name: str, folder: Path, ranks: int, incarnation: int = 0) -> tuple[str, int, dict[str, Any]]:
+    """The replica of the process `name`, its rank in it, and what its manager is given: the first one has the store."""
+    replica, rank = divmod(int(name.removeprefix("r")), ranks)
+    told = folder / f"store-{replica}-{incarnation}"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        told.with_suffix(".new").write_text(str(store.port))
+        told.with_suffix(".new").rename(told)
+    else:
+        while not told.exists():
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False)
+    return f"replica{replica}", rank, {"store": store, "rank": rank, "world_size": ranks}
+
+
 class Training:
     """A model and its optimizer, and how they go to a replica that joins."""
 
@@ -125,7 +140,7 @@ class Replica:
         self.training = Training(self.seed)
         self.rank = 0
         if options.get("ranks", 1) > 1:
-            name, together = self._meet(options["ranks"], options.get("incarnation", 0))
+            name, self.rank, together = meet(name, folder, options["ranks"], options.get("incarnation", 0))
             options = {**options, "manager": {**options.get("manager", {}), **together}}
         self.manager = new_manager(name, address, self.training, **options.get("manager", {}))
         make = options.get("wrap", wrap)
@@ -133,20 +148,6 @@ class Replica:
         self.trap: Trap | None = options.get("trap")
         self.grads: dict[str, Tensor] = {}
         self._set_traps()
-
-    def _meet(self, ranks: int, incarnation: int) -> tuple[str, dict[str, Any]]:
-        """The name of the replica, and what a manager of one of its ranks is given: the first one has the store."""
-        replica, self.rank = divmod(int(self.name.removeprefix("r")), ranks)
-        told = self.folder / f"store-{replica}-{incarnation}"
-        if self.rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            told.with_suffix(".new").write_text(str(store.port))
-            told.with_suffix(".new").rename(told)
-        else:
-            while not told.exists():
-                time.sleep(0.02)
-            store = dist.TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False)
-        return f"replica{replica}", {"store": store, "rank": self.rank, "world_size": ranks}
 
     def run(self) -> None:
         from torchft import Optimizer

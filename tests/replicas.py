@@ -152,10 +152,10 @@ def require_equal(records: list[Record]) -> None:
         assert record.committed or record.is_unchanged, f"a discarded step has left something: {record}"
 
 
-def on_processes(n: int, run: Callable[..., None], **options: Any) -> None:
-    """`run(name, address, folder, options)` on n processes, of which none may fail but those that are killed."""
-    with Job(n, run=run, **options) as job:
-        for i in range(n):
+def on_processes(n: int, run: Callable[..., None], ranks: int = 1, **options: Any) -> None:
+    """`run(name, address, folder, options)` on n replicas, of which none may fail but those that are killed."""
+    with Job(n, ranks=ranks, run=run, **options) as job:
+        for i in range(n * ranks):
             job.start(f"r{i}")
 
         def ended() -> bool:

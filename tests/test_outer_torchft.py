@@ -97,7 +97,9 @@ def test_a_replica_that_dies_in_an_exchange_ends_it_for_the_other_and_comes_back
         late = start("b", 3)
 
         def lines_since() -> list[Any]:
-            return [json.loads(line) for line in file.read_text().splitlines(keepends=True)[killed:] if line[-1] == "\n"]
+            return [
+                json.loads(line) for line in file.read_text().splitlines(keepends=True)[killed:] if line[-1] == "\n"
+            ]
 
         deadline = time.monotonic() + SECONDS
         while sum(line[0] == "b" and line[2] and line[3] == 2 for line in lines_since()) < 3:
@@ -188,7 +190,9 @@ def train_both(name: str, address: str, folder: Path, options: Mapping[str, Any]
             net(x).square().mean().backward()
             optimizer.step()
         assert bits(dict(nets[0].named_parameters())) == bits(dict(nets[1].named_parameters())), step
-    assert [manager.current_step() for manager in managers] == [steps // (2 if options["pair"] == "streaming" else 3)] * 2
+    assert [manager.current_step() for manager in managers] == [
+        steps // (2 if options["pair"] == "streaming" else 3)
+    ] * 2
     (folder / f"{name}.done").touch()
     while not all((folder / f"r{i}.done").exists() for i in range(2)):  # of whom one is the lighthouse
         time.sleep(0.02)

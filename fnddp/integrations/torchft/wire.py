@@ -150,7 +150,6 @@ class ManagerWire(Elastic):
             self.lose(error)
             return None
 
-
     def _heed_manager(self) -> None:
         """What a replica has that could not heal, or that reports an error, is in nobody's mean."""
         known = self._manager.errored()
