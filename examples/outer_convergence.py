@@ -149,10 +149,8 @@ def run(task: Any, begins: str, local: str, text: str, n: int, seed: int, steps:
         "link_bytes_per_step": link_bytes,
         "cpu_seconds": round(seconds, 2),
     }
-    print(
-        f"{begins:7} {local:5} n={n:<2} seed {seed}  {line['quality']:.4f}  {wire_bytes:9,.0f} B  {seconds:5.1f} s  {text}",
-        flush=True,
-    )
+    who = f"{begins:7} {local:5} n={n:<2} seed {seed}"
+    print(f"{who}  {line['quality']:.4f}  {wire_bytes:9,.0f} B  {seconds:5.1f} s  {text}", flush=True)
     return line
 
 
