@@ -1,7 +1,9 @@
 """Two replicas learn handwritten digits; one is killed and comes back, while both print their accuracy.
 
 pip install 'fnddp[torchft,demo]'
-python examples/kill_and_rejoin.py
+RUST_LOG=error python examples/kill_and_rejoin.py
+
+Without RUST_LOG torchft tells of each quorum, on stderr.
 """
 
 import hashlib

@@ -4,9 +4,9 @@
     python examples/outer_convergence.py report    # table and plot of the lines that there are
     python examples/outer_convergence.py --quick   # both in a minute, into a temporary folder
 
-Each worker has batches of its own, of the same size whatever the number of workers, and an AdamW of its own; runs with
-the same number of workers and seed begin alike and see the same tokens. They begin with random parameters, or, as in
-the paper, with trained ones and a smaller learning rate. What it found is in docs/outer.md.
+Each worker has batches of its own, of the same size whatever the number of workers, and an AdamW of its own, or a Muon;
+runs with the same number of workers and seed begin alike and see the same tokens. They begin with random parameters,
+or, as in the paper, with trained ones and a smaller learning rate. What it found is in docs/outer.md.
 """
 
 import argparse
@@ -35,35 +35,39 @@ SPARSE = "sparse_loco(every=30, k=512)"  # an eighth of the differences: 64 of 4
 MORE = [
     "local_sgd(every=30)",
     FOUR_BITS,
-    "muloco(every=30)",  # with AdamW, not Muon, for the local optimizer: what 2 bits do
+    "muloco(every=30)",  # with AdamW: what 2 bits do
     SPARSE,
     "sparse_loco(every=30)",
     "streaming_diloco(bucketize(quantize(two_shot, bits=4)), every=30, fragments=4, delay=3, alpha=0.5)",
 ]
 RANDOM, TRAINED = "random", "trained"  # trained: by as many steps of averaged gradients on 8 workers
 LR = {RANDOM: 3e-3, TRAINED: 1e-3}
-Runs = list[tuple[str, int, list[str], list[int]]]
-# From which parameters, on how many workers, what, with which seeds.
+ADAMW, MUON = "AdamW", "Muon"  # the local optimizer
+WITH_MUON = [SYNCHRONOUS, "diloco(allreduce, every=30)", "muloco(every=30)", "muloco(every=30, bits=4)"]
+Runs = list[tuple[str, str, int, list[str], list[int]]]
+# From which parameters, with which local optimizer, on how many workers, what, with which seeds.
 RUNS: Runs = [
-    (RANDOM, 1, PLAIN, [0, 1, 2]),
-    (RANDOM, 8, [*PLAIN, *MORE], [0, 1, 2]),
-    (RANDOM, 64, PLAIN, [0, 1, 2]),
-    (RANDOM, 64, [FOUR_BITS, SPARSE], [0, 1]),
-    (TRAINED, 1, [SYNCHRONOUS], [0, 1, 2]),
-    (TRAINED, 8, [*PLAIN, FOUR_BITS], [0, 1, 2]),
+    (RANDOM, ADAMW, 1, PLAIN, [0, 1, 2]),
+    (RANDOM, ADAMW, 8, [*PLAIN, *MORE], [0, 1, 2]),
+    (RANDOM, ADAMW, 64, PLAIN, [0, 1, 2]),
+    (RANDOM, ADAMW, 64, [FOUR_BITS, SPARSE], [0, 1]),
+    (TRAINED, ADAMW, 1, [SYNCHRONOUS], [0, 1, 2]),
+    (TRAINED, ADAMW, 8, [*PLAIN, FOUR_BITS], [0, 1, 2]),
+    (RANDOM, MUON, 8, WITH_MUON, [0, 1, 2]),
 ]
 STEPS, SEQUENCES, CONTEXT = 600, 4, 32
+HIDDEN = ("qkv.", "out.", "up.", "down.")  # layers whose matrices are Muon's
 
 
 def train(out: Path, runs: Runs, steps: int) -> None:
     """Runs what has no line in `out` yet."""
-    there = {(line["begins"], line["outer"], line["n"], line["seed"]) for line in lines_of(out)}
+    there = {(line["begins"], line["local"], line["outer"], line["n"], line["seed"]) for line in lines_of(out)}
     task = characters_task(CONTEXT, sequences=SEQUENCES)
-    for begins, n, texts, seeds in runs:
+    for begins, local, n, texts, seeds in runs:
         for seed in seeds:
             for text in texts:
-                if (begins, text, n, seed) not in there:
-                    line = run(task, begins, text, n, seed, steps)
+                if (begins, local, text, n, seed) not in there:
+                    line = run(task, begins, local, text, n, seed, steps)
                     with out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
 
@@ -84,7 +88,27 @@ def trained(seed: int, steps: int) -> dict[str, Tensor]:
     ).params
 
 
-def run(task: Any, begins: str, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:
+class MuonAndAdamW:
+    """One worker's local optimizer: Muon for the matrices between its layers, AdamW for all other parameters."""
+
+    def __init__(self, params: list[Tensor], *, names: list[str], lr: float) -> None:
+        hidden = [p for name, p in zip(names, params, strict=True) if p.ndim == 2 and name.startswith(HIDDEN)]
+        others = [p for p in params if not any(p is each for each in hidden)]
+        # With the decay of AdamW, and steps of the size of AdamW's, for which the learning rate is.
+        muon = torch.optim.Muon(hidden, lr=lr, weight_decay=1e-2, adjust_lr_fn="match_rms_adamw")
+        self.optimizers = [muon, torch.optim.AdamW(others, lr=lr)]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def make_optimizer(local: str, names: list[str], lr: float) -> Any:
+    """What makes a local optimizer for parameters in the order of `names`."""
+    return partial(torch.optim.AdamW, lr=lr) if local == ADAMW else partial(MuonAndAdamW, names=names, lr=lr)
+
+
+def run(task: Any, begins: str, local: str, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:
     """Trains once."""
     torch.manual_seed(seed)
     model = task.make()
@@ -92,20 +116,27 @@ def run(task: Any, begins: str, text: str, n: int, seed: int, steps: int) -> dic
     if begins == TRAINED:
         params = trained(seed, steps)
     loss, batches = partial(task.loss, model), counted(task.batches(n, seed, steps))
-    optimizer = partial(torch.optim.AdamW, lr=LR[begins])
+    optimizer = make_optimizer(local, list(params), LR[begins])
     begin = time.process_time()
     if text == SYNCHRONOUS:
         done = fnddp.simulate_training(loss, params, batches, fnddp.parse(text), world_size=n, optimizer=optimizer)
         after = done.params
     else:
         done = outer.simulate_training(
-            loss, params, batches, outer.parse(text), world_size=n, optimizer=optimizer, elementwise=True
+            loss,
+            params,
+            batches,
+            outer.parse(text),
+            world_size=n,
+            optimizer=optimizer,
+            elementwise=local == ADAMW,
         )
         after = {name: leaf.mean(0) for name, leaf in done.params.items()}
     seconds = time.process_time() - begin
     wire_bytes, link_bytes = bytes_of(text, params, n)
     line = {
         "begins": begins,
+        "local": local,
         "outer": text,
         "n": n,
         "seed": seed,
@@ -118,10 +149,8 @@ def run(task: Any, begins: str, text: str, n: int, seed: int, steps: int) -> dic
         "link_bytes_per_step": link_bytes,
         "cpu_seconds": round(seconds, 2),
     }
-    print(
-        f"{begins:7} n={n:<2} seed {seed}  {line['quality']:.4f}  {wire_bytes:9,.0f} B  {seconds:5.1f} s  {text}",
-        flush=True,
-    )
+    who = f"{begins:7} {local:5} n={n:<2} seed {seed}"
+    print(f"{who}  {line['quality']:.4f}  {wire_bytes:9,.0f} B  {seconds:5.1f} s  {text}", flush=True)
     return line
 
 
@@ -144,16 +173,17 @@ def bytes_of(text: str, params: dict[str, Tensor], n: int) -> tuple[float, float
 
 def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean and spread over seeds, and how far above the synchronous run's, seed by seed."""
-    exact = {(x["begins"], x["n"], x["seed"]): x["quality"] for x in lines if x["outer"] == SYNCHRONOUS}
-    runs: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    exact = {(x["begins"], x["local"], x["n"], x["seed"]): x["quality"] for x in lines if x["outer"] == SYNCHRONOUS}
+    runs: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for line in lines:
-        runs.setdefault((line["begins"], line["n"], line["outer"]), []).append(line)
+        runs.setdefault((line["begins"], line["local"], line["n"], line["outer"]), []).append(line)
     found: list[dict[str, Any]] = []
-    for (begins, n, text), of in runs.items():
-        quality, gaps = [x["quality"] for x in of], [x["quality"] - exact[begins, n, x["seed"]] for x in of]
+    for (begins, local, n, text), of in runs.items():
+        quality, gaps = [x["quality"] for x in of], [x["quality"] - exact[begins, local, n, x["seed"]] for x in of]
         found.append(
             {
                 "begins": begins,
+                "local": local,
                 "n": n,
                 "outer": text,
                 "seeds": len(of),
@@ -179,10 +209,11 @@ def report(out: Path, folder: Path) -> None:
 
 def tables(found: list[dict[str, Any]]) -> str:
     parts: list[str] = []
-    for begins, n in dict.fromkeys((x["begins"], x["n"]) for x in found):
-        rows = [x for x in found if (x["begins"], x["n"]) == (begins, n)]
+    for begins, local, n in dict.fromkeys(_panel(x) for x in found):
+        rows = [x for x in found if _panel(x) == (begins, local, n)]
         whole = next(x["wire_bytes_per_step"] for x in rows if x["outer"] == SYNCHRONOUS)
-        parts.append(f"\n{begins} parameters, {n} workers, {rows[0]['steps']} steps, {rows[0]['tokens']:,} tokens\n")
+        of = f"{n} workers with {local}, {rows[0]['steps']} steps, {rows[0]['tokens']:,} tokens"
+        parts.append(f"\n{begins} parameters, {of}\n")
         parts.append("| | loss | above the synchronous run, same seed | B a step | less by |")
         parts.append("| --- | --- | --- | --- | --- |")
         for x in rows:
@@ -193,28 +224,32 @@ def tables(found: list[dict[str, Any]]) -> str:
 
 
 def draw(found: list[dict[str, Any]], file: Path) -> None:
-    panels = [panel for panel in dict.fromkeys((x["begins"], x["n"]) for x in found) if panel != (TRAINED, 1)]
+    panels = [panel for panel in dict.fromkeys(_panel(x) for x in found) if panel != (TRAINED, ADAMW, 1)]
     order = list(dict.fromkeys(x["outer"] for x in found))
     figure = Figure(figsize=(14, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    for i, (begins, n) in enumerate(panels):
+    for i, (begins, local, n) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
-        for x in (x for x in found if (x["begins"], x["n"]) == (begins, n)):
+        for x in (x for x in found if _panel(x) == (begins, local, n)):
             j = order.index(x["outer"])
             axes.errorbar(
                 x["wire_bytes_per_step"],
                 x["quality"],
                 yerr=x["spread"],
-                fmt="osD^vP*X<>"[j % 10],
-                color=f"C{j % 10}",
+                fmt="osD^vP*X<>h"[j % 11],
+                color=f"C{j}" if j < 10 else "black",
                 label=x["outer"],
             )
-        title = f"{begins} parameters, {n} worker{'s' if n > 1 else ''}"
+        title = f"{begins} parameters, {local},\n{n} worker{'s' if n > 1 else ''}"
         axes.set(xscale="log", xlabel="wire bytes a step and worker", ylabel="validation loss", title=title)
     pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in pairs}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(file, dpi=80)
+
+
+def _panel(found: dict[str, Any]) -> tuple[str, str, int]:
+    return found["begins"], found["local"], found["n"]
 
 
 def main() -> None:
@@ -228,8 +263,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "outer_convergence.jsonl"
             runs: Runs = [
-                (RANDOM, 2, [SYNCHRONOUS, "diloco(allreduce, every=2)", SPARSE], [0]),
-                (TRAINED, 2, [SYNCHRONOUS], [0]),
+                (RANDOM, ADAMW, 2, [SYNCHRONOUS, "diloco(allreduce, every=2)", SPARSE], [0]),
+                (TRAINED, ADAMW, 2, [SYNCHRONOUS], [0]),
+                (RANDOM, MUON, 2, [SYNCHRONOUS, "muloco(every=2)"], [0]),
             ]
             train(out, runs, steps=4)
             train(out, runs, steps=4)  # resumes: nothing is left to do

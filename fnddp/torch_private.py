@@ -300,12 +300,18 @@ class Fakes:
 @contextmanager
 def refusing_compiled() -> Generator[None]:
     """Within it a function of torch.compile raises, as in a trace of fx: its kernels are no operations of aten."""
-    before = _symbolic_trace._is_fx_tracing_flag
-    _symbolic_trace._is_fx_tracing_flag = True
+    of_thread: Any = getattr(_symbolic_trace, "_is_fx_tracing_context", None)  # torch 2.15 has it
+    if of_thread is not None:
+        with of_thread(True):
+            yield
+        return
+    traces: Any = _symbolic_trace
+    before = traces._is_fx_tracing_flag
+    traces._is_fx_tracing_flag = True
     try:
         yield
     finally:
-        _symbolic_trace._is_fx_tracing_flag = before
+        traces._is_fx_tracing_flag = before
 
 
 def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:

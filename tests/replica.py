@@ -52,6 +52,7 @@ class Record:
     is_unchanged: bool  # of all of the state, local too, and gradients: as before the step
     file: str = ""
     is_planned: bool = False
+    rank: int = 0  # within its replica
 
 
 class Network(nn.Sequential):
@@ -64,10 +65,10 @@ class Network(nn.Sequential):
 
 
 def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
-    """A manager as a replica of one rank has it."""
+    """A manager as a replica of one rank has it, or as one of several ranks does that have a store together."""
     from torchft import Manager, ProcessGroupGloo
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = options.pop("store", None) or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     training.store = store
     seconds = options.pop("seconds", 20)
     return Manager(
@@ -90,6 +91,21 @@ def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
             **options,
         },
     )
+
+
+def meet(name: str, folder: Path, ranks: int, incarnation: int = 0) -> tuple[str, int, dict[str, Any]]:
+    """The replica of the process `name`, its rank in it, and what its manager is given: the first one has the store."""
+    replica, rank = divmod(int(name.removeprefix("r")), ranks)
+    told = folder / f"store-{replica}-{incarnation}"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        told.with_suffix(".new").write_text(str(store.port))
+        told.with_suffix(".new").rename(told)
+    else:
+        while not told.exists():
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False)
+    return f"replica{replica}", rank, {"store": store, "rank": rank, "world_size": ranks}
 
 
 class Training:
@@ -122,6 +138,10 @@ class Replica:
         self.name, self.folder, self.options = name, folder, options
         self.seed = int(name.removeprefix("r")) + 1000 * int(options.get("incarnation", 0))
         self.training = Training(self.seed)
+        self.rank = 0
+        if options.get("ranks", 1) > 1:
+            name, self.rank, together = meet(name, folder, options["ranks"], options.get("incarnation", 0))
+            options = {**options, "manager": {**options.get("manager", {}), **together}}
         self.manager = new_manager(name, address, self.training, **options.get("manager", {}))
         make = options.get("wrap", wrap)
         self.model = make(self.manager, self.training.net, options)
@@ -161,7 +181,11 @@ class Replica:
     def step(self, optimizer: Any) -> Record:
         try:
             optimizer.zero_grad()
-            step, before, local = self.manager.current_step(), self.digest(), self.local_state()
+            if self.options.get("accumulates"):
+                inputs, targets = self.batch(-self.manager.current_step())
+                with self.model.no_sync():
+                    nn.functional.mse_loss(self.model(inputs), targets).backward()
+            step, before, local = self.manager.current_step(), self.digest(), self.of_its_own()
             error = ""
             try:
                 inputs, targets = self.batch(step)
@@ -171,7 +195,8 @@ class Replica:
             except ZeroDivisionError as raised:  # that of a trap
                 error = repr(raised)
                 if self.options.get("leaves_out"):
-                    return Record(self.name, step, False, self.manager.num_participants(), error, before, True)
+                    participants = self.manager.num_participants()
+                    return Record(self.name, step, False, participants, error, before, True, rank=self.rank)
             means = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
             optimizer.step()
             committed = self.manager.current_step() > step
@@ -180,7 +205,7 @@ class Replica:
             traceback.print_exc()
             raise
         lost = self.manager.errored()
-        is_unchanged = (before, local) == (self.digest(), self.local_state()) and (not means or bool(error))
+        is_unchanged = (before, local) == (self.digest(), self.of_its_own())
         return Record(
             self.name,
             step,
@@ -191,6 +216,7 @@ class Replica:
             is_unchanged,
             self.keep(step, means) if committed and self.options.get("keeps") else "",
             getattr(self.model, "plan", None) is not None,
+            self.rank,
         )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -206,8 +232,10 @@ class Replica:
         saved = fnddp.state_dict(getattr(self.model, "sync_state", ()))
         return {key: value for key, value in saved.items() if key.startswith("replicated/")}
 
-    def local_state(self) -> str:
-        return digest_of(getattr(self.model, "sync_state", ()))
+    def of_its_own(self) -> str:
+        """Of what may differ: all of the state, and gradients."""
+        grads = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
+        return digest_of(getattr(self.model, "sync_state", ()), grads)
 
     def keep(self, step: int, means: dict[str, Tensor]) -> str:
         """A file with what law 8 speaks of."""

@@ -20,13 +20,13 @@ SECONDS = 90  # of a job
 
 
 class Job:
-    """Replicas of one training, and their lighthouse."""
+    """Replicas of one training, of so many ranks each, and their lighthouse."""
 
-    def __init__(self, replicas: int, **options: Any) -> None:
+    def __init__(self, replicas: int, ranks: int = 1, **options: Any) -> None:
         from torchft.coordination import LighthouseServer
 
         self.context = forks()
-        self.replicas, self.options = replicas, options
+        self.replicas, self.ranks, self.options = replicas, ranks, options
         self.folder = tempfile.TemporaryDirectory(prefix="fnddp-replicas-")
         self.path = Path(self.folder.name)
         # What is dead is known to be after a second; what lives is waited for.
@@ -55,7 +55,7 @@ class Job:
     def start(self, name: str, **options: Any) -> None:
         """Starts a replica, again if it was killed."""
         count = self.incarnations[name] = self.incarnations.get(name, -1) + 1
-        given = {"replicas": self.replicas, "incarnation": count, **self.options, **options}
+        given = {"replicas": self.replicas, "ranks": self.ranks, "incarnation": count, **self.options, **options}
         process = self.context.Process(target=serve, args=(name, self.address, self.path, given), daemon=True)
         process.start()
         self.processes[name] = process
@@ -76,7 +76,7 @@ class Job:
 
     def begin(self, traps: Mapping[str, Trap], **options: Any) -> None:
         """Starts all replicas, and has them begin together."""
-        names = [f"r{i}" for i in range(self.replicas)]
+        names = [f"r{i}" for i in range(self.replicas * self.ranks)]
         for name in names:
             self.start(name, waits=True, trap=traps.get(name), **options)
         self.wait_for(lambda: all((self.path / f"{name}.ready").exists() for name in names), "to be ready")
@@ -85,19 +85,31 @@ class Job:
     def _ended(self, after: int, watch: Callable[["Job"], None] | None) -> bool:
         if watch is not None:
             watch(self)
+        self._end_whole_replicas()
         if any(r.committed and r.step >= after and r.participants < self.replicas for r in self.records()):
             for name in self.killed():  # once the others have gone on without them
                 self.start(name, after=after)
         self.require_none_failed()
         return all(process.exitcode == 0 for process in self.processes.values())
 
+    def _end_whole_replicas(self) -> None:
+        """Where one rank of a replica is dead, kills the others, as torch's elastic agent does."""
+        for name in self.killed():
+            self.processes[name].kill()
+            self.processes[name].join()
+
     def killed(self) -> list[str]:
-        """Who is dead."""
-        return [name for name, process in self.processes.items() if process.exitcode == -signal.SIGKILL]
+        """The ranks of replicas of which one is dead: without it, the others may fail before they are killed."""
+        dead = {self._replica(n) for n, process in self.processes.items() if process.exitcode == -signal.SIGKILL}
+        return [name for name in self.processes if self._replica(name) in dead]
+
+    def _replica(self, name: str) -> int:
+        return int(name.removeprefix("r")) // self.ranks
 
     def require_none_failed(self) -> None:
+        killed = self.killed()
         for name, process in self.processes.items():
-            assert process.exitcode in (None, 0, -signal.SIGKILL), f"{name} has failed\n{self.said()}"
+            assert process.exitcode in (None, 0) or name in killed, f"{name} has failed\n{self.said()}"
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + SECONDS
@@ -125,12 +137,28 @@ class Job:
 
 
 def require_equal(records: list[Record]) -> None:
-    """Whoever has committed a step is equal, to the bit, to all who have; a step that is discarded has left nothing."""
-    after: dict[int, set[str]] = {}
+    """Whoever has committed a step is equal, to the bit, to all who have; a step that is discarded has left nothing.
+
+    Of replicas of several ranks, those of the same rank are.
+    """
+    after: dict[tuple[int, int], set[str]] = {}
     for record in records:
         if record.committed:
-            after.setdefault(record.step, set()).add(record.digest)
-    differ = [step for step, digests in after.items() if len(digests) > 1]
+            after.setdefault((record.step, record.rank), set()).add(record.digest)
+    differ = [step for (step, _), digests in after.items() if len(digests) > 1]
     assert not differ, f"replicas differ after steps {differ}: {[r for r in records if r.step in differ]}"
     for record in records:
         assert record.committed or record.is_unchanged, f"a discarded step has left something: {record}"
+
+
+def on_processes(n: int, run: Callable[..., None], ranks: int = 1, **options: Any) -> None:
+    """`run(name, address, folder, options)` on n replicas, of which none may fail but those that are killed."""
+    with Job(n, ranks=ranks, run=run, **options) as job:
+        for i in range(n * ranks):
+            job.start(f"r{i}")
+
+        def ended() -> bool:
+            job.require_none_failed()
+            return all(process.exitcode is not None for process in job.processes.values())
+
+        job.wait_for(ended, "to end")

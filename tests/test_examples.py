@@ -23,7 +23,7 @@ SAYS = {
     "uneven.py": "all ranks have the same parameters to the bit: yes",
 }
 # One process, whatever the ranks: what it is asked, what it says.
-SIMULATED = {"convergence.py": ("--quick", "4 runs"), "outer_convergence.py": ("--quick", "4 runs on")}
+SIMULATED = {"convergence.py": ("--quick", "4 runs"), "outer_convergence.py": ("--quick", "6 runs on")}
 ELSEWHERE = {"kill_and_rejoin.py"}  # test_torchft.py, where its peer is installed
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 200

@@ -17,6 +17,7 @@ from fnddp.simulate import simulate
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import KINDS
 from fnddp.wire.simulated import Ranks
+from tests.pipelines import EXAMPLES
 
 STEPS = 2
 
@@ -142,6 +143,16 @@ def test_what_all_ranks_have_is_not_mapped():
         assert shapes == {"residual.w": (6, 12, 20), "residual.b": (6, 12), "inner.q.w": (20, 2)}
     assert tree.structure(state) == tree.structure(after)
     assert bits(simulation.of_ranks([simulation.of_rank(after, rank) for rank in range(6)])) == bits(after)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"none", "unreduced", "measure"}))
+def test_no_mean_has_rows(name):
+    """Whatever a mean is decoded to is made from what all ranks have, and not from the ranks' own leaves."""
+    simulation = simulate(fnddp.parse(EXAMPLES[name]), 3)
+    grads = {"a.weight": torch.randn(3, 6, 5), "b": torch.randn(3, 7)}
+    done = simulation.exchange(grads, simulation.init(grads))
+    for path, mean in done.mean.items():
+        assert mean.shape == grads[path].shape[1:]
 
 
 def test_what_differs_between_ranks_keeps_its_rows():

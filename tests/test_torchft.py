@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import fnddp
 from fnddp import RankMismatchError, fp16
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.reducers.all_reduce import allreduce
-from tests.replica import HEARTBEAT, POINTS, Network, Record, Training, Trap, digest_of, new_manager
-from tests.replicas import Job
+from tests.replica import HEARTBEAT, POINTS, Network, Record, Training, Trap, digest_of, new_manager, wrap
+from tests.replicas import Job, on_processes
 
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 AT = 3  # the step in which something befalls a replica
@@ -104,6 +104,13 @@ def test_an_error_of_one_replica_ends_the_step_for_both(point, leaves_out):
     assert "this replica's backward did not finish" in told or "left it out" in told, told
 
 
+@pytest.mark.parametrize("act", ["kill", "raise"])
+def test_gradients_that_were_accumulated_are_there_again(act):
+    with Job(2, sync=LOSSY, accumulates=True) as job:
+        records = job.run({"r1": Trap("collective 1", AT, act)})
+    assert {r.replica for r in discarded(records)} == ({"r0"} if act == "kill" else {"r0", "r1"})
+
+
 def test_the_weight_of_a_step_is_lost():
     with Job(2, sync=LOSSY, weighs=True) as job:
         records = job.run({"r1": Trap("vote", AT)})  # the first one tells weights
@@ -122,6 +129,40 @@ def test_a_replica_is_slower_than_the_timeout():
     assert job.incarnations == {"r0": 0, "r1": 0}
 
 
+def fails_to_heal(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
+    """The second replica does not get the state that it needs in its first step."""
+    receive = manager._checkpoint_transport.recv_checkpoint
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        manager._checkpoint_transport.recv_checkpoint = receive
+        raise TimeoutError("the checkpoint took too long")
+
+    manager._checkpoint_transport.recv_checkpoint = fails_once
+    return wrap(manager, net, options)
+
+
+def test_what_has_not_healed_is_in_no_mean():
+    with Job(2, wrap=fails_to_heal, sync="allreduce") as job:
+        records = job.run({})
+    assert {r.replica for r in discarded(records, step=0)} == {"r0", "r1"}
+
+
+def test_an_error_that_is_reported_to_the_manager_ends_the_step_for_both():
+    with Job(2, wrap=reports, sync=LOSSY) as job:
+        records = job.run({})
+    assert {r.replica for r in discarded(records, step=1)} == {"r0", "r1"}
+
+
+def reports(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
+    def report(*_: Any) -> None:
+        if manager._replica_id == "r1" and manager.current_step() == 1:
+            manager.report_error(ValueError("this replica's batch is broken"))
+            hook.remove()
+
+    hook = net.register_forward_hook(report)
+    return wrap(manager, net, options)
+
+
 def test_two_wrapped_modules_and_the_simple_class():
     with Job(2, wrap=two_halves, sync=LOSSY) as job:
         records = job.run({"r1": Trap("backward", AT)})
@@ -135,19 +176,6 @@ def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.
         DistributedDataParallel(manager, second),
     )
     return torch.nn.Sequential(*wrapped)
-
-
-def on_processes(n: int, run: Callable[..., None], **options: Any) -> None:
-    """`run(name, address, folder, options)` on n processes, of which none may fail but those that are killed."""
-    with Job(n, run=run, **options) as job:
-        for i in range(n):
-            job.start(f"r{i}")
-
-        def ended() -> bool:
-            job.require_none_failed()
-            return all(process.exitcode is not None for process in job.processes.values())
-
-        job.wait_for(ended, "to end")
 
 
 def train_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ class Outer(Expression, abc.ABC):
 
     @property
     def lead(self) -> int:
-        """Local steps before the first period."""
+        """Local steps before the first period: of one with several trees, those until all of them have begun."""
         return 0
 
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:

@@ -70,7 +70,7 @@ class OuterPlan:
         return f"<OuterPlan of {self.outer!r}: {len(self.exchanges)} exchanges in {self.period} steps>"
 
     def __str__(self) -> str:
-        lead = f", after {self.lead} steps without" if self.lead else ""
+        lead = f", from step {self.lead + 1} on" if self.lead else ""
         lines = [repr(self.outer), f"a period of {count(self.period, 'local step')}{lead}", ""]
         events = [(each.starts, 0, _starts(each)) for each in self.exchanges]
         events += [(each.ends, 1, _ends(each, self.period)) for each in self.exchanges if each.ends > each.starts]

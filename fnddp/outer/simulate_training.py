@@ -109,7 +109,7 @@ def simulate_training(
             mean, sync_state = gradients(grads, sync_state)
             grads = {path: mean[path].expand_as(leaf) for path, leaf in leaves.items()}
         local.step(grads)
-        stepping = leaves_of(outer, leaves, local.state)
+        stepping = leaves_of(outer, leaves, local.state if isinstance(outer, des_loc) else None)
         stepped, state = simulation(stepping, state)
         for path, leaf in stepping.items():
             if stepped[path] is not leaf:

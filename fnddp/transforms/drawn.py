@@ -53,7 +53,8 @@ def exchange_drawn(
         for path, indices in drawn.items():
             leaf = leaves[path]
             values = of[path] * (leaf.numel() / indices.numel()) if is_scaled else of[path]
-            flat = leaf.new_zeros(leaf.numel()).index_copy(0, indices, values)
+            # Zeros of the values, which have no row for each rank where a mean is simulated.
+            flat = values.new_zeros(leaf.numel()).index_copy(0, indices, values)
             whole[path] = in_format_of(leaf, flat.view(leaf.shape))
         return whole
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fnddp import torch_private
 from fnddp.adapters.module.autograd import Ending, Quick, Requests, WeakHook
+from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
 from fnddp.adapters.module.torch.log import Log
@@ -92,6 +93,7 @@ class Steps:
         self._always_sparse = dict.fromkeys(sparse, 1)
         self._kept: set[str] = set()  # with a gradient that the step adds to
         self._late: set[str] = set()  # whose gradient waits for the end of the step
+        self._found: Gradients | None = None  # by the last backward, where its step may turn out to be none
         self._sparse: dict[str, int] = {}
         self._requests = Requests(self.parameters)
         self._asked: set[str] = set()  # whose gradients torch.autograd.grad will return
@@ -199,6 +201,7 @@ class Steps:
         # What is there already is added to, and is the user's: it is not written over.
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
         self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
+        self._found = Gradients(self.parameters, self.unsynchronized) if isinstance(self._wire, Elastic) else None
         self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
         self._begin()
@@ -220,6 +223,13 @@ class Steps:
         """Ends an open step because of `error`."""
         self.engine.fail(error)
         self._close()
+
+    def settle_on(self, is_committed: bool) -> None:
+        """On an elastic wire: says whether the last step is one. If not, gradients are what its backward found."""
+        if self._found is not None and not is_committed:
+            self._found.put_back()
+            self.unsynchronized = self._found.unsynchronized
+        self._found = None
 
     def shadow(self) -> None:
         """Takes part in a step in which this rank has no gradients, and keeps nothing of it but the state."""
@@ -354,6 +364,7 @@ class Steps:
             self.fail(error)
             if isinstance(self._wire, Elastic) and isinstance(error, CollectiveError | StepFailedError):
                 self._wire.report(error)  # whoever is left goes on, with what was there before this backward
+                self.settle_on(is_committed=False)
                 return
             raise
         placeholders = self._placeholders

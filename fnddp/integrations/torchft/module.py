@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fnddp import state as states
 from fnddp.adapters.module import wrapper
@@ -53,7 +54,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     Raises:
         ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it names a process group, its
             state is one for a fixed number of ranks, or it needs a collective that the manager's process group lacks.
-        TypeError: `kwargs` has an argument that a manager decides.
+        TypeError: `kwargs` has an argument that a manager decides; a parameter is a DTensor.
         RankMismatchError: In `start_quorum`, on the replica that joins: it has another pipeline or other parameters.
         QuorumError: In `start_quorum`: there is no quorum.
 
@@ -87,6 +88,12 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         decided = kwargs.keys() & {"process_group", "device_mesh", "init_sync", "forward_sync_buffers", "wire"}
         if decided:
             raise TypeError(f"torchft's manager decides {', '.join(sorted(decided))}; leave it out")
+        sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+        if sharded:
+            raise TypeError(
+                f"parameter {sharded[0]!r} is a DTensor, whose gradient FSDP reduces; give the local shards of all "
+                "gradients to fnddp.jit(sync, wire=ManagerWire(manager))"
+            )
         kwargs.pop("broadcast_buffers", None)
         super().__init__(
             module, init_sync=False, forward_sync_buffers=False, sync=sync, wire=ManagerWire(manager), **kwargs
@@ -154,8 +161,10 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         try:
             is_committed = ask(*args, **kwargs)
         finally:
-            if self._is_under_way and not is_committed:
-                self.sync_state = self._kept
+            if self._is_under_way:
+                self._steps.settle_on(is_committed)
+                if not is_committed:
+                    self.sync_state = self._kept
             self._is_under_way, self._kept = False, None
         return is_committed
 

@@ -65,6 +65,7 @@ class ManagerWire(Elastic):
     def __init__(self, manager: "Manager") -> None:
         self._manager: Any = manager
         self._lost: dict[int, Exception] = {}  # by epoch
+        self._reported: Exception | None = None
         if self._manager._use_async_quorum:
             raise ValueError(
                 "ManagerWire: the manager's quorum is asynchronous, so a replica that heals would take part in a step "
@@ -113,6 +114,7 @@ class ManagerWire(Elastic):
         """See `Elastic.report`."""
         if self._manager.errored() is None:
             self._manager.report_error(error)
+            self._reported = error
 
     def hang_up(self) -> None:
         """Ends what others of this epoch still wait for: in a ring not all of them have the lost one beside them."""
@@ -139,6 +141,7 @@ class ManagerWire(Elastic):
             )
 
     def _started(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
+        self._heed_manager()
         if self.lost is not None:
             return None
         try:
@@ -146,6 +149,13 @@ class ManagerWire(Elastic):
         except Exception as error:  # an AssertionError where the group could not be set up: a rank died meanwhile
             self.lose(error)
             return None
+
+    def _heed_manager(self) -> None:
+        """What a replica has that could not heal, or that reports an error, is in nobody's mean."""
+        known = self._manager.errored()
+        if known is not None and known.original_exception is not self._reported and self.lost is None:
+            self.lose(known.original_exception)
+            self.hang_up()
 
 
 class _Collective:
