@@ -8,18 +8,18 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from fnddp.cli import bench_report
+from fnddp.cli import bench_report, launcher
 from fnddp.cli.bars import progress
 from fnddp.cli.bench_arms import PEERS, Setup, why_not
-from fnddp.cli.bench_rank import WARM_UP, Event, Round, Times, measure
+from fnddp.cli.bench_rank import WARM_UP, Event, Measured, Round, measure
 from fnddp.cli.bench_report import Run
-from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline, check_processes
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
-from fnddp.cli.launch import RankError, run_ranks
+from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
+from fnddp.cli.launch import RankError
+from fnddp.cli.launcher import LauncherError, Place, check_device, check_no_link, check_ranks, on_ranks, stopped
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.network import NetworkError, shaped_hosts
 from fnddp.options import did_you_mean
@@ -28,7 +28,7 @@ from fnddp.options import did_you_mean
 def run(
     pipelines: Sequence[str],
     *,
-    ranks: int,
+    ranks: int | None,
     link: str | None,
     against: str,
     model: str,
@@ -46,7 +46,7 @@ def run(
 
     Args:
         pipelines: As `fnddp.parse` reads them.
-        ranks: Number of processes to start.
+        ranks: Number of processes to start; None for 2, or for those that a launcher has started.
         link: Each rank's link, as `Link.parse` reads it; None for loopback.
         against: Peers, with commas between them.
         model: As `fnddp.cli.models.load` takes it.
@@ -63,21 +63,30 @@ def run(
     Returns:
         The exit code of the command.
     """
+    at: Place | None = None
     try:
+        at = launcher.place()
+        count = check_ranks(ranks, at)
         if link is not None:
             check_link(link)
-        check_processes(ranks)
+            check_no_link(at)
         check_imports(imports)
         parameters = check_model(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
         check_machine(device, link)
+        if device == "cuda" and at is not None:
+            check_device(device, count, at)
         check_backend(backend, device, compiled)
-        peers = check_peers(against, device, ranks)
-        check_folder(out)
+        peers, left_out = check_peers(against, device, count)
+        if launcher.reports(at):
+            check_folder(out)
+            print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
         setup = Setup(model, syncs, peers, engine, compiled, device, pairs, seed, is_profiled, backend)
-        times = _measure(setup, ranks, link, imports)
+        measured = _measure(setup, count, at, link, imports)
+        if not launcher.reports(at):
+            return 0
         size = sum(p.numel() for p in parameters.values())
-        done = Run(setup, ranks, link, size, shlex.join(["fnddp", *sys.argv[1:]]), times)
+        done = Run(setup, count, link, size, shlex.join(["fnddp", *sys.argv[1:]]), measured, at and at.launcher)
         print(", ".join(f"{key}: {value}" for key, value in done.conditions.items()), end="\n\n")
         bench_report.table(done).show()
         if is_profiled:
@@ -85,12 +94,12 @@ def run(
         bench_report.write(out, done)
         print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}")
         return 0
-    except (WrongArgument, ModelError) as error:
-        return stop("bench", WRONG_ARGUMENTS, error)
+    except (WrongArgument, ModelError, LauncherError) as error:
+        return stopped(at, "bench", WRONG_ARGUMENTS, error)
     except (RankError, NetworkError, OSError) as error:
-        return stop("bench", FAILED, error)
+        return stopped(at, "bench", FAILED, error)
     except KeyboardInterrupt:
-        return stop("bench", INTERRUPTED, "interrupted; all ranks are ended")
+        return stopped(at, "bench", INTERRUPTED, "interrupted; all ranks are ended")
 
 
 def check_model(model: str) -> dict[str, Tensor]:
@@ -106,8 +115,6 @@ def check_model(model: str) -> dict[str, Tensor]:
 
 def check_machine(device: str, link: str | None) -> None:
     """Raises a WrongArgument if the ranks cannot be started as asked for."""
-    if dist.is_torchelastic_launched():
-        raise WrongArgument("it starts its own ranks; run it without a launcher")
     if device == "cuda" and not torch.cuda.is_available():
         raise WrongArgument("--device cuda, but there is no CUDA device here")
     if device == "cuda" and link is not None:
@@ -122,8 +129,8 @@ def check_backend(backend: str | None, device: str, compiled: bool) -> None:
         raise WrongArgument("--backend cudagraphs needs --device cuda")
 
 
-def check_peers(against: str, device: str, ranks: int) -> list[str]:
-    """The peers in `against` that can run on `device` and so many ranks; says which cannot, and why.
+def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """The peers in `against` that can run on `device` and so many ranks; and which cannot, and why.
 
     Raises:
         WrongArgument: One is unknown, or none is left.
@@ -132,36 +139,34 @@ def check_peers(against: str, device: str, ranks: int) -> list[str]:
     if unknown := [name for name in names if name not in PEERS]:
         hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"
         raise WrongArgument(f"--against: unknown peer {unknown[0]!r}{hint}")
-    reasons = {name: why_not(name, device, ranks) for name in names}
-    for name, reason in reasons.items():
-        if reason is not None:
-            print(f"{name} is left out: {reason}")
-    peers = [name for name, reason in reasons.items() if reason is None]
+    left_out = {name: reason for name in names if (reason := why_not(name, device, ranks)) is not None}
+    peers = [name for name in names if name not in left_out]
     if not peers:
-        raise WrongArgument(f"--against {against}: no peer is left to compare with; add ddp")
-    return peers
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
+        raise WrongArgument(f"--against {against}: no peer is left to compare with; add ddp{reasons}")
+    return peers, left_out
 
 
-def _measure(setup: Setup, ranks: int, link: str | None, imports: Sequence[str]) -> list[Times]:
+def _measure(setup: Setup, ranks: int, at: Place | None, link: str | None, imports: Sequence[str]) -> Measured:
     with ExitStack() as stack:
         hosts = stack.enter_context(shaped_hosts(ranks, link)) if link else []
         backend = "nccl" if setup.device == "cuda" else "gloo"
         if setup.is_profiled:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says that a profile starts, and ends
-        events = stack.enter_context(
-            closing(run_ranks(ranks, measure, setup, hosts=hosts, backend=backend, imports=imports))
-        )
-        return _show_progress(events, WARM_UP + setup.pairs)
+        ran = on_ranks(at, ranks, measure, setup, at, hosts=hosts, backend=backend, imports=imports)
+        events = stack.enter_context(closing(ran))
+        return _show_progress(events, WARM_UP + setup.pairs, quiet=not launcher.reports(at))
 
 
-def _show_progress(events: Iterable[Event], rounds: int) -> list[Times]:
+def _show_progress(events: Iterable[Event], rounds: int, quiet: bool) -> Measured:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn())
-    times: list[Times] = []
-    with progress(*columns) as bars:
+    measured: Measured | None = None
+    with progress(*columns, quiet=quiet) as bars:
         task = bars.add_task("", total=rounds)
         for event in events:
             if isinstance(event, Round):
                 bars.update(task, completed=event.done)
             else:
-                times = event
-    return times
+                measured = event
+    assert measured is not None
+    return measured

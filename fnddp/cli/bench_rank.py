@@ -2,8 +2,9 @@
 
 import os
 import random
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 from fnddp.cli.bench_arms import Arm, Setup, make_arms
 from fnddp.cli.bench_profile import profiled
-from fnddp.cli.network import sent_bytes
+from fnddp.cli.launcher import Place, share_cores
+from fnddp.cli.network import loopback_device, sent_bytes
+from fnddp.wire import control
 
 # DDP rebuilds its buckets after the first step, and torch's PowerSGD starts in the third.
 WARM_UP = 4
@@ -46,17 +49,41 @@ class Times:
         return [max(ranks) for ranks in zip(*self.seconds, strict=True)]
 
 
-Event = Round | list[Times]
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, and where.
+
+    Attributes:
+        times: Of each arm.
+        hosts: Of each rank.
+        threads: Of each rank on the CPU.
+    """
+
+    times: list[Times]
+    hosts: list[str]
+    threads: int
 
 
-def measure(setup: Setup) -> Iterator[Event]:
+Event = Round | Measured
+
+
+def measure(setup: Setup, at: Place | None) -> Iterator[Event]:
     """Times every arm of `setup` once in each round, all ranks together.
 
     The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours. Yields
     a `Round` after each, and what each arm took at the end.
+
+    Args:
+        setup: What to time.
+        at: This rank's place, if a launcher has started it.
     """
-    torch.set_num_threads(1)  # ranks share a machine
-    device = set_up_device(setup.device)
+    device = set_up_device(setup.device, at)
+    hosts: list[str] = control.all_gather_object(socket.gethostname(), None)
+    if at is None:
+        torch.set_num_threads(1)  # ranks share a machine
+    else:
+        share_cores(hosts)
+    interfaces = counted(hosts, at)
     arms = make_arms(setup, dist.get_rank(), device)
     seconds: list[list[float]] = [[] for _ in arms]
     link_bytes: list[list[int]] = [[] for _ in arms]
@@ -65,31 +92,42 @@ def measure(setup: Setup) -> Iterator[Event]:
     for number in range(-WARM_UP, setup.pairs):
         shuffle(order)
         for index in order:
-            taken, sent = timed(arms[index], device)
+            taken, sent = timed(arms[index], device, interfaces)
             if number >= 0:
                 seconds[index].append(taken)
                 link_bytes[index].append(sent)
         yield Round(number + WARM_UP + 1)
     wire_bytes = [arm.wire_bytes() for arm in arms]
     profiles = [profiled(arm) if setup.is_profiled else None for arm in arms]
-    gathered: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, seconds)
-    yield [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i], profiles[i]) for i in range(len(arms))]
+    gathered: list[list[list[float]]] = control.all_gather_object(seconds, None)
+    times = [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i], profiles[i]) for i in range(len(arms))]
+    yield Measured(times, hosts, torch.get_num_threads())
 
 
-def timed(arm: Arm, device: torch.device) -> tuple[float, int]:
+def counted(hosts: Sequence[str], at: Place | None) -> list[str]:
+    """The network devices of this host whose bytes count: what leads to other ranks."""
+    if at is None:
+        return [os.environ["GLOO_SOCKET_IFNAME"]]
+    loopback = loopback_device()
+    if len(set(hosts)) == 1:
+        return [loopback]
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return os.environ["GLOO_SOCKET_IFNAME"].split(",")
+    return [name for _, name in socket.if_nameindex() if name != loopback]
+
+
+def timed(arm: Arm, device: torch.device, interfaces: Sequence[str]) -> tuple[float, int]:
     """Seconds of one step of `arm`, which all ranks begin together, and the bytes that left this host meanwhile."""
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
     arm.clear()
     synchronize(device)
-    before = sent_bytes(interface)
+    before = sum(map(sent_bytes, interfaces))
     barrier(device)
     start = time.perf_counter()
     arm.step()
     synchronize(device)
     taken = time.perf_counter() - start
     barrier(device)  # on loopback the others' bytes count too: let them end
-    return taken, sent_bytes(interface) - before
+    return taken, sum(map(sent_bytes, interfaces)) - before
 
 
 def barrier(device: torch.device) -> None:
@@ -97,10 +135,12 @@ def barrier(device: torch.device) -> None:
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def set_up_device(kind: str) -> torch.device:
+def set_up_device(kind: str, at: Place | None) -> torch.device:
     """This rank's device. More ranks than GPUs share them: NCCL must then take ranks for different hosts."""
     if kind == "cpu":
         return torch.device("cpu")
+    if at is not None:  # it was chosen when the ranks met
+        return torch.device("cuda", torch.cuda.current_device())
     rank, gpus = dist.get_rank(), torch.cuda.device_count()
     if dist.get_world_size() > gpus:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"

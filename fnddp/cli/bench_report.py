@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from fnddp.cli.bench_arms import Setup
 from fnddp.cli.bench_profile import OPERATIONS, PARTS
-from fnddp.cli.bench_rank import WARM_UP, Times
+from fnddp.cli.bench_rank import WARM_UP, Measured, Times
 from fnddp.cli.report import COLOURS
 from fnddp.cli.table import Column, Table
 
@@ -44,7 +44,8 @@ class Run:
         link: Rate of each rank's link; None for loopback.
         parameters: Elements that are trained.
         command: What was typed.
-        times: Of each arm.
+        measured: What it took, and where.
+        launcher: Who has started the ranks; None if they were started here.
     """
 
     setup: Setup
@@ -52,7 +53,18 @@ class Run:
     link: str | None
     parameters: int
     command: str
-    times: list[Times]
+    measured: Measured
+    launcher: str | None = None
+
+    @property
+    def times(self) -> list[Times]:
+        """Of each arm."""
+        return self.measured.times
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return len(set(self.measured.hosts))
 
     def ratio(self, arm: int, peer: int) -> Ratio:
         """What `arm` takes of the time of `peer`."""
@@ -60,8 +72,9 @@ class Run:
         return Ratio(*map(float, np.percentile([ours / theirs for ours, theirs in pairs], (25, 50, 75))))
 
     def link_bytes(self, arm: int) -> float:
-        """Bytes that a rank sends through its network interface in a step; the median. On loopback, its share."""
-        return median(self.times[arm].link_bytes) / (1 if self.link else self.ranks)
+        """Bytes that a rank sends through its network interface in a step, the median; its share of one for all ranks."""
+        sharing = 1 if self.link else self.measured.hosts.count(self.measured.hosts[0])
+        return median(self.times[arm].link_bytes) / sharing
 
     @property
     def peers(self) -> list[int]:
@@ -76,6 +89,9 @@ class Run:
             "model": self.setup.model,
             "parameters": self.parameters,
             "ranks": self.ranks,
+            "hosts": self.hosts,
+            "started_by": self.launcher or "fnddp",
+            "threads": self.measured.threads,
             "link": self.link,
             "engine": "compiled" if self.setup.compiled else self.setup.engine,
             "run_by": self.setup.backend or "python",
@@ -91,11 +107,12 @@ class Run:
 
 def table(run: Run) -> Table:
     """The comparison, a row for each arm."""
-    interface = (
-        "through each rank's link"
-        if run.link
-        else "through loopback, by all that runs on this machine, over the number of ranks"
-    )
+    if run.link:
+        interface = "through each rank's link"
+    elif run.hosts > 1:
+        interface = "by all that runs on the first host, over its ranks; not what InfiniBand carries by itself"
+    else:
+        interface = "through loopback, by all that runs on this machine, over the number of ranks"
     rows: list[tuple[str, ...]] = []
     for arm, (name, times) in enumerate(zip(run.setup.names, run.times, strict=True)):
         against = ["1" if peer == arm else str(run.ratio(arm, peer)) for peer in run.peers]
@@ -181,7 +198,7 @@ def picture(run: Run) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(count), run.setup.names, family="monospace", size=9)
     panels[0].invert_yaxis()
-    link = f"{run.link} links" if run.link else "loopback"
+    link = f"{run.link} links" if run.link else f"{run.hosts} hosts" if run.hosts > 1 else "loopback"
     figure.suptitle(
         f"{run.setup.model}, {run.parameters / 1e6:.1f} M parameters, {run.ranks} ranks, {link}: "
         f"median and quartiles of {run.setup.pairs} paired steps",

@@ -10,9 +10,9 @@ from rich.table import Column
 from fnddp.cli import launcher, lessons, report
 from fnddp.cli.bars import progress
 from fnddp.cli.checks import check_folder, check_imports, check_pipeline
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
 from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import LauncherError, Place, check_ranks, on_ranks
+from fnddp.cli.launcher import LauncherError, Place, check_ranks, on_ranks, stopped
 from fnddp.cli.models import ModelError
 from fnddp.cli.report import Setting
 from fnddp.cli.train import Event, Result, train
@@ -45,28 +45,27 @@ def run(
     Returns:
         The exit code of the command.
     """
-    reports = True
+    at: Place | None = None
     try:
         at = launcher.place()
-        reports = at is None or at.rank == 0
         world_size = check_ranks(ranks, at)
         check_imports(imports)
         parameters = lessons.parameters(model)
         syncs = [check_pipeline(text, parameters) for text in pipelines]
-        if reports:
+        if launcher.reports(at):
             check_folder(out)
         setting = Setting(model, world_size, steps, seed, tuple(imports))
         return _train_and_report(syncs, setting, at, out)
     except (WrongArgument, ModelError, LauncherError) as error:
-        return _stop(WRONG_ARGUMENTS, error, reports)
+        return stopped(at, "demo", WRONG_ARGUMENTS, error)
     except (RankError, OSError) as error:
-        return _stop(FAILED, error, reports)
+        return stopped(at, "demo", FAILED, error)
     except KeyboardInterrupt:
-        return _stop(INTERRUPTED, "interrupted; all ranks are ended", reports)
+        return stopped(at, "demo", INTERRUPTED, "interrupted; all ranks are ended")
 
 
 def _train_and_report(syncs: list[Sync], setting: Setting, at: Place | None, out: Path) -> int:
-    quiet = at is not None and at.rank > 0
+    quiet = not launcher.reports(at)
     if not quiet:
         print(f"{setting}\n")
     names = [repr(sync) for sync in syncs]
@@ -99,7 +98,3 @@ def _show_progress(events: Iterable[Event], names: list[str], steps: int, quiet:
                 yield event
             else:
                 bars.update(task, completed=event.steps, loss=f"{event.loss:.3f}")
-
-
-def _stop(code: int, message: object, reports: bool) -> int:
-    return stop("demo", code, message) if reports else code

@@ -10,9 +10,9 @@ import torch
 
 from fnddp.cli import examination, launcher, lessons, terminal
 from fnddp.cli.examination import Findings, Stage, examine
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
 from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import LauncherError, Place, check_ranks, on_ranks
+from fnddp.cli.launcher import HINT, LauncherError, Place, check_device, check_ranks, on_ranks, stopped
 from fnddp.cli.models import ModelError
 from fnddp.cli.table import Column, Table
 from fnddp.cost.link import duration
@@ -33,10 +33,10 @@ def run(*, ranks: int | None, model: str, device: str, as_json: bool) -> int:
     Returns:
         The exit code of the command: 1 if ranks disagree.
     """
-    reports = True
+    at: Place | None = None
     try:
         at = launcher.place()
-        reports = at is None or at.rank == 0
+        reports = launcher.reports(at)
         lessons.parameters(model)
         count = check_ranks(ranks, at)
         on = check_device(device, count, at)
@@ -49,30 +49,15 @@ def run(*, ranks: int | None, model: str, device: str, as_json: bool) -> int:
             _show_steps(findings, model)
         return 0 if findings.is_sound else FAILED
     except (WrongArgument, ModelError, LauncherError) as error:
-        return stop("doctor", WRONG_ARGUMENTS, error) if reports else WRONG_ARGUMENTS
-    except (RankError, OSError, RuntimeError) as error:
-        return stop("doctor", FAILED, f"{error}\n{_HINT}")
+        return stopped(at, "doctor", WRONG_ARGUMENTS, error)
+    except BrokenPipeError:
+        raise
+    except RankError as error:
+        return stopped(at, "doctor", FAILED, error)
+    except (OSError, RuntimeError) as error:
+        return stopped(at, "doctor", FAILED, f"{error}\n{HINT}")
     except KeyboardInterrupt:
-        return stop("doctor", INTERRUPTED, "interrupted; all ranks are ended")
-
-
-_HINT = (
-    "If ranks did not meet: MASTER_ADDR must be an address of the first one's host that all can reach, and MASTER_PORT "
-    "be free there; with several network cards, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one to use"
-)
-
-
-def check_device(device: str, ranks: int, at: Place | None) -> str:
-    """ "cpu" or "cuda".
-
-    Raises:
-        WrongArgument: There is no GPU for each rank on this host.
-    """
-    gpus = torch.cuda.device_count()
-    needed = ranks if at is None else at.local_rank + 1
-    if device == "cuda" and gpus < needed:
-        raise WrongArgument(f"--device cuda needs a GPU for each rank, and here are {gpus}; use --device cpu")
-    return "cuda" if device == "cuda" or (device == "auto" and gpus >= needed) else "cpu"
+        return stopped(at, "doctor", INTERRUPTED, "interrupted; all ranks are ended")
 
 
 def _examined(ranks: int, at: Place | None, model: str, device: str) -> Findings:

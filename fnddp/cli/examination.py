@@ -1,7 +1,6 @@
 """What one rank does for `fnddp doctor`: compare with the others, measure links, and predict steps."""
 
 import hashlib
-import os
 import platform
 import socket
 import sys
@@ -16,6 +15,7 @@ from torch import Tensor
 
 import fnddp
 from fnddp.agreement import first_difference
+from fnddp.cli.launcher import share_cores
 from fnddp.cli.lessons import lesson
 from fnddp.cost.compute import measure_backward
 from fnddp.cost.link import Link
@@ -84,8 +84,7 @@ def examine(model: str, device: str) -> Iterator[Stage | Findings]:
     here = {**versions(), "processor": platform.machine(), "device": _device_name(device)}
     everyone = control.all_gather_object((socket.gethostname(), here), None)
     hosts, facts = [host for host, _ in everyone], [about for _, about in everyone]
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // hosts.count(socket.gethostname())))
+    share_cores(hosts)
     disagreement = None if all(about == facts[0] for about in facts) else first_difference(facts)
     unequal = [text for text in PROBES if not _is_equal(text, device)]
     links: dict[str, Link] = {}

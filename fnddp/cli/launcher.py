@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fnddp.cli.checks import check_processes
-from fnddp.cli.failures import WrongArgument
-from fnddp.cli.launch import run_ranks
+from fnddp.cli.failures import FAILED, WrongArgument, stop
+from fnddp.cli.launch import RankError, run_ranks
 from fnddp.cli.network import Host
 from fnddp.cli.rank import TIMEOUT, Work
 from fnddp.wire.groups import is_slurm_shell
@@ -26,6 +26,11 @@ _LAUNCHERS = (
 )
 PORT = "29500"  # torch's own
 DEFAULT_RANKS = 2
+HINT = (
+    "If ranks cannot meet: MASTER_ADDR must be an address of the first one's host that all can reach, and MASTER_PORT "
+    "be free there; with several network cards, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one to use; "
+    "with GPUs on some hosts only, all must be told --device cpu"
+)
 
 
 class LauncherError(ValueError):
@@ -47,6 +52,34 @@ class Place:
     rank: int
     world_size: int
     local_rank: int
+
+
+def reports(at: Place | None) -> bool:
+    """Whether this process prints what the ranks have found: the first one does, or who has started them."""
+    return at is None or at.rank == 0
+
+
+def stopped(at: Place | None, command: str, code: int, message: object) -> int:
+    """`stop` on a rank: on all of them for what failed there, else once on each host, since files and devices differ.
+
+    Returns:
+        `code`.
+    """
+    if at is not None and at.local_rank > 0 and code != FAILED:
+        return code
+    if at is None or at.rank == 0 or isinstance(message, BrokenPipeError):
+        return stop(command, code, message)
+    return stop(command, code, f"rank {at.rank}: {message}")
+
+
+def share_cores(hosts: Sequence[str]) -> None:
+    """Gives this rank its share of its host's cores, unless `OMP_NUM_THREADS` says how many threads it has.
+
+    Args:
+        hosts: Of each rank.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // hosts.count(hosts[dist.get_rank()])))
 
 
 def place() -> Place | None:
@@ -83,6 +116,25 @@ def check_ranks(ranks: int | None, at: Place | None) -> int:
     return at.world_size
 
 
+def check_device(device: str, ranks: int, at: Place | None) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        WrongArgument: There is no GPU for each rank on this host.
+    """
+    gpus = torch.cuda.device_count()
+    needed = ranks if at is None else at.local_rank + 1
+    if device == "cuda" and gpus < needed:
+        raise WrongArgument(f"--device cuda needs a GPU for each rank, and here are {gpus}; use --device cpu")
+    return "cuda" if device == "cuda" or (device == "auto" and gpus >= needed) else "cpu"
+
+
+def check_no_link(at: Place | None) -> None:
+    """Raises a WrongArgument if a launcher has started the ranks: their links are what they are."""
+    if at is not None:
+        raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
+
+
 def on_ranks(
     at: Place | None,
     ranks: int,
@@ -111,6 +163,7 @@ def joined(at: Place, backend: str, timeout: timedelta = TIMEOUT) -> Generator[N
 
     Raises:
         LauncherError: It is not known where they meet.
+        RankError: They have not met.
     """
     os.environ.setdefault("MASTER_PORT", PORT)
     if "MASTER_ADDR" not in os.environ:
@@ -122,7 +175,11 @@ def joined(at: Place, backend: str, timeout: timedelta = TIMEOUT) -> Generator[N
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     if backend == "nccl":
         torch.cuda.set_device(at.local_rank % torch.cuda.device_count())
-    dist.init_process_group(backend, rank=at.rank, world_size=at.world_size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, rank=at.rank, world_size=at.world_size, timeout=timeout)
+    except RuntimeError as error:
+        first = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RankError(f"{at.world_size} ranks did not meet at {first}: {error}\n{HINT}") from error
     try:
         yield
     finally:

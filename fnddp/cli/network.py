@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,6 +90,11 @@ def check_available() -> None:
         raise NetworkError(f"a shaped link needs {' and '.join(missing)}, of iproute2: apt-get install iproute2")
     if os.geteuid() != 0:
         raise NetworkError("a shaped link needs root, to make network namespaces: run the command with sudo")
+
+
+def loopback_device() -> str:
+    """The name of this machine's loopback network device."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def sent_bytes(interface: str) -> int:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fnddp.cli import modules
-from fnddp.cli.network import Host
+from fnddp.cli.network import Host, loopback_device
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stopped, ends the run
@@ -89,8 +88,3 @@ def _last_words(error: BaseException) -> str:
     what = "".join(traceback.format_exception_only(error)).strip()
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{what}\n  at {where.filename}:{where.lineno}, in {where.name}: {where.line}"
-
-
-def loopback_device() -> str:
-    """The name of this machine's loopback network device."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -17,9 +17,9 @@ import fnddp
 from fnddp.cli import launcher, lessons, terminal
 from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline
 from fnddp.cli.examination import Stage
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
 from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import LauncherError, check_ranks, on_ranks
+from fnddp.cli.launcher import LauncherError, Place, check_ranks, on_ranks, stopped
 from fnddp.cli.models import ModelError
 from fnddp.cli.network import NetworkError, shaped_hosts
 from fnddp.columns import columns
@@ -77,15 +77,13 @@ def run(
     Returns:
         The exit code of the command.
     """
-    reports = True
+    at: Place | None = None
     try:
         at = launcher.place()
-        reports = at is None or at.rank == 0
         count = check_ranks(ranks, at)
         if link is not None:
             check_link(link)
-            if at is not None:
-                raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
+            launcher.check_no_link(at)
         check_imports(imports)
         sync = check_pipeline(pipeline, lessons.parameters(model))
         check_folder(out.parent)
@@ -94,18 +92,18 @@ def run(
             hosts = stack.enter_context(shaped_hosts(count, link)) if link else []
             events = on_ranks(at, count, record, sync, model, seed, hosts=hosts, imports=imports)
             recorded = _last(stack.enter_context(closing(events)))
-        if reports:
+        if launcher.reports(at):
             assert recorded is not None
             out.write_text(recorded.trace)
             print(_told(recorded))
             print(f"Wrote {out}: open it at https://ui.perfetto.dev")
         return 0
     except (WrongArgument, ModelError, LauncherError) as error:
-        return stop("trace", WRONG_ARGUMENTS, error) if reports else WRONG_ARGUMENTS
+        return stopped(at, "trace", WRONG_ARGUMENTS, error)
     except (RankError, NetworkError, OSError) as error:
-        return stop("trace", FAILED, error)
+        return stopped(at, "trace", FAILED, error)
     except KeyboardInterrupt:
-        return stop("trace", INTERRUPTED, "interrupted; all ranks are ended")
+        return stopped(at, "trace", INTERRUPTED, "interrupted; all ranks are ended")
 
 
 def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:

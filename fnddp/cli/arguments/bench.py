@@ -13,15 +13,16 @@ def add(commands: Any) -> None:
         "bench",
         help="time training steps with pipelines against torch's own DDP",
         description="Runs real training steps (forward, loss, backward with synchronization), one arm after the other "
-        "in each round, on ranks that it starts on this machine: each pipeline, and each peer. Compares within "
-        "rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root).",
+        "in each round, on ranks that it starts on this machine (or on those of torchrun, SLURM or MPI): each "
+        "pipeline, and each peer. Compares within rounds. With --link every rank gets a network of its own, joined by "
+        "links of that rate (Linux, root).",
         formatter_class=Defaults,
     )
     bench.add_argument("pipelines", nargs="*", metavar="PIPELINE", help="for example 'fp16(allreduce)'")
     bench.add_argument(
         "--codecs", action="store_true", help="instead, time encoding and decoding of the pipelines, or of all codecs"
     )
-    bench.add_argument("--ranks", type=positive, default=2, metavar="N", help="number of ranks")
+    bench.add_argument("--ranks", type=positive, metavar="N", help="number of ranks (default: 2, or the launcher's)")
     bench.add_argument(
         "--link",
         default="loopback",

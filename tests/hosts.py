@@ -1,0 +1,87 @@
+"""Two hosts for tests: network namespaces with names of their own, or this machine twice where there can be none."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fnddp.cli.network import NetworkError, check_available, shaped_hosts
+
+NAMES = ("host0", "host1")
+LINK = "1gbit"
+# With a name of its own, and a file of names in which it finds the others, as machines of a cluster do.
+_BECOME = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two hosts.
+
+    Attributes:
+        names: By which they find each other.
+        prefixes: What to put before a command to run it on each.
+    """
+
+    names: tuple[str, str]
+    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether they are two."""
+        return self.names[0] != self.names[1]
+
+    def start(self, host: int, *command: object, **environment: str) -> subprocess.Popen[str]:
+        """Starts `command` on a host."""
+        return subprocess.Popen(
+            [*self.prefixes[host], *map(str, command)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    """Makes them; their file of names goes into `folder`."""
+    try:
+        check_available()
+        made = shaped_hosts(2, LINK)
+        namespaces = made.__enter__()
+    except NetworkError:  # not root, or a kernel without namespaces
+        yield Hosts(("127.0.0.1", "127.0.0.1"), ((), ()))
+        return
+    try:
+        names = folder / "hosts"
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"10.0.0.{i + 1} {name}\n" for i, name in enumerate(NAMES)))
+        become = ("unshare", "--mount", "--uts", "sh", "-c", _BECOME, "host", str(names))
+        first, second = (
+            ("ip", "netns", "exec", namespace.namespace, *become, name)
+            for namespace, name in zip(namespaces, NAMES, strict=True)
+        )
+        yield Hosts(NAMES, (first, second))
+    finally:
+        made.__exit__(None, None, None)
+
+
+def free_port() -> int:
+    """A port that is free here now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def all_said(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[str]:
+    """What each has written to its standard output. All must end well; none outlives the call."""
+    try:
+        ended = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()  # torchrun ends its ranks
+        for process in processes:
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), ended
+    return [out for out, _ in ended]

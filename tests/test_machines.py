@@ -1,0 +1,198 @@
+"""The recipes of docs/machines.md, on two hosts with two ranks each: all end as an undisturbed run, to the bit."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import Hosts, all_said, free_port, two_hosts
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "machines"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+SECONDS = 200
+DIE_AT = 25  # behind the second checkpoint, and not at it
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def train(folder: Path, *more: object) -> tuple[object, ...]:
+    return (EXAMPLES / "train.py", "--folder", folder, *more)
+
+
+def parameters(said: list[str], hosts: Hosts, begun: int = 0) -> str:
+    """Of the run that one rank of all has told of, from the right step on."""
+    text = "".join(said)
+    names = "host0, host1" if hosts.are_apart else ""
+    assert text.count(f"world size 4 on {names}") == 1, text
+    assert text.count(f"from step {begun}; parameters ") == 1, text
+    return text.split("parameters ")[1].split()[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The parameters, with torchrun's static rendezvous."""
+    where = ("--nnodes", 2, "--master-addr", hosts.names[0], "--master-port", free_port())
+    folder = tmp_path_factory.mktemp("static")
+    ranks = [hosts.start(i, *TORCHRUN, *where, "--node-rank", i, *train(folder)) for i in range(2)]
+    return parameters(all_said(ranks, SECONDS), hosts)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_torchrun_static(undisturbed: str) -> None:
+    assert len(undisturbed) == 16
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
+    hosts: Hosts, undisturbed: str, tmp_path: Path
+) -> None:
+    """With torchrun's c10d rendezvous, where the ranks of both hosts meet again."""
+    where = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", 2)
+    where = (*where, "--rdzv-endpoint", f"{hosts.names[0]}:{free_port()}")
+    ranks = [hosts.start(i, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT)) for i in range(2)]
+    assert parameters(all_said(ranks, SECONDS), hosts, begun=20) == undisturbed
+
+
+@pytest.fixture
+def slurm(hosts: Hosts, tmp_path: Path) -> dict[str, str]:
+    """What SLURM sets for a batch script on two nodes, and a folder of programs: `srun`, `scontrol`, `torchrun`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, script in {
+        "srun": SRUN,
+        "scontrol": f'[ "$*" = "show hostnames nodes[0-1]" ] && printf "%s\\n" {" ".join(hosts.names)}',
+        "python": f'exec {sys.executable} "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "fnddp": f'exec {sys.executable} -m fnddp "$@"',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (programs / name).chmod(0o755)
+    for i, prefix in enumerate(hosts.prefixes):
+        (programs / f"on{i}").write_text(f'#!/bin/bash\nexec {" ".join(map(repr, prefix))} "$@"\n')
+        (programs / f"on{i}").chmod(0o755)
+    return {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "nodes[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NAME": "fnddp",
+        "PORT": str(free_port()),
+    }
+
+
+# Starts the tasks as srun does: a block on each node, each task with its variables, and ends with what they end with.
+SRUN = """
+while [[ "$1" == --* ]]; do shift; done
+each=$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    node=$((task / each))
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % each)) SLURM_NODEID=$node "on$node" "$@" &
+    started+=($!)
+done
+for process in "${started[@]}"; do wait "$process" || code=$?; done
+exit ${code:-0}
+"""
+
+
+def batch(script: str, slurm: dict[str, str], tasks: int, *arguments: object) -> str:
+    """What the batch script says, run as sbatch runs it: once, on the first node, with the job's variables."""
+    process = subprocess.Popen(
+        ["bash", script, *map(str, arguments)],
+        cwd=EXAMPLES.parent.parent,
+        env={**os.environ, **slurm, "SLURM_NTASKS": str(tasks), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return all_said([process], SECONDS)[0]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_slurm_starts_torchrun_on_each_node(
+    hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path
+) -> None:
+    said = batch("examples/machines/slurm.sh", slurm, 2, "--folder", tmp_path, "--die-at", DIE_AT)
+    assert parameters([said], hosts, begun=20) == undisturbed
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_slurm_starts_each_rank(hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path) -> None:
+    said = batch("examples/machines/slurm_ranks.sh", slurm, 4, "--folder", tmp_path)
+    assert parameters([said], hosts) == undisturbed
+
+
+SMALL = """
+import torch
+from torch import nn
+
+def small():
+    return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "models.py").write_text(SMALL)
+    return f"{tmp_path / 'models.py'}:small"
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], model: str, tmp_path: Path) -> None:
+    """The page's lines, on ranks of two hosts: it tells the links within hosts from those between them."""
+    script = tmp_path / "doctor.sh"
+    script.write_text(
+        "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=$PORT\n"
+        f"srun fnddp doctor --model {model} --device cpu --json\n"
+    )
+    found = json.loads(batch(str(script), slurm, 4))
+    assert (found["disagreement"], found["unequal"], len(found["hosts"])) == (None, [], 4)
+    if hosts.are_apart:
+        assert found["hosts"] == ["host0", "host0", "host1", "host1"]
+        inside, between = (found["links"][name]["bandwidth"] for name in ("inside a host", "between hosts"))
+        assert between < 1.25e8 < inside  # 1 Gbit/s, and what two ranks share of it; loopback
+    assert found["verdict"]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_bench_under_torchrun(hosts: Hosts, model: str, tmp_path: Path) -> None:
+    where = ("--nnodes", 2, "--master-addr", hosts.names[0], "--master-port", free_port())
+    command = ("-m", "fnddp", "bench", "fp16(allreduce)", "--model", model, "--pairs", 3, "--against", "ddp")
+    command = ("--no-python", sys.executable, *command, "--out", tmp_path / "out")
+    said = all_said([hosts.start(i, *TORCHRUN, *where, "--node-rank", i, *command) for i in range(2)], SECONDS)
+    assert "".join(said).count("started_by: torchrun") == 1
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (results["ranks"], results["threads"]) == (4, 1)
+    assert all(len(arm["seconds_by_rank_and_step"]) == 4 for arm in results["arms"])
+    if hosts.are_apart:
+        assert results["hosts"] == 2
+        for arm in results["arms"]:  # of a ring of four, two links join hosts, and two ranks share a host's
+            assert arm["wire_bytes"] / 2 < arm["link_bytes"] < 1.5 * arm["wire_bytes"] / 2 + 20_000
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_ray(tmp_path: Path) -> None:
+    if find_spec("ray") is None:
+        pytest.skip("needs ray: pip install 'ray[train]'")
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / "ray_train.py", "--folder", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    (said,) = all_said([process], SECONDS)
+    assert said.count("the run that was interrupted has the same parameters to the bit: yes") == 1
+
+
+def test_every_recipe_is_tested() -> None:
+    names = {"train.py", "slurm.sh", "slurm_ranks.sh", "ray_train.py"}
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == names
