@@ -10,6 +10,7 @@ import doctest
 import io
 import linecache
 import os
+import re
 import sys
 import types
 import warnings
@@ -160,6 +161,16 @@ def test_what_the_readme_says_of_links_is_what_was_found() -> None:
         assert on_the_wire == times[wire][i]
         gap, spread = losses[pipeline].split(" ± ")
         assert loss == f"{float(gap):+.3f} ± {float(spread):.3f}"
+
+
+def test_files_that_pages_show_are_there() -> None:
+    """A block of Python that shows a file is marked {.py}: ruff formats `py`, and would make the line an expression."""
+    shown = {line for page in PAGES for line in page.read_text().splitlines() if re.match(r"\W*8\s*<\s*-", line)}
+    found = [re.fullmatch(r'--8<-- "(.+)"', line) for line in shown]
+    assert all(found), shown
+    files = {match[1] for match in found if match}
+    assert "examples/functional.py" in files
+    assert {file for file in files if not (ROOT / file).is_file()} == set()
 
 
 def test_blocks_and_their_outputs_are_found() -> None:

@@ -60,9 +60,7 @@ def train(net: nn.Module, device: torch.device, folder: Path, die_at: int | None
     for step in range(begin, STEPS):
         if step == die_at and begin == 0 and rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        generator = torch.Generator().manual_seed(
-            step * world_size + rank
-        )  # so a step that is repeated has its batch
+        generator = torch.Generator().manual_seed(step * world_size + rank)  # so a step that is repeated has its batch
         x, y = (part.to(device) for part in data.batch(BATCH, generator))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()

@@ -72,7 +72,7 @@ class Run:
         return Ratio(*map(float, np.percentile([ours / theirs for ours, theirs in pairs], (25, 50, 75))))
 
     def link_bytes(self, arm: int) -> float:
-        """Bytes that a rank sends through its network interface in a step, the median; its share of one for all ranks."""
+        """Bytes that a rank sends in a step through its network interface, or its share of a shared one: the median."""
         sharing = 1 if self.link else self.measured.hosts.count(self.measured.hosts[0])
         return median(self.times[arm].link_bytes) / sharing
 
