@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     kind: str
     path: str
-    value: Any
+    value: Tensor | int
 
     @property
     def key(self) -> str:
@@ -54,7 +54,7 @@ def parts(state: State) -> Iterator[Part]:
         yield Part(kinds[0] if kinds else LOCAL, path, value)
 
 
-def state_dict(state: State) -> dict[str, Any]:
+def state_dict(state: State) -> dict[str, Tensor | int]:
     """A flat dict of a pipeline's state, for `torch.save` and `torch.load(weights_only=True)`.
 
     Keys are `replicated/<path>` for what all ranks share (save it once if you like) and `local/<path>` for what is this

@@ -103,7 +103,7 @@ class Sync(Expression, abc.ABC):
             state: From `init` or the previous exchange.
         """
 
-    def __call__(self, grads: Tree, state: State, *, weight: float | Tensor | None = None) -> tuple[Tree, State]:
+    def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
         """Synchronizes `grads`.
 
         The wrong call inside `torch.func.grad`: synchronize its result instead (this raises there).

@@ -2,6 +2,8 @@
 
 import json
 import math
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ from torch.func import functional_call
 from fnddp import allreduce, fp16, parse
 from fnddp.cli import bench_codecs, bench_report, main
 from fnddp.cli.bench_arms import Setup
-from fnddp.cli.bench_rank import Times
+from fnddp.cli.bench_rank import Measured, Times, counted
 from fnddp.cli.bench_report import Ratio, Run
+from fnddp.cli.launcher import Place
 from fnddp.cli.models import ModelError, load
 from fnddp.codec import Codec
 from fnddp.sync import registry
@@ -218,10 +221,42 @@ def test_no_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no CUDA device here" in capsys.readouterr().err
 
 
-def test_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--link", "1gbit"], "--link shapes ranks of this machine, and torchrun has started its own"),
+        (["--ranks", "3"], "--ranks 3, but torchrun has started 2; leave --ranks out"),
+        (["--model", "gpt5"], "unknown model 'gpt5'"),
+    ],
+)
+def test_wrong_arguments_of_launched_ranks(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each host says what is wrong there, once."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
-    assert main.main(["bench", "allreduce"]) == 2
-    assert "run it without a launcher" in capsys.readouterr().err
+    said = {}
+    for rank, local in ((0, 0), (1, 1), (1, 0)):
+        for name, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        assert main.main(["bench", "allreduce", *arguments]) == 2
+        said[rank, local] = capsys.readouterr().err
+    assert said[0, 0].startswith(f"fnddp bench: {message}")
+    assert said[1, 1] == ""
+    assert said[1, 0].startswith(f"fnddp bench: rank 1: {message}")
+
+
+def test_which_network_devices_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that lead to other ranks: of a launcher's, loopback on one host, and all others on several."""
+    at = Place("torchrun", 0, 2, 0)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    assert counted(["here", "here"], at) == ["lo"]
+    assert counted(["here", "there"], at) == ["eth0", "ib0"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth1")
+    assert counted(["here", "there"], at) == ["ib0", "eth1"]
+    assert counted(["here", "here"], at) == ["lo"]  # what a host sends to itself does not leave it
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # of a host that is made for one rank
+    assert counted(["here", "here"], None) == ["eth0"]
 
 
 @pytest.mark.parametrize(
@@ -241,12 +276,18 @@ def test_wrong_options(option: list[str], message: str, capsys: pytest.CaptureFi
 def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
     ours = Times([[2.0, 30.0, 1.0], [1.0, 20.0, 3.0]], wire_bytes=0, link_bytes=[10, 30, 20])
     peer = Times([[4.0, 10.0, 1.0], [1.0, 10.0, 1.0]], wire_bytes=0, link_bytes=[1, 1, 1])
-    run = Run(Setup("tiny", [fp16(allreduce)], ["ddp"]), 2, None, 1, "", [ours, peer])
+    setup = Setup("tiny", [fp16(allreduce)], ["ddp"])
+    run = Run(setup, 2, None, 1, "", Measured([ours, peer], ["here", "here"], 1))
     assert ours.steps == [2, 30, 3]
     assert run.ratio(0, 1) == Ratio(low=1.75, median=3, high=3)  # of 0.5, 3 and 3
     assert run.link_bytes(0) == 10  # of both ranks on one device: half
     assert math.isclose(run.ratio(1, 1).median, 1)
     assert len(bench_report.table(run).rows) == 2
+    assert "through loopback" in bench_report.table(run).caption
+    apart = replace(run, measured=Measured([ours, peer], ["here", "there"], 1), launcher="SLURM")
+    assert apart.link_bytes(0) == 20
+    assert "on the first host" in bench_report.table(apart).caption
+    assert {"hosts": 2, "started_by": "SLURM"}.items() <= apart.conditions.items()
 
 
 def test_arms_that_occur_twice_are_numbered() -> None:

@@ -12,6 +12,7 @@ import torch
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
+from fnddp.show import timeline
 from fnddp.show.timeline import CHARACTER, MARGIN, WIDEST
 from fnddp.tree import Tree
 
@@ -234,3 +235,10 @@ def test_estimate():
     assert estimated.wire_bytes == plan.wire_bytes
     assert len(estimated.collectives) == 3
     assert estimated.backward_seconds == 1.0
+
+
+def test_on_a_wire_a_queue_has_no_gaps_but_where_words_need_them():
+    collective = many().collectives[0]
+    words = ("c0, round 1", "27.0 MiB", "397.5 ms")
+    assert timeline.Bar(collective, 0, 100.0, 140.0, words).free_from == 240 + timeline.SEAM
+    assert timeline.Bar(collective, 0, 100.0, 20.0, words).free_from > 100 + 11 * timeline.CHARACTER * len(words[0])

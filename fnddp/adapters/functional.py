@@ -1,7 +1,7 @@
 """Functional training loops: value, synchronized gradients and state from one call."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,20 +12,23 @@ from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync
 from fnddp.torch_private import is_transforming
-from fnddp.tree import Leaves, Tree
+from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
 from fnddp.wire.protocol import Wire
 
+T, V = TypeVar("T"), TypeVar("V")  # the tree of parameters; what a loss function returns
+P = ParamSpec("P")  # of a batch
+
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[Concatenate[T, P], V],
     sync: Sync,
     has_aux: bool = False,
     *,
     wire: Wire = C10D,
     backend: str | None = None,
-) -> Callable[..., tuple[Any, Tree, State]]:
+) -> Callable[Concatenate[T, State, P], tuple[V, T, State]]:
     """Differentiates `loss_fn` and synchronizes the result, while the backward pass runs.
 
     The pipeline is lowered at the first call; each gradient is handed over when it is ready, and collectives run behind
@@ -64,7 +67,7 @@ def value_and_grad(
     """
     engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
 
-    def run(params: Tree, state: State, *batch: Any, **kwargs: Any) -> tuple[Any, Tree, State]:
+    def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:
         leaves, spec = tree.flatten(params)
         # Parameters that require grad would have autograd record a second graph, for nobody.
         leaves = {path: _checked(path, leaf).detach() for path, leaf in leaves.items()}

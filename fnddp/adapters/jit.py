@@ -1,5 +1,7 @@
 """A pipeline as a function that runs its plan."""
 
+from typing import TypeVar
+
 import torch
 
 from fnddp import tree
@@ -12,6 +14,8 @@ from fnddp.tree import Tree
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
 from fnddp.wire.protocol import Wire
+
+T = TypeVar("T")  # of trees
 
 
 class jit:
@@ -51,7 +55,7 @@ class jit:
         """The plan of the last call; None before the first, and for a pipeline that cannot be lowered."""
         return None if self._engines.last is None else self._engines.last.plan
 
-    def __call__(self, grads: Tree, state: State, *, weight: float | None = None) -> tuple[Tree, State]:
+    def __call__(self, grads: T, state: State, *, weight: float | None = None) -> tuple[T, State]:
         """See `Sync.__call__`.
 
         Raises:

@@ -22,7 +22,8 @@ DARK = (
 # Okabe and Ito's palette, distinct for colour-blind readers too: a colour for each bucket, over and over.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
-LANE, INSET, BOX, BAR = 76, 12, 44, 18  # heights: a lane, what is free above a box in it, a box, a collective's bar
+LANE, WIRE = 76, 92  # heights of lanes: of boxes, of a wire
+INSET, BOX, BAR = 12, 44, 18  # heights: what is free above a box in its lane, a box, a collective's bar
 BETWEEN, STUB = 44, 16  # heights: between rows, of an arrow that comes from another one
 
 Point: TypeAlias = tuple[float, float]
@@ -34,7 +35,7 @@ def to_svg(plan: Schedule, link: Links | None = None) -> str:
     title, facts = (_wrapped(lines, layout.right) for lines in (header(plan), footer(plan)))
     top = MARGIN + 20 * len(title) + 34
     groups = list(dict.fromkeys(c.group for c in plan.collectives))
-    lanes = Lanes(top, {group: (2 + i) * LANE for i, group in enumerate(groups)})
+    lanes = Lanes(top, {group: 2 * LANE + i * WIRE for i, group in enumerate(groups)})
     bottom = lanes.top_of(layout.rows) - BETWEEN * (layout.rows > 0)
     width, height = layout.right + MARGIN, bottom + 20 * len(facts) + MARGIN
     shapes = [
@@ -71,7 +72,7 @@ class Lanes:
 
     def top_of(self, row: int) -> float:
         """Where the lane of gradients begins."""
-        return self.top + row * ((2 + len(self.wires)) * LANE + BETWEEN)
+        return self.top + row * (2 * LANE + len(self.wires) * WIRE + BETWEEN)
 
     def wire(self, row: int, group: str | None) -> float:
         """Where the lane of a group's wire begins."""
@@ -134,12 +135,13 @@ def _collectives(layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for bar in layout.bars.values():
         c, y = bar.collective, lanes.wire(bar.row, bar.collective.group) + 16
         labels = some([text(payload.label) for payload in c.payloads], "payloads")
+        words = list(enumerate(bar.label))
         hover = f"{c.name}: {action(c)} {amount(c)}, {c.wire_bytes:,} B, round {c.depth + 1}: {labels}"
         yield (
             f'<g class="collective"><title>{escape(hover)}</title><rect x="{bar.left:.1f}" y="{y:.1f}" '
             f'width="{bar.width:.1f}" height="{BAR}" rx="2" fill="{_colour(c.bucket)}"/>'
-            f"{_text(bar.left, y + BAR + 14, bar.label[0], 11, INK)}"
-            f"{_text(bar.left, y + BAR + 29, bar.label[1], 11, SOFT)}</g>"
+            + "".join(_text(bar.left, y + BAR + 14 + 15 * i, line, 11, SOFT if i else INK) for i, line in words)
+            + "</g>"
         )
 
 

@@ -11,7 +11,7 @@ from fnddp.show.names import dtype
 from fnddp.show.runs import Run, merged, runs
 from fnddp.show.text import size
 
-MARGIN, GUTTER, GAP = 20, 84, 10
+MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam tells one bar from the next
 NARROWEST, LONGEST = 104, 140  # widths: of a box, of the longest bar
 CHARACTER = 0.6  # the width of a character, in units of the font's size; most are narrower
 WIDEST = 1000  # where a line of the picture ends, and the next one begins
@@ -40,7 +40,7 @@ class Bar:
     row: int
     left: float
     width: float
-    label: tuple[str, str]
+    label: tuple[str, ...]
 
     @property
     def right(self) -> float:
@@ -48,7 +48,9 @@ class Bar:
 
     @property
     def free_from(self) -> float:
-        return self.left + max(self.width, *(CHARACTER * 11 * len(line) for line in self.label)) + GAP
+        """Where the next one may begin: a queue has no gaps, but where the words below bars need them."""
+        words = max(CHARACTER * 11 * len(line) for line in self.label)
+        return self.left + max(self.width + SEAM, words + GAP)
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,22 @@ def lay_out(plan: Schedule, link: Links | None) -> Timeline:
 
 
 def _bar(
-    c: Collective, row: int, earliest: float, lengths: list[tuple[float, str]], free: dict[str | None, float]
+    c: Collective,
+    row: int,
+    earliest: float,
+    lengths: list[tuple[float, tuple[str, ...]]],
+    free: dict[str | None, float],
 ) -> Bar:
     length, label = lengths[c.index]
-    return Bar(c, row, max(earliest, free.get(c.group, 0.0)), length, (f"{c.name}, round {c.depth + 1}", label))
+    return Bar(c, row, max(earliest, free.get(c.group, 0.0)), length, (f"{c.name}, round {c.depth + 1}", *label))
 
 
-def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, str]]:
+def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, tuple[str, ...]]]:
     """How long each collective is drawn, and what it says: bytes, with a link also seconds."""
-    labels = [f"{dtype(c)}, {size(c.wire_bytes)}" for c in plan.collectives]
+    labels = [(dtype(c), size(c.wire_bytes)) for c in plan.collectives]
     amounts: list[float] = [c.wire_bytes for c in plan.collectives]
     if link is not None:
         amounts = [cost.seconds for cost in estimate(plan.collectives, link).collectives]
-        labels = [f"{label}, {duration(seconds)}" for label, seconds in zip(labels, amounts, strict=True)]
+        labels = [(nbytes, duration(seconds)) for (_, nbytes), seconds in zip(labels, amounts, strict=True)]
     most = max(amounts, default=0) or 1
     return [(max(4.0, LONGEST * amount / most), label) for amount, label in zip(amounts, labels, strict=True)]
