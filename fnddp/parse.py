@@ -1,7 +1,8 @@
 """Text to pipeline, for config files and the command line: literals and registered names, nothing else."""
 
 import ast
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from fnddp.codec import Carrier
@@ -117,6 +118,7 @@ class _Reader:
         keywords = {str(keyword.arg): self.read(keyword.value, depth + 1) for keyword in node.keywords}
         make: Any = entry  # `two_shot(server_memory=True)`: a carrier with other options
         try:
+            _require_options(name, make, keywords)
             return make(*arguments, **keywords)
         except (TypeError, ValueError) as error:
             error.add_note(_pointer(self.text, node.lineno, self.column(node)))
@@ -139,6 +141,14 @@ class _Reader:
 
     def problem(self, node: ast.expr, problem: str) -> ValueError:
         return _problem(self.text, node.lineno, self.column(node), problem)
+
+
+def _require_options(name: str, make: Any, given: Iterable[str]) -> None:
+    known = inspect.signature(make).parameters
+    unknown = [option for option in given if option not in known]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        hint = did_you_mean(unknown[0], known) or f"; it has {', '.join(known)}"
+        raise TypeError(f"{name}: unknown option {unknown[0]!r}{hint}")
 
 
 def _problem(text: str, line: int, column: int, problem: str) -> ValueError:

@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     kind: str
     path: str
-    value: Tensor | int
+    value: Any
 
     @property
     def key(self) -> str:

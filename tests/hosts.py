@@ -3,8 +3,9 @@
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,13 +76,15 @@ def free_port() -> int:
 
 
 def all_said(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[str]:
-    """What each has written to its standard output. All must end well; none outlives the call."""
-    try:
-        ended = [process.communicate(timeout=seconds) for process in processes]
-    finally:
+    """What each has written to its standard output. All must end well, and in time; none outlives the call."""
+    deadline = time.monotonic() + seconds
+    with suppress(subprocess.TimeoutExpired):
         for process in processes:
-            process.terminate()  # torchrun ends its ranks
-        for process in processes:
-            process.wait()
+            process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    late = [process.args for process in processes if process.poll() is None]
+    for process in processes:
+        process.terminate()  # torchrun ends its ranks
+    ended = [process.communicate() for process in processes]
+    assert not late, f"after {seconds} s {late} still ran: {ended}"
     assert [process.returncode for process in processes] == [0] * len(processes), ended
     return [out for out, _ in ended]

@@ -75,8 +75,13 @@ def test_constructors_errors_keep_their_type_and_show_the_position():
     with pytest.raises(TypeError, match="takes a max or min") as caught:
         parse("fp16(powersgd(all_reduce(op='max')))")
     assert caught.value.__notes__ == ["  fp16(powersgd(all_reduce(op='max')))\n       ^"]
-    with pytest.raises(TypeError, match="rnk"):
-        parse("powersgd(allreduce, rnk=2)")
+    with pytest.raises(TypeError, match=r"^powersgd: unknown option 'rnk'; did you mean 'rank'\?") as caught:
+        parse("fp16(powersgd(allreduce, rnk=2))")
+    assert caught.value.__notes__ == ["  fp16(powersgd(allreduce, rnk=2))\n       ^"]
+    with pytest.raises(TypeError, match=r"^bf16: unknown option 'zzz'; it has inner, check"):
+        parse("bf16(allreduce, zzz=2)")
+    with pytest.raises(TypeError, match=r"^two_shot: unknown option 'server'; did you mean 'server_memory'\?"):
+        parse("fp16(two_shot(server=True))")
     with pytest.raises(ValueError, match="rank must be at least 1"):
         parse("powersgd(allreduce, rank=0)")
 

@@ -17,7 +17,8 @@ from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
 from fnddp.wire.protocol import Wire
 
-T, V = TypeVar("T"), TypeVar("V")  # the tree of parameters; what a loss function returns
+T = TypeVar("T")  # the tree of parameters
+V = TypeVar("V")  # what a loss function returns
 P = ParamSpec("P")  # of a batch
 
 
