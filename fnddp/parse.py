@@ -144,7 +144,7 @@ class _Reader:
 
 
 def _require_options(name: str, make: Any, given: Iterable[str]) -> None:
-    known = inspect.signature(make).parameters
+    known = inspect.signature(type(make) if isinstance(make, Sync) else make).parameters
     unknown = [option for option in given if option not in known]
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         hint = did_you_mean(unknown[0], known) or f"; it has {', '.join(known)}"
