@@ -55,6 +55,13 @@ def table_of(text: str, columns: int) -> list[str]:
     return rows
 
 
+@pytest.mark.parametrize("what", ["plan 60", "plan 80", "demo 60"])
+def test_what_is_said_around_tables_folds_too(said: dict[str, str], what: str) -> None:
+    lines = [line.rpartition("\r")[2] for line in ESCAPES.sub("", said[what]).split("\n")]
+    words = [line for line in lines if not line.startswith("Wrote ")]  # names of files stay whole
+    assert max(map(len, words)) <= int(what.split()[1]), "\n".join(words)
+
+
 def name_in(rows: list[str]) -> str:
     """What stands in the first column of all rows together."""
     ruler = next(i for i, line in enumerate(rows) if line.startswith("───"))

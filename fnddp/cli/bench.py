@@ -11,7 +11,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from fnddp.cli import bench_report, launcher
+from fnddp.cli import bench_report, launcher, terminal
 from fnddp.cli.bars import progress
 from fnddp.cli.bench_arms import PEERS, Setup, why_not
 from fnddp.cli.bench_rank import WARM_UP, Event, Measured, Round, measure
@@ -87,7 +87,8 @@ def run(
             return 0
         size = sum(p.numel() for p in parameters.values())
         done = Run(setup, count, link, size, shlex.join(["fnddp", *sys.argv[1:]]), measured, at and at.launcher)
-        print(", ".join(f"{key}: {value}" for key, value in done.conditions.items()), end="\n\n")
+        conditions = ", ".join(f"{key}: {value}" for key, value in done.conditions.items())
+        print(f"{terminal.folded(conditions)}\n")
         bench_report.table(done).show()
         if is_profiled:
             bench_report.profile_table(done).show()

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from fnddp.cli import launcher, lessons, report
+from fnddp.cli import launcher, lessons, report, terminal
 from fnddp.cli.bars import progress
 from fnddp.cli.checks import check_folder, check_imports, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
@@ -67,14 +67,14 @@ def run(
 def _train_and_report(syncs: list[Sync], setting: Setting, at: Place | None, out: Path) -> int:
     quiet = not launcher.reports(at)
     if not quiet:
-        print(f"{setting}\n")
+        print(f"{terminal.folded(str(setting))}\n")
     names = [repr(sync) for sync in syncs]
     what = (syncs, setting.model, setting.steps, setting.seed)
     with closing(on_ranks(at, setting.ranks, train, *what, imports=setting.imports)) as events:
         results = list(_show_progress(events, names, setting.steps, quiet))
     if not quiet:
         report.table(names, results).show()
-        print("With each pipeline the final parameters are the same on all ranks, to the bit.")
+        print(terminal.folded("With each pipeline the final parameters are the same on all ranks, to the bit."))
         report.write(out, names, results, setting)
         print(f"Wrote {out / report.CURVES} and {out / report.RESULTS}")
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnddp.cli import terminal
 from fnddp.cli.table import Column, Table
 from fnddp.cost.estimate import Estimate
 from fnddp.cost.link import Link, duration
@@ -145,7 +146,7 @@ class Planned:
 
 def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None:
     """Prints the table and, `in_full`, each plan."""
-    print(f"{setting}\n")
+    print(f"{terminal.folded(str(setting))}\n")
     table(setting, planned).show()
     for plan in (plan for each in planned if in_full for plan in each.plans):
         print(f"{plan}\n")

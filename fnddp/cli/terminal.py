@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TextIO
@@ -14,6 +15,16 @@ BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 def width() -> int | None:
     """Columns of standard output; None where it is a file or a pipe, which have no width."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def folded(line: str) -> str:
+    """`line`, in as many lines as the terminal needs for it; broken between words."""
+    columns = width()
+    return (
+        line
+        if columns is None
+        else "\n".join(textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False))
+    )
 
 
 def moves(stream: TextIO) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from fnddp.cli import tune_report
+from fnddp.cli import terminal, tune_report
 from fnddp.cli.bars import progress
 from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
@@ -72,7 +72,7 @@ def run(
                 within=within,
                 tell=lambda at: bars.update(task, completed=at.done, total=at.of),
             )
-        print(f"{setting}\n")
+        print(f"{terminal.folded(str(setting))}\n")
         tune_report.table(tuned).show()
         for line in filter(None, (tuned.verdict, tuned.doubt and f"But {tuned.doubt}.")):
             print(line)
