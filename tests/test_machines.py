@@ -58,7 +58,8 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
     """With torchrun's c10d rendezvous, where the ranks of both hosts meet again."""
     where = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", 2)
     where = (*where, "--rdzv-endpoint", f"{hosts.names[0]}:{free_port()}")
-    ranks = [hosts.start(i, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT)) for i in range(2)]
+    command = (*TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT))
+    ranks = [hosts.start(i, *command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for i in range(2)]
     assert parameters(all_said(ranks, SECONDS), hosts, begun=20) == undisturbed
 
 
