@@ -338,11 +338,13 @@ def all_in(*syncs: Sync) -> Iterator[Sync]:
         yield from all_in(*sync.children())
 
 
-def _checked_sync(what: str, value: Any) -> Sync:
+def require_sync(what: str, value: Any) -> Sync:
+    """`value`, a pipeline; `what` names it in the TypeError if it is none."""
     if isinstance(value, Sync):
         return value
     made = f"; call it: {value.__name__}(...)" if isinstance(value, type | FunctionType) else ""
+    made = "; read its text with fnddp.parse" if isinstance(value, str) else made
     raise TypeError(f"{what} must be a pipeline such as allreduce, got {value!r}{made}")
 
 
-CHECKS["Sync"] = _checked_sync
+CHECKS["Sync"] = require_sync

@@ -582,3 +582,22 @@ def test_exchange_takes_leaves_by_path(text):
         sync.exchange(nested, state)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="by leaf path, got a Tensor; call the pipeline"):
         sync.exchange(torch.ones(12, 20), state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda sync: fnddp.DistributedDataParallel(torch.nn.Linear(3, 2), sync=sync), "DistributedDataParallel"),
+        (lambda sync: fnddp.value_and_grad(torch.sum, sync), "value_and_grad"),
+        (lambda sync: fnddp.jit(sync), "jit"),
+        (lambda sync: fnddp.lower(sync, torch.nn.Linear(3, 2)), "lower"),
+    ],
+)
+def test_texts_are_no_pipelines(use, name):
+    with pytest.raises(TypeError, match=f"^{name}: sync must be a pipeline .*; read its text with fnddp.parse$"):
+        use("fp16(allreduce)")
+
+
+def test_a_number_of_ranks_is_a_whole_one():
+    with pytest.raises(TypeError, match=r"lower: world_size must be an int, got 2\.5"):
+        fnddp.lower(allreduce, torch.nn.Linear(3, 2), world_size=2.5)

@@ -18,7 +18,7 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
 from fnddp.run.stats import SyncStats, stats
-from fnddp.sync import State, Sync
+from fnddp.sync import State, Sync, require_sync
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import Wire
 
@@ -270,6 +270,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
+        require_sync("register: sync", sync)
         handle = Handle(model, sync.over(group, unnamed_only=True), wire, backend)
         handles.append(handle)
         described = description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]

@@ -10,7 +10,7 @@ from fnddp import tree
 from fnddp.adapters.reentrant import refuse_lost_gradients
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
-from fnddp.sync import State, Sync
+from fnddp.sync import State, Sync, require_sync
 from fnddp.torch_private import is_transforming
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D
@@ -66,6 +66,7 @@ def value_and_grad(
     >>> step(params, allreduce.init(params), torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])}, ())
     """
+    require_sync("value_and_grad: sync", sync)
     engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
 
     def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:

@@ -8,7 +8,7 @@ from fnddp import tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
-from fnddp.sync import State, Sync
+from fnddp.sync import State, Sync, require_sync
 from fnddp.torch_private import is_transforming
 from fnddp.tree import Tree
 from fnddp.wire.c10d import C10D
@@ -42,7 +42,7 @@ class jit:
     """
 
     def __init__(self, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> None:
-        self.sync = sync
+        self.sync = require_sync("jit: sync", sync)
         self._eager = over(wire, sync)
         self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
+from fnddp.options import checked_int
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import numbers, output_nodes
 from fnddp.plan.ir import Grad, Held, LeafSpec, Part, Ranks
@@ -19,7 +20,7 @@ from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
 from fnddp.plan.schedule import require_backend
-from fnddp.sync import State, Sync
+from fnddp.sync import State, Sync, require_sync
 from fnddp.tree import Tree
 from fnddp.wire.groups import World, within
 
@@ -69,11 +70,12 @@ def lower(
     >>> plan.wire_bytes, plan.rounds, len(plan.collectives)
     (4608, 2, 2)
     """
+    require_sync("lower: sync", sync)
     if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
         raise ValueError(
             f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
         )
-    if world_size is not None and world_size < 1:
+    if world_size is not None and checked_int("lower: world_size", world_size) < 1:
         raise ValueError(
             f"lower: world_size must be at least 1, or None for the groups that there are, got {world_size}"
         )

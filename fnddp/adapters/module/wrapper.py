@@ -31,7 +31,7 @@ from fnddp.group import group_name
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.stats import SyncStats, stats
-from fnddp.sync import State, Sync
+from fnddp.sync import State, Sync, require_sync
 from fnddp.torch_private import is_transforming
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -414,6 +414,7 @@ class DistributedDataParallel(TorchNames):
         made: list[tuple[Sync, State]] = []
 
         def begin() -> dict[str, str]:
+            require_sync("DistributedDataParallel: sync", sync)
             pipeline = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))
