@@ -122,8 +122,8 @@ def batch(script: str, slurm: dict[str, str], tasks: int, *arguments: object) ->
 def test_slurm_starts_torchrun_on_each_node(
     hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path
 ) -> None:
-    said = batch("examples/machines/slurm.sh", slurm, 2, "--folder", tmp_path, "--die-at", DIE_AT)
-    assert parameters([said], hosts, begun=20) == undisturbed
+    said = batch("examples/machines/slurm.sh", slurm, 2, "--folder", tmp_path)
+    assert parameters([said], hosts) == undisturbed
 
 
 @pytest.mark.timeout(2 * SECONDS)
@@ -159,8 +159,8 @@ def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], model: str, tmp
     assert (found["disagreement"], found["unequal"], len(found["hosts"])) == (None, [], 4)
     if hosts.are_apart:
         assert found["hosts"] == ["host0", "host0", "host1", "host1"]
-        inside, between = (found["links"][name]["bandwidth"] for name in ("inside a host", "between hosts"))
-        assert between < 1.25e8 < inside  # 1 Gbit/s, and what two ranks share of it; loopback
+        assert set(found["links"]) == {"inside a host", "between hosts", "between all ranks"}
+        assert found["links"]["between hosts"]["bandwidth"] < 1.25e8  # 1 Gbit/s, of which two ranks have a half each
     assert found["verdict"]
 
 
