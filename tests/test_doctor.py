@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from fnddp import Link
 from fnddp.cli import doctor, examination, launcher, main
 from fnddp.cli.examination import Findings
+from fnddp.cli.launch import RankError
 from fnddp.cli.launcher import LauncherError, Place
 from fnddp.cost.step import Compute, Step
 from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome
@@ -94,6 +96,62 @@ def test_doctor_on_the_ranks_of_an_mpi(model: str, tmp_path: Path) -> None:
     assert (found["disagreement"], found["unequal"], found["device"]) == (None, [], "cpu")
     assert found["links"]["between all ranks"]["bandwidth"] > 0
     assert [each["pipeline"] for each in found["pipelines"]] == [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_doctor_under_torchrun(model: str) -> None:
+    """One rank tells what all have found."""
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = subprocess.run(
+        [*launch, "-m", "fnddp", "doctor", "--model", model, "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    ).stdout
+    for expected in (
+        "installed: python ",
+        "ranks: 2, started by torchrun, on ",
+        "ok: versions and devices are the same on all ranks",
+        "ok: means are equal on all ranks, to the bit: allreduce, bf16(two_shot)",
+        "link between all ranks: ",
+        " ns/B)",
+        "can pay here",
+    ):
+        assert said.count(expected) == 1, said
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_doctor_ends_quietly_when_nobody_reads_on(model: str) -> None:
+    doctor = f"{sys.executable} -m fnddp doctor --ranks 1 --device cpu --model {model}"
+    done = subprocess.run(
+        ["bash", "-c", f"{doctor} | head -n 1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert (done.returncode, done.stderr) == (141, "")
+    assert done.stdout.startswith("installed: python ")
+
+
+def test_a_failure_is_told_by_every_rank_and_a_wrong_argument_once_on_each_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told: list[tuple[str, ...]] = []
+    for at in (None, Place("SLURM", 0, 4, 0), Place("SLURM", 1, 4, 1), Place("SLURM", 2, 4, 0)):
+        codes = [launcher.stopped(at, "doctor", code, "no") for code in (1, 2)]
+        assert codes == [1, 2]
+        told.append(tuple(capsys.readouterr().err.splitlines()))
+    ours = "fnddp doctor: no"
+    assert told == [(ours, ours), (ours, ours), ("fnddp doctor: rank 1: no",), ("fnddp doctor: rank 2: no",) * 2]
+
+
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens, and this rank is not the first one
+    meeting = launcher.joined(Place("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
+    with pytest.raises(RankError, match=r"^2 ranks did not meet at 127\.0\.0\.1:1: .*\n.*GLOO_SOCKET_IFNAME"):
+        meeting.__enter__()
 
 
 @pytest.mark.timeout(2 * SECONDS)
