@@ -92,7 +92,8 @@ def value_and_grad(
         except BaseException as error:
             engine.fail(error)
             raise
-        return (value, aux) if has_aux else value, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+        given: Any = (value, aux) if has_aux else value
+        return given, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     return run
 
