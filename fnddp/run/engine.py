@@ -179,11 +179,6 @@ class Engine:
             raise RuntimeError("the state cannot be set while a step is open, which would write over it")
         self._state = require_like(repr(self.sync), state, self._state)
 
-    @property
-    def has_learnt_order(self) -> bool:
-        """Whether the order in which gradients arrive is known, or nobody asks for it."""
-        return self._arriving is None
-
     def hand_over(self) -> State:
         """The state, which is the caller's from now on: the next `start` is given one."""
         state, self._state = self._state, None

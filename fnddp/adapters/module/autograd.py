@@ -85,7 +85,15 @@ class Quick:
             self._parameters[position].grad = None
         self._task, self._inbox, self._kept, self._counted = _NO_TASK, None, (), []
 
-    def hook(self, position: int, carry_on: Callable[[], Callable[[], None] | None]) -> Callable[[Tensor], None]:
+    def before(self, look: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """A hook of a parameter's gradient, which calls `look` unless it is one that this step will count."""
+
+        def arrives(grad: Tensor) -> Any:
+            return None if self._task == current_backward() else look(grad)
+
+        return arrives
+
+    def after(self, position: int, carry_on: Callable[[], Callable[[], None] | None]) -> Callable[[Tensor], None]:
         """A hook of a parameter whose gradient is accumulated.
 
         Args:

@@ -106,14 +106,14 @@ class Steps:
         parameters = [self.parameters[name] for name in self.engine.leaves]
         self._quick = Quick(parameters, takes)
         carry_on = weakref.WeakMethod(self._carry_on)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._quick.hook(position, carry_on))
-            for position, parameter in enumerate(parameters)
-        ]
-        self._watches: dict[str, Any] = {}
-        self._unseen: set[str] = set()  # asked for, and perhaps returned before anybody looked
-        self._begins_with_output = self._was_asked = False
-        self.watch()
+        self._hooks: list[Any] = []
+        for position, (name, parameter) in enumerate(zip(self.engine.leaves, parameters, strict=True)):
+            arrives = self._quick.before(WeakHook(self, Steps._arrives, name))
+            accumulated = self._quick.after(position, carry_on)
+            self._hooks += [
+                parameter.register_hook(arrives),
+                parameter.register_post_accumulate_grad_hook(accumulated),
+            ]
 
     @property
     def sync(self) -> Sync:
@@ -173,25 +173,10 @@ class Steps:
         """The next backward synchronizes."""
         self.is_armed = True
 
-    def watch(self) -> None:
-        """Sees gradients before they are accumulated, too: there a step may begin that does not with an output.
-
-        And those that torch.autograd.grad returns are never accumulated. It costs as much as all else that is done for
-        a gradient, so it ends with the first step that did without, unless gradients have been asked for before.
-        """
-        for name, parameter in self.parameters.items():
-            if name not in self._watches and parameter.requires_grad:
-                self._watches[name] = parameter.register_hook(WeakHook(self, Steps._arrives, name))
-
-    def _stop_watching(self) -> None:
-        for hook in self._watches.values():
-            hook.remove()
-        self._watches = {}
-
-    def start(self, output: Tensor | None = None) -> None:
-        """At the beginning of a backward, which may be one of an `output` of the module."""
+    def start(self, _: Tensor | None = None) -> None:
+        """At the beginning of a backward."""
         if self._successor is not None:
-            self._successor.start(output)
+            self._successor.start()
             return
         self._fail_if_stale()
         if self.engine.is_open:
@@ -205,11 +190,7 @@ class Steps:
         self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
         self._begin()
-        self._unseen = self._asked - self._watches.keys()
-        self._begins_with_output = output is not None
         if self._asked:
-            self._was_asked = True
-            self.watch()
             self._require_updates("torch.autograd.grad")
         elif not torch.is_grad_enabled() and not any(map(has_other_hooks, self.parameters.values())):
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
@@ -280,7 +261,6 @@ class Steps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._stop_watching()
         if successor is not None:
             self._successor = successor
             successor.is_armed, successor.scale = self.is_armed, self.scale
@@ -302,8 +282,6 @@ class Steps:
         if grad is None:  # an undefined one
             return
         self._fail_if_stale()
-        if not self.engine.is_open and self.is_armed:
-            self.start()
         if not self.engine.is_open:
             self.unsynchronized.add(name)
             return
@@ -380,8 +358,6 @@ class Steps:
             self._require_returned(placeholders, done.unused)
         else:
             self.unsynchronized = set()
-            if self._begins_with_output and not self._was_asked and self.engine.has_learnt_order:
-                self._stop_watching()
             is_plain = not (placeholders or self._kept or self._sparse or done.unused)
             for name, mean in done.mean.items():
                 parameter = self.parameters[name]
@@ -424,12 +400,6 @@ class Steps:
 
     def _require_returned(self, returned: Collection[str], unused: Collection[str]) -> None:
         lost = [name for name in self.parameters if name not in returned and name not in unused]
-        unseen = sorted(self._unseen - set(returned))
-        if unseen:
-            raise RuntimeError(
-                f"torch.autograd.grad has returned, or has nothing for, {', '.join(unseen)}, which the loss reaches "
-                "only past the module's outputs, so it was not synchronized; from now on it will be: call it again"
-            )
         if lost:
             raise RuntimeError(
                 f"torch.autograd.grad was asked on other ranks for {', '.join(lost)}, which this rank has not used or "

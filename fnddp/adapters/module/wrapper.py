@@ -339,11 +339,9 @@ class DistributedDataParallel(TorchNames):
             self._steps.is_armed = self._synchronizes and not has_stand_ins
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
-            outputs = [t for t in _tensors_in(output) if t.requires_grad and not t.is_leaf]  # whose hooks would stay
-            for tensor in outputs:
-                tensor.register_hook(self._steps.start)
-            if not outputs:
-                self._steps.watch()
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
+                    tensor.register_hook(self._steps.start)
 
     def _sync_buffers(self, location: HookLocation) -> None:
         if not self._slots.has_buffers or not self._buffers_of_module.runs_at(location):
