@@ -82,6 +82,19 @@ def integers(
     return _shifted(_hash(counter + _offset(name, seed, step, rank, device)), 32 - bits)
 
 
+def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None = None) -> Tensor:
+    """`n` numbers in int32 of which no two are equal, in random order: their largest k are k places, drawn without ties.
+
+    The hash takes each number to another one: a number and its own upper half are told apart, and odd factors have
+    inverses. So there are no ties among up to 2 ** 32, which devices would break differently.
+
+    >>> lots(3, name="w", seed=0, step=0).topk(3).indices
+    tensor([1, 0, 2])
+    """
+    counter = torch.arange(n, dtype=torch.int32, device=device)
+    return _hash(counter + _offset(name, seed, step, 0, device))
+
+
 def _offset(name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
     # The step may be symbolic, so it enters as a tensor.
     offset = torch.full((), step, dtype=torch.int64, device=device) * 0x9E3779B9 + _fnv1a(f"{seed}:{name}")

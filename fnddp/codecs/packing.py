@@ -110,7 +110,7 @@ def _padded(q: Tensor, multiple: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
-    """Indices below `among`: as int16 or int32, or, if there are 4,096 and `indices` are even in number, in 12 bits.
+    """Indices below `among`: in the fewest of 16, 32 and 64 bits, or, of an even number of them below 4,096, in 12.
 
     Two of 12 bits are three bytes: `[..., k]` becomes `[..., k / 2, 3]`. Another `dtype` than "small" is taken as is.
 
@@ -125,7 +125,7 @@ def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
     if among == PACKED_INDICES and indices.shape[-1] % 2 == 0:
         first, second = indices[..., 0::2], indices[..., 1::2]
         return torch.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], -1).to(torch.uint8)
-    return indices.to(torch.int16 if among <= 1 << 15 else torch.int32)
+    return indices.to(next(dtype for bits, dtype in _INTEGERS.items() if among <= 1 << bits - 1))
 
 
 def unpack_indices(packed: Tensor) -> Tensor:

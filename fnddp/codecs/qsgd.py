@@ -60,7 +60,9 @@ class qsgd(Codec):
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)
         # In float64: squares of float32 overflow and underflow.
         norm = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float64).to(blocks.dtype)
-        q = blocks * (self.levels / torch.where(norm > 0, norm, 1)).unsqueeze(-1)
+        scale = norm / self.levels
+        tiny = torch.finfo(scale.dtype).tiny  # below it the inverse is infinite
+        q = blocks * torch.where(scale < tiny, 0, 1 / scale).unsqueeze(-1)
         q = (q + key.uniform(q.shape, like=q)).floor().clamp(-self.levels, self.levels)
         return {"norm": norm, "q": pack(q.to(torch.int8), self._bits)}
 
