@@ -83,7 +83,7 @@ def integers(
 
 
 def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None = None) -> Tensor:
-    """`n` numbers in int32 of which no two are equal, in random order: their largest k are k places, drawn without ties.
+    """`n` numbers in int32 of which no two are equal, in random order: the largest k are k places drawn without ties.
 
     The hash takes each number to another one: a number and its own upper half are told apart, and odd factors have
     inverses. So there are no ties among up to 2 ** 32, which devices would break differently.

@@ -31,9 +31,9 @@ class skip_nonfinite(Sync):
     wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers the NaN; write
     `skip_nonfinite(error_feedback(...))`. Counters, which are Python ints, go on.
 
-    Around `delayed` the mean that was held back is held one step longer: it comes after the step that was skipped, whose
-    own never does. (After a first step that was skipped there is none, and zeros come.) A mean that overflows on the
-    wire counts in the step that makes it, not in the one that would give it: ranks agree on that by a second number.
+    Around `delayed` the mean that is held is held one step longer: it comes after the step that was skipped, whose own
+    never does. (After a first step that was skipped there is none, and zeros come.) A mean that overflows on the wire
+    counts in the step that makes it, not in the one that would give it: ranks agree on that by a second number.
 
     Args:
         inner: The pipeline.
