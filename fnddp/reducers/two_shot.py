@@ -86,13 +86,18 @@ class two_shot_mean(Carrier):
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
         rows = {path: _rows(x, n) for path, x in leaves.items()}  # [n, chunk]
-        lengths = {path: _lengths(x, n) for path, x in leaves.items()}  # [n, 1]
+        lengths = {path: _lengths(x, n) for path, x in leaves.items()} if code else dict.fromkeys(leaves)  # [n, 1]
+        own = {path: None if length is None else length[rank] for path, length in lengths.items()}
         first = {path: encode(code, x, Key.of(path), lengths[path]) for path, x in rows.items()}
         received = exchanged(first, lambda parts: collectives.all_to_all_leaves(parts, group))
         total: Leaves = {}
         for path, each in first.items():
             decoded = each.decode(received[path])
             total[path] = collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks
+            if own[path] is not None:  # of padding a codec may have made anything
+                total[path] = torch.where(
+                    torch.arange(decoded.shape[1], device=decoded.device) < own[path], total[path], 0
+                )
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
             shapes = {path: chunk.shape for path, chunk in total.items()}
@@ -100,9 +105,8 @@ class two_shot_mean(Carrier):
             total = {path: chunk + state.residual[path] for path, chunk in total.items()}
         second: dict[str, Encoded] = {}
         for path, chunk in total.items():
-            length, row = lengths[path], chunk.to(leaves[path].dtype).unsqueeze(0)
-            own = None if length is None else length[rank].unsqueeze(0)
-            second[path] = encode(code, row, Key.of(f"{path} again"), own)
+            length, row = own[path], chunk.to(leaves[path].dtype).unsqueeze(0)
+            second[path] = encode(code, row, Key.of(f"{path} again"), None if length is None else length.unsqueeze(0))
         lost = {path: each.decode(each.payload)[0] - total[path] for path, each in second.items()}
         everyone = exchanged(second, lambda parts: collectives.all_gather_leaves(parts, group))
 
