@@ -59,6 +59,8 @@ class fp8(Codec):
         return {"scale": scale, "q": q.clamp(-largest, largest).to(dtype).view(torch.uint8)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        scale = payload["scale"]
-        q = payload["q"].view(FORMATS[self.format]).to(scale.dtype)
-        return (q * scale.unsqueeze(-1)).flatten(1)[:, :n]
+        scale = payload["scale"] * (256 if self.format == "e4m3" else 1)
+        # A float16 has the bits of both and zeros behind: converting that is many times as fast as converting a byte.
+        signed = payload["q"].view(torch.int8).to(torch.int16)
+        half = signed << 7 & ~(1 << 14) if self.format == "e4m3" else signed << 8  # e4m3's bias is less by 8
+        return (half.view(torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(1)[:, :n]

@@ -95,9 +95,8 @@ class two_shot_mean(Carrier):
             decoded = each.decode(received[path])
             total[path] = collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks
             if own[path] is not None:  # of padding a codec may have made anything
-                total[path] = torch.where(
-                    torch.arange(decoded.shape[1], device=decoded.device) < own[path], total[path], 0
-                )
+                is_padding = torch.arange(decoded.shape[1], device=decoded.device) >= own[path]
+                total[path] = torch.where(is_padding, 0, total[path])
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
             shapes = {path: chunk.shape for path, chunk in total.items()}
