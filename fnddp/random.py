@@ -88,7 +88,7 @@ def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None
     inverses. So there are no ties among up to 2 ** 32, which devices would break differently.
 
     >>> lots(3, name="w", seed=0, step=0).topk(3).indices
-    tensor([1, 0, 2])
+    tensor([0, 2, 1])
     """
     counter = torch.arange(n, dtype=torch.int32, device=device)
     return _hash(counter + _offset(name, seed, step, 0, device))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Payload, wide
-from fnddp.codecs.packing import in_blocks, require_block
+from fnddp.codecs.packing import in_blocks, inverse, require_block
 from fnddp.sync import Sync, transform
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -54,7 +54,7 @@ class fp8(Codec):
         largest = torch.finfo(dtype).max
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)
         scale = blocks.abs().amax(-1) / largest
-        q = blocks / torch.where(scale > 0, scale, 1).unsqueeze(-1)
+        q = blocks * inverse(scale).unsqueeze(-1)
         # Bytes: no codec inside may take them for fractions, and gloo and NCCL do not know the dtype.
         return {"scale": scale, "q": q.clamp(-largest, largest).to(dtype).view(torch.uint8)}
 

@@ -43,6 +43,15 @@ def in_blocks(x: Tensor, block: int | None) -> Tensor:
     return (pad(x, (0, missing)) if missing else x).unflatten(1, (-1, size))
 
 
+def inverse(scale: Tensor) -> Tensor:
+    """1 / `scale`, to multiply by, which takes a third of the time of dividing; 0 where it would be infinite.
+
+    >>> inverse(torch.tensor([4.0, 0.0]))
+    tensor([0.2500, 0.0000])
+    """
+    return torch.where(scale < torch.finfo(scale.dtype).tiny, 0, 1 / scale)
+
+
 def pack(q: Tensor, bits: int) -> Tensor:
     """Small integers of `bits` bits each, in two's complement, 8 / `bits` of them in a byte: `[..., ceil(n bits / 8)]`.
 
