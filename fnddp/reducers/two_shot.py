@@ -94,8 +94,9 @@ class two_shot_mean(Carrier):
         for path, each in first.items():
             decoded = each.decode(received[path])
             total[path] = collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks
-            if own[path] is not None:  # of padding a codec may have made anything
-                is_padding = torch.arange(decoded.shape[1], device=decoded.device) >= own[path]
+            length = own[path]
+            if length is not None:  # of padding a codec may have made anything
+                is_padding = torch.arange(decoded.shape[1], device=decoded.device) >= length
                 total[path] = torch.where(is_padding, 0, total[path])
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
