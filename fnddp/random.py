@@ -131,4 +131,5 @@ def _mixed(counter: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, by: int) -> Tensor:
-    return (word >> by) & (_LOW_32 >> by)  # a shift of int32 alone brings the sign in
+    # A shift of int32 alone brings the sign in. By its long name, which can write into memory that is there.
+    return torch.bitwise_right_shift(word, by) & (_LOW_32 >> by)

@@ -54,7 +54,7 @@ class natural(Codec):
         bits = x.abs().view(torch.int32).clamp(max=NOT_FINITE)  # NaN and infinity alike, so that no sum overflows
         # The carry of a random mantissa into the exponent is as likely as the paper has it.
         raised = bits + key.integers(x.shape, bits=MANTISSA, like=x)
-        exponent = torch.minimum(raised, bits.clamp(min=top << MANTISSA)) >> MANTISSA
+        exponent = torch.minimum(raised, bits.clamp(min=top << MANTISSA)).bitwise_right_shift(MANTISSA)
         return {"exponent": exponent.to(torch.uint8), "sign": pack_bits(is_negative(x))}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
