@@ -72,9 +72,9 @@ class skip_nonfinite(Sync):
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
         in_mean = _is_bad(inner.mean, state.skipped)
-        if self.inner.gives_later:  # what is no number must not be kept, or all later steps would be skipped for it
+        if not self.inner.accounts:  # it holds a mean: if that is no number, all later steps would be skipped for it
             in_mean = in_mean | _has_spoilt(state.inner, inner.state, state.skipped)
-        sees_the_same = self.inner.agrees and not self.inner.gives_later
+        sees_the_same = self.inner.agrees and self.inner.accounts
         is_bad = is_bad | (in_mean if sees_the_same else _on_any_rank(in_mean, groups))
 
         def rolled_back(before: Any, after: Any) -> Any:
