@@ -38,6 +38,11 @@ class Key:
     seed: int = 0
     step: Any = 0
 
+    @classmethod
+    def of(cls, name: str) -> "Key":
+        """This rank's. Its number among all ranks, so that those that have shards of a leaf draw other numbers, too."""
+        return cls(name, collectives.rank(None))
+
     def uniform(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Numbers in (0, 1), in float32, on the device of `like`; other ones on each rank."""
         return random.uniform(shape, name=self.name, seed=self.seed, step=self.step, rank=self.rank, device=like.device)
@@ -67,13 +72,20 @@ class Encoded(NamedTuple):
     decode: Callable[[Payload], Tensor]
 
 
-def encode(code: Code, x: Tensor, key: Key) -> Encoded:
-    """`x: [rows, n]`, encoded by the codecs of `code` in turn."""
+def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Encoded:
+    """`x: [rows, n]`, encoded by the codecs of `code` in turn.
+
+    Args:
+        code, x, key: See there.
+        length: How many numbers of each row are not padding, `[rows, 1]`; None for all of them.
+    """
     if not code:
         return Encoded({"": x}, _only)
     layer, inner = code[0], code[1:]
     codec: Any = layer.codec
-    parts: Payload = codec.encode(x, replace(key, seed=layer.seed, step=layer.step)) if codec.draws else codec.encode(x)
+    drawn = (replace(key, seed=layer.seed, step=layer.step),) if codec.draws else ()
+    counted = {"length": length} if codec.averages else {}
+    parts: Payload = codec.encode(x, *drawn, **counted)
     encoded = {name: _encode_part(inner, part, replace(key, name=f"{key.name}/{name}")) for name, part in parts.items()}
     payload = {f"{name}/{of}": part for name, each in encoded.items() for of, part in each.payload.items()}
 
@@ -86,14 +98,33 @@ def encode(code: Code, x: Tensor, key: Key) -> Encoded:
     return Encoded(payload, decode)
 
 
-def exchanged(encoded: Mapping[str, Encoded], move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> Leaves:
-    """What the payloads decode to, all parts of all leaves having been sent by `move`: `[ranks, n]` each."""
+def exchanged(
+    encoded: Mapping[str, Encoded], move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]
+) -> dict[str, Payload]:
+    """The payloads of all ranks, a row for each, all parts of all leaves having been sent by `move`."""
     parts = {(path, name): part for path, each in encoded.items() for name, part in each.payload.items()}
     moved = move(parts)
     return {
-        path: each.decode({name: moved[path, name].reshape(-1, *part.shape[1:]) for name, part in each.payload.items()})
+        path: {name: moved[path, name].reshape(-1, *part.shape[1:]) for name, part in each.payload.items()}
         for path, each in encoded.items()
     }
+
+
+BLOCK = 1 << 22
+"""Elements that are decoded at a time, if a leaf has not more: 16 MiB, and no copy of a leaf for each rank."""
+MOST_BLOCKS = 16
+"""Of a leaf: each takes operations, in a plan too."""
+
+
+def added_up(encoded: Encoded, payload: Payload, n: int, like: Tensor) -> Tensor:
+    """The sum of what the payloads of `n` ranks decode to, a row of each like `like`, in float32 or wider."""
+    at_a_time = max(BLOCK // like.numel(), -(-n // MOST_BLOCKS))
+    total: Tensor | None = None
+    for first in range(0, n, at_a_time):
+        few = payload if at_a_time >= n else {name: part[first : first + at_a_time] for name, part in payload.items()}
+        total = collectives.sum_in_rank_order(encoded.decode(few).to(wide(like.dtype)), total)
+    assert total is not None
+    return total
 
 
 def _encode_part(code: Code, part: Tensor, key: Key) -> Encoded:
@@ -168,7 +199,8 @@ class Codec(Sync):
     """Two functions on rows around a carrier, or around another codec.
 
     Derive a class with `@fnddp.transform`, a first field `inner: Sync`, and `encode` and `decode`, which are pure and
-    traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`.
+    traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`. One
+    that takes an average over a row sets `averages`, and takes a `length` in `encode`: see there.
 
     Raises:
         TypeError: `inner` does not carry payloads.
@@ -184,6 +216,7 @@ class Codec(Sync):
     inner: Sync
 
     draws: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
     carries: ClassVar[Any] = True
     has_fractions: ClassVar[Any] = True
     """Whether its payload has floating-point parts, which a codec inside encodes."""
@@ -200,7 +233,11 @@ class Codec(Sync):
 
     @abc.abstractmethod
     def encode(self, x: Tensor) -> Payload:
-        """What travels of `x: [rows, n]`: each row by itself. `x` has the gradients' dtype."""
+        """What travels of `x: [rows, n]`: each row by itself. `x` has the gradients' dtype.
+
+        `two_shot` pads rows with zeros to one length. Who `averages` over a row gets `length=` after all others: how
+        many numbers of each row count, `[rows, 1]` in int64, or None for all.
+        """
 
     @abc.abstractmethod
     def decode(self, payload: Payload, n: int) -> Tensor:

@@ -213,12 +213,13 @@ def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
 
     It is zero for leaves without an update.
     """
-    state, eps = sync.init(grads(rank, 0)), coarsest_rounding(rank, sync, grads)
+    state, eps, scale = sync.init(grads(rank, 0)), coarsest_rounding(rank, sync, grads), 0.0
     for step in range(STEPS):
         done = sync.exchange(_leaves(grads, rank, step), state)
         state = done.state
         everyone = gather(done.sent)
-        scale = max([_norm(leaf) for sent in everyone for leaf in sent.values()], default=0.0)
+        # The largest of all steps so far: a memory has the roundings of earlier ones, also where gradients are zeros.
+        scale = max([scale, *(_norm(leaf) for sent in everyone for leaf in sent.values())])
         for path, want in _reduce(everyone, _op(sync)).items():
             what = f"step {step}: leaf {path!r}: the {_op(sync)} over ranks of sent"
             mean = done.mean.get(path, torch.zeros_like(done.sent[path]))

@@ -55,8 +55,8 @@ def uniform(
     >>> abs(one.mean() - 0.5) < 0.05, bool((one == uniform((1000,), name="w", seed=0, step=0, rank=1)).any())
     (tensor(True), False)
     """
-    word = integers(shape, bits=23, name=name, seed=seed, step=step, rank=rank, device=device)
-    return (word.float() + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
+    word = _words(shape, name, seed, step, rank, device)
+    return word.float() * (2.0**-32 - 2.0**-55) + 0.5  # an integer of 32 bits, with its sign: never 0 or 1
 
 
 def integers(
@@ -78,8 +78,26 @@ def integers(
     >>> integers((3,), bits=4, name="w", seed=0, step=0)
     tensor([ 0,  8, 14], dtype=torch.int32)
     """
+    return _shifted(_words(shape, name, seed, step, rank, device), 32 - bits)
+
+
+def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None = None) -> Tensor:
+    """`n` numbers in int32 of which no two are equal, in random order: the largest k are k places drawn without ties.
+
+    The hash takes each number to another one: a number and its own upper half are told apart, and odd factors have
+    inverses. So there are no ties among up to 2 ** 32, which devices would break differently.
+
+    >>> lots(3, name="w", seed=0, step=0).topk(3).indices
+    tensor([0, 2, 1])
+    """
+    counter = torch.arange(n, dtype=torch.int32, device=device)
+    return _hash(counter + _offset(name, seed, step, 0, device))
+
+
+def _words(shape: tuple[int, ...], name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
+    """32 random bits each, of which the highest are the best."""
     counter = torch.arange(math.prod(shape), dtype=torch.int32, device=device).reshape(shape)
-    return _shifted(_hash(counter + _offset(name, seed, step, rank, device)), 32 - bits)
+    return _mixed(counter + _offset(name, seed, step, rank, device))
 
 
 def _offset(name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
@@ -102,11 +120,16 @@ def _uniform(counter: Tensor) -> Tensor:
 
 
 def _hash(counter: Tensor) -> Tensor:
-    # Few rounds: Inductor inlines the chain, and every round doubles it.
-    word = (counter ^ _shifted(counter, 16)) * 0x7FEB352D
-    word = (word ^ _shifted(word, 15)) * 0x68E31DA5
+    word = _mixed(counter)
     return word ^ _shifted(word, 16)
 
 
+def _mixed(counter: Tensor) -> Tensor:
+    # Few rounds: Inductor inlines the chain, and every round doubles it; and each is four passes over memory.
+    word = (counter ^ _shifted(counter, 16)) * 0x7FEB352D
+    return (word ^ _shifted(word, 15)) * 0x68E31DA5
+
+
 def _shifted(word: Tensor, by: int) -> Tensor:
-    return (word >> by) & (_LOW_32 >> by)  # a shift of int32 alone brings the sign in
+    # A shift of int32 alone brings the sign in. By its long name, which can write into memory that is there.
+    return torch.bitwise_right_shift(word, by) & (_LOW_32 >> by)

@@ -162,6 +162,38 @@ def test_sums_in_rank_order_are_the_same_in_any_layout():
     batched = torch.func.vmap(sum_in_rank_order, in_dims=1)(rows)
     assert torch.equal(batched, want)
     torch.library.opcheck(torch.ops.fnddp.sum_in_rank_order.default, (rows,))
+    onto = torch.randn(7, 33)
+    want = functools.reduce(torch.add, [onto, *rows.unbind()])
+    assert torch.equal(sum_in_rank_order(rows, onto), want)
+    assert torch.equal(torch.func.vmap(sum_in_rank_order, in_dims=(1, 0))(rows, onto), want)
+    assert torch.equal(torch.func.vmap(sum_in_rank_order, in_dims=(None, 0))(rows[:, 0], onto)[0], want[0])
+    assert torch.equal(torch.func.vmap(sum_in_rank_order, in_dims=(1, None))(rows, onto[0])[0], want[0])
+    torch.library.opcheck(torch.ops.fnddp.sum_in_rank_order.default, (rows, onto))
+
+
+@pytest.mark.parametrize("text", ["fp16(allgather)", "quantize(allgather, bits=4, block=8)", "topk(allgather, k=3)"])
+def test_blocks_of_ranks_add_up_to_the_same_bits(text, monkeypatch):
+    sync = parse(text)
+
+    def body(rank: int) -> list:
+        plain, lowered = sync(grads(rank), sync.init(grads(rank))), fnddp.jit(sync)(grads(rank), sync.init(grads(rank)))
+        return [bits(plain[0]), bits(lowered[0])]
+
+    want = run_threads(4, body)
+    for elements, most in ((1, 16), (1, 2), (63, 16)):  # a rank, two of them, one or all of them at a time
+        monkeypatch.setattr(fnddp.codec, "BLOCK", elements)
+        monkeypatch.setattr(fnddp.codec, "MOST_BLOCKS", most)
+        assert run_threads(4, body) == want
+        assert want[0][0] == want[0][1]
+
+
+@pytest.mark.parametrize("text", ["quantize(allgather)", "topk(allgather, ratio=0.01)", "fp16(allgather)"])
+def test_no_leaf_is_decoded_for_all_ranks_at_once(text):
+    """What a step takes grows by what is received, and by a copy of that, and not by a decoded leaf for each rank."""
+    leaf = {"w": torch.empty(1 << 23, device="meta")}
+    few, many = (lower(parse(text), leaf, world_size=n) for n in (4, 12))
+    received = many.wire_bytes * (12 - 4)
+    assert many.peak_bytes - few.peak_bytes <= 2 * received + leaf["w"].nbytes / 2
 
 
 def test_pipelines_on_carriers_are_compiled():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -249,6 +250,20 @@ def test_random_parts_scaled_are_unbiased(text):
     assert ((total - x["w"]).abs() <= 6 * x["w"].abs() * (3 / 500) ** 0.5).all()
 
 
+@pytest.mark.parametrize("step", [0, 3])
+def test_random_k_draws_without_ties(step, monkeypatch):
+    """So that the largest k of them are the same on all devices, in the same order."""
+    n, k = 1 << 20, 1 << 18
+    sync, grads, sent = fnddp.random_k(fnddp.allreduce, k=k, seed=7), {"w": torch.arange(float(n))}, []
+    state = sync.init(grads)._replace(step=step)
+    monkeypatch.setattr(Tensor, "topk", lambda lots, k: sent.append(lots) or torch.topk(lots, k))
+    mean = sync(grads, state)[0]["w"]
+    (lots,) = sent
+    assert len(lots.unique()) == n
+    chosen = lots.argsort(descending=True)[:k]
+    assert torch.equal(mean.nonzero().flatten(), chosen[chosen > 0].sort().values)
+
+
 def test_ranks_leaves_hops_and_steps_draw_other_numbers():
     codec, x = fnddp.natural(allgather), torch.full((1, 200), 1.5)
     keys = [Key("w", 0), Key("w", 1), Key("v", 0), Key("w again", 0), Key("w", 0, step=1), Key("w", 0, seed=1)]
@@ -256,6 +271,71 @@ def test_ranks_leaves_hops_and_steps_draw_other_numbers():
     assert len(set(read)) == len(keys)
     mine = run_threads(2, lambda rank: codec.exchange({"w": x}, codec.init({"w": x})).sent["w"])
     assert not torch.equal(*mine)
+
+
+def test_shards_of_a_leaf_draw_other_numbers():
+    """Inside of `hierarchical` two ranks with the same place in their groups across have shards of one leaf."""
+
+    def body(rank: int) -> Tensor:
+        inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        sync = fnddp.hierarchical(fnddp.terngrad(allgather).over(across), intra=inside)
+        grads = {"w": torch.cat([torch.tensor([1.0]), torch.full((99,), 0.5)]).repeat(2)}  # two equal shards
+        return sync(grads, sync.init(grads))[0]["w"]
+
+    mean = run_threads(4, body)[0]
+    assert not torch.equal(mean[:100], mean[100:])
+
+
+# Padding, which is no number of a gradient's.
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("elements", [1, 2, 5, 7, 65])
+def test_signs_have_the_scale_of_a_ranks_part_without_what_pads_it(n, elements):
+    sync, chunk = fnddp.sign(two_shot), -(-elements // n)
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    parts = x.split(chunk)
+    want = torch.cat([part.abs().mean() * (1 - 2.0 * (part < 0)) for part in parts])
+    means = run_threads(n, lambda rank: sync({"w": x}, ())[0]["w"])
+    torch.testing.assert_close(means, [want] * n)
+    together, _ = fnddp.simulate(sync, n)({"w": x.expand(n, -1)}, ())
+    assert torch.equal(together["w"], means[0])
+
+
+def test_blocks_of_signs_within_a_padded_part():
+    x = torch.cat([torch.full((24,), 2.0), torch.full((17,), 5.0)])  # two parts of 21, in chunks of 8
+    mean = run_threads(2, lambda rank: fnddp.sign(two_shot, chunk=8)({"w": x}, ())[0]["w"])[0]
+    assert mean[:21].tolist() == [2.0] * 21
+    assert mean[21:29].tolist() == [pytest.approx((3 * 2 + 5 * 5) / 8)] * 8
+    assert mean[29:].tolist() == [5.0] * 12
+
+
+@pytest.mark.parametrize("elements", [2, 5, 9])
+def test_terngrad_clips_by_the_spread_of_what_there_is(elements):
+    """Two rows for two ranks; of the second one the last number is padding, if they are odd."""
+    x, length = torch.randn(2, 5), torch.tensor([[5], [elements - 5]]).clamp(min=1)
+    x[1, int(length[1]) :] = 0
+    codec = fnddp.terngrad(allgather, clip=0.5)
+    payload = codec.encode(x, Key("w", 0), length=length)
+    for row, many in enumerate(length.flatten().tolist()):
+        alone = codec.encode(x[row : row + 1, :many], Key("w", 0))
+        torch.testing.assert_close(payload["scale"][row], alone["scale"][0])
+
+
+# What is as good as nothing.
+
+
+@pytest.mark.parametrize("text", [text for text in CODECS if "scale='none'" not in text and text[:8] != "majority"])
+@pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-39, 2e-38])
+def test_subnormal_numbers_stay_as_small_as_they_are(text, size):
+    x = size * torch.linspace(-1, 1, 66).unflatten(0, (2, 33))
+    x[:, ::3] = 0
+    read = coded(codec_of(text), x)
+    assert read.isfinite().all()
+    assert read.abs().max() <= 2**-126 + 2 * x.double().norm()
+    if not text.startswith(("sign", "dct", "natural")):  # in whose payloads zeros are not zeros
+        assert not read[:, ::3].any()
 
 
 # Exactness.
@@ -323,6 +403,14 @@ def test_packed_indices_come_back(data, among_and_bytes):
     packed = pack_indices(indices, among)
     assert nbytes({"": packed}) == each * len(indices)
     assert torch.equal(unpack_indices(packed).flatten(), indices)
+
+
+@pytest.mark.parametrize(("among", "bits"), [(1 << 15, 16), ((1 << 15) + 1, 32), (1 << 31, 32), ((1 << 31) + 1, 64)])
+def test_the_last_of_many_indices_comes_back(among, bits):
+    last = torch.tensor([among - 1])
+    packed = pack_indices(last, among)
+    assert packed.element_size() * 8 == bits
+    assert torch.equal(unpack_indices(packed), last)
 
 
 # DCT.
@@ -543,7 +631,8 @@ def test_codecs_without_fractions_take_carriers_alone(make):
         ("terngrad(allgather, block=0)", "block must be at least 1"),
         ("dct_topk(allgather, k=0)", "k must be at least 1"),
         ("dct_topk(allgather, index='uint8')", "index must be one of small, int16"),
-        ("dct_topk(allgather, chunk=200, index='int16')", "use int32"),
+        ("dct_topk(allgather, chunk=200, index='int16')", "use small"),
+        ("dct_topk(allgather, chunk=50000, index='int32')", "use small"),
     ],
 )
 def test_options_out_of_range_are_refused(text, says):

@@ -460,6 +460,57 @@ def test_a_loss_scaler_skips_where_the_wire_overflows_as_with_plain_ddp(rank: in
     assert all(scale == scaler.get_scale() for scale in gather(scaler.get_scale()))
 
 
+def with_nan_in(at: int, rank: int, step: int) -> dict[str, Tensor]:
+    grads = {"w": torch.full((2,), float(step + 1))}
+    if step == at and rank == 1:
+        grads["w"][0] = torch.nan
+    return grads
+
+
+@pytest.mark.parametrize(("at", "want"), [(0, [None, "nan", 0, 2, 3]), (2, [None, 1, "nan", 2, 4])])
+def test_a_delayed_mean_comes_after_the_step_that_was_skipped(at: int, want: list[Any]):
+    """The mean that was held back is held once more; that of the step itself never comes."""
+    sync = skip_nonfinite(delayed(allreduce))
+    want = want if at else [None, 0, 2, 3, 4]  # a step without an update has nothing to spoil
+
+    def body(rank: int) -> None:
+        for run in (sync, fnddp.jit(sync)):
+            state, got = sync.init(with_nan_in(at, rank, 0)), []
+            for step in range(5):
+                mean, state = run(with_nan_in(at, rank, step), state)
+                got.append(None if mean["w"] is None else "nan" if mean["w"].isnan().all() else mean["w"][0].item())
+            assert got == want
+            assert state.skipped.item() == 1
+            assert state.inner.last["w"].tolist() == [5.0, 5.0]
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("inner", ["delayed(fp16(allreduce))", "error_feedback(delayed(fp16(two_shot)))"])
+def test_a_delayed_mean_that_overflows_is_not_held(inner: str):
+    """It would come in all later steps, each of which would be undone for it."""
+    sync = skip_nonfinite(fnddp.parse(inner))
+
+    def body(rank: int) -> None:
+        state = sync.init({"w": torch.ones(2)})
+        for step in range(5):
+            size = 1e6 if (step, rank) == (2, 1) else 1.0  # beyond float16
+            mean, state = sync({"w": torch.full((2,), size)}, state)
+            assert state.skipped.item() == (step >= 2)
+            assert step == 0 or mean["w"].isnan().all().item() == (step == 2)
+
+    run_threads(2, body)
+
+
+def test_skipping_leaves_alone_what_was_no_number_before():
+    """What `every` holds back, `measure` has not measured yet: its state is NaN."""
+    sync = fnddp.parse("skip_nonfinite(every(3, delayed(measure(allreduce))))")
+    state = sync.init({"w": torch.ones(2)})
+    for _ in range(4):
+        _, state = sync({"w": torch.ones(2)}, state)
+    assert state.skipped.item() == 0
+
+
 # clip_by_global_norm
 
 

@@ -68,8 +68,11 @@ class dct_topk(Codec):
                 raise ValueError(f"dct_topk: {name} must be at least 1, got {value!r}")
         if self.index not in INDEX_DTYPES:
             raise ValueError(f"dct_topk: index must be one of {', '.join(INDEX_DTYPES)}, got {self.index!r}")
-        if self.index == "int16" and self.chunk**2 > 1 << 15:
-            raise ValueError(f"dct_topk: int16 cannot tell the {self.chunk**2} numbers of a tile apart; use int32")
+        chosen = INDEX_DTYPES[self.index]
+        if chosen is not None and self.chunk**2 - 1 > torch.iinfo(chosen).max:
+            raise ValueError(
+                f"dct_topk: {self.index} cannot tell the {self.chunk**2} numbers of a tile apart; use small"
+            )
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

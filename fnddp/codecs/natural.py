@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload
-from fnddp.codecs.packing import pack_bits, unpack_bits
+from fnddp.codecs.packing import is_negative, pack_bits, unpack_bits
 from fnddp.sync import Sync, transform
 
-BIAS = 127  # of float32's exponents
+BIAS, MANTISSA = 127, 23  # of float32
+NOT_FINITE = 255 << MANTISSA
 
 
 @transform
@@ -48,14 +49,14 @@ class natural(Codec):
     has_fractions = False
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
-        bits = x.float().view(torch.int32)
-        exponent = bits >> 23 & 255
-        # The carry of a random mantissa into the exponent is as likely as the paper has it.
-        raised = (bits & 0x7FFFFFFF) + key.integers(x.shape, bits=23, like=x) >> 23 & 511
         top = min(math.frexp(torch.finfo(x.dtype).max)[1] - 1, BIAS) + BIAS
-        exponent = torch.minimum(raised, exponent.clamp(min=top))  # 255 stands for what is not finite, and stays
-        return {"exponent": exponent.to(torch.uint8), "sign": pack_bits((bits >> 31).to(torch.int8))}
+        x = x.float()
+        bits = x.abs().view(torch.int32).clamp(max=NOT_FINITE)  # NaN and infinity alike, so that no sum overflows
+        # The carry of a random mantissa into the exponent is as likely as the paper has it.
+        raised = bits + key.integers(x.shape, bits=MANTISSA, like=x)
+        exponent = torch.minimum(raised, bits.clamp(min=top << MANTISSA)).bitwise_right_shift(MANTISSA)
+        return {"exponent": exponent.to(torch.uint8), "sign": pack_bits(is_negative(x))}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         sign = unpack_bits(payload["sign"], n).to(torch.int32) << 31
-        return (payload["exponent"].to(torch.int32) << 23 | sign).view(torch.float32)
+        return (payload["exponent"].to(torch.int32) << MANTISSA | sign).view(torch.float32)

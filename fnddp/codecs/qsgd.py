@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, pack, require_block, unpack
+from fnddp.codecs.packing import block_size, in_blocks, inverse, pack, require_block, unpack
 from fnddp.sync import Sync, transform
 
 BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
@@ -60,7 +60,7 @@ class qsgd(Codec):
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)
         # In float64: squares of float32 overflow and underflow.
         norm = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float64).to(blocks.dtype)
-        q = blocks * (self.levels / torch.where(norm > 0, norm, 1)).unsqueeze(-1)
+        q = blocks * inverse(norm / self.levels).unsqueeze(-1)
         q = (q + key.uniform(q.shape, like=q)).floor().clamp(-self.levels, self.levels)
         return {"norm": norm, "q": pack(q.to(torch.int8), self._bits)}
 

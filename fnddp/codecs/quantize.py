@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, pack, unpack
+from fnddp.codecs.packing import block_size, in_blocks, inverse, pack, unpack
 from fnddp.sync import Sync, transform
 
 BITS = (8, 4, 2)
@@ -64,8 +64,7 @@ class quantize(Codec):
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)
         largest = 2 ** (self.bits - 1) - 1
         scale = torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / largest
-        tiny = torch.finfo(scale.dtype).tiny  # below it the inverse is infinite
-        q = blocks * torch.where(scale < tiny, 0, 1 / scale).unsqueeze(-1)
+        q = blocks * inverse(scale).unsqueeze(-1)
         q = q.round() if key is None else (q + key.uniform(q.shape, like=q)).floor().clamp(-largest, largest)
         return {"scale": scale, "q": pack(q.to(torch.int8), self.bits)}
 

@@ -40,6 +40,8 @@ class sign(Codec):
     scale: str = "mean"
     chunk: int | None = None
 
+    averages = True
+
     @property
     def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.scale != "none"
@@ -51,16 +53,16 @@ class sign(Codec):
         if self.chunk is not None and (self.chunk < 8 or self.chunk % 8):
             raise ValueError(f"sign: chunk must be a positive multiple of 8, got {self.chunk!r}")
 
-    def encode(self, x: Tensor) -> Payload:
+    def encode(self, x: Tensor, length: Tensor | None = None) -> Payload:
         chunks = in_blocks(x, self.chunk)
         chunk = chunks.shape[2]
         payload = {"bits": pack_bits(is_negative(chunks))}
         if self.scale == "max":
             payload["scale"] = torch.maximum(chunks.amax(-1), -chunks.amin(-1)).to(wide(x.dtype))
         elif self.scale == "mean":
-            # What pads the last chunk is not of its elements.
-            left = x.shape[1] - chunk * torch.arange(chunks.shape[1], device=x.device)
-            payload["scale"] = chunks.to(wide(x.dtype)).abs().sum(-1) / left.clamp(max=chunk)
+            # What pads a row or its last chunk is not of its elements.
+            left = (x.shape[1] if length is None else length) - chunk * torch.arange(chunks.shape[1], device=x.device)
+            payload["scale"] = chunks.to(wide(x.dtype)).abs().sum(-1) / left.clamp(1, chunk)
         return payload
 
     def decode(self, payload: Payload, n: int) -> Tensor:

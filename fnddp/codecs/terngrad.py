@@ -45,6 +45,7 @@ class terngrad(Codec):
     seed: int = 0
 
     draws = True
+    averages = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,12 +53,12 @@ class terngrad(Codec):
             raise ValueError(f"terngrad: clip must be positive, or None, got {self.clip!r}")
         require_block("terngrad", self.block)
 
-    def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def encode(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Tensor, key: Key, length: Tensor | None = None
+    ) -> Payload:
         x = x.to(wide(x.dtype))
         if self.clip is not None:
-            # Not x.std(), whose sum runs in another order under vmap.
-            spread = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-            bound = self.clip * spread
+            bound = self.clip * _spread(x, length)
             x = x.clamp(-bound, bound)
         blocks = in_blocks(x, self.block)
         scale = blocks.abs().amax(-1)
@@ -68,3 +69,14 @@ class terngrad(Codec):
     def decode(self, payload: Payload, n: int) -> Tensor:
         q = unpack(payload["q"], 2, block_size(self.block, n))
         return (q * payload["scale"].unsqueeze(-1)).flatten(1)[:, :n]
+
+
+def _spread(x: Tensor, length: Tensor | None) -> Tensor:
+    """The standard deviation of each row, `[rows, 1]`. (Not x.std(), whose sum runs in another order under vmap.)"""
+    if length is None:
+        return (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+    counted = length.clamp(min=1)
+    deviation = x - x.sum(-1, keepdim=True) / counted
+    # Padding, which is zeros, does not count.
+    deviation = torch.where(torch.arange(x.shape[1], device=x.device) < length, deviation, 0)
+    return (deviation.square().sum(-1, keepdim=True) / counted).sqrt()

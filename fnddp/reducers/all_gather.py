@@ -1,7 +1,7 @@
 """All-gather: every rank gets every other's payload, and reads them all."""
 
 from fnddp import collectives
-from fnddp.codec import Carrier, Code, Key, encode, exchanged, wide
+from fnddp.codec import Carrier, Code, Key, added_up, encode, exchanged
 from fnddp.group import Group, group_name
 from fnddp.sync import State, registry, transform
 from fnddp.tree import Leaves
@@ -28,10 +28,10 @@ class all_gather(Carrier):
 
     def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
-        encoded = {path: encode(code, x.unsqueeze(0), Key(path, collectives.rank(group))) for path, x in leaves.items()}
+        encoded = {path: encode(code, x.unsqueeze(0), Key.of(path)) for path, x in leaves.items()}
         everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
-        n = collectives.ranks(group)
-        mean = {path: collectives.sum_in_rank_order(everyone[path].to(wide(x.dtype))) / n for path, x in leaves.items()}
+        n, ranks = collectives.world_size(group), collectives.ranks(group)
+        mean = {path: added_up(encoded[path], everyone[path], n, x) / ranks for path, x in leaves.items()}
         sent = {path: each.decode(each.payload)[0] for path, each in encoded.items()} if code else leaves
         return mean, sent, state
 

@@ -86,11 +86,18 @@ class two_shot_mean(Carrier):
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
         rows = {path: _rows(x, n) for path, x in leaves.items()}  # [n, chunk]
-        first = {path: encode(code, x, Key(path, rank)) for path, x in rows.items()}
+        lengths = {path: _lengths(x, n) for path, x in leaves.items()} if code else dict.fromkeys(leaves)  # [n, 1]
+        own = {path: None if length is None else length[rank] for path, length in lengths.items()}
+        first = {path: encode(code, x, Key.of(path), lengths[path]) for path, x in rows.items()}
         received = exchanged(first, lambda parts: collectives.all_to_all_leaves(parts, group))
         total: Leaves = {}
-        for path, each in received.items():
-            total[path] = collectives.sum_in_rank_order(each.to(wide(each.dtype))) / ranks
+        for path, each in first.items():
+            decoded = each.decode(received[path])
+            total[path] = collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks
+            length = own[path]
+            if length is not None:  # of padding a codec may have made anything
+                is_padding = torch.arange(decoded.shape[1], device=decoded.device) >= length
+                total[path] = torch.where(is_padding, 0, total[path])
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
             shapes = {path: chunk.shape for path, chunk in total.items()}
@@ -98,7 +105,8 @@ class two_shot_mean(Carrier):
             total = {path: chunk + state.residual[path] for path, chunk in total.items()}
         second: dict[str, Encoded] = {}
         for path, chunk in total.items():
-            second[path] = encode(code, chunk.to(leaves[path].dtype).unsqueeze(0), Key(f"{path} again", rank))
+            length, row = own[path], chunk.to(leaves[path].dtype).unsqueeze(0)
+            second[path] = encode(code, row, Key.of(f"{path} again"), None if length is None else length.unsqueeze(0))
         lost = {path: each.decode(each.payload)[0] - total[path] for path, each in second.items()}
         everyone = exchanged(second, lambda parts: collectives.all_gather_leaves(parts, group))
 
@@ -108,7 +116,8 @@ class two_shot_mean(Carrier):
         else:
             owned = {path: torch.arange(n, device=x.device).unsqueeze(1) == rank for path, x in leaves.items()}
             sent = {path: mine + torch.where(owned[path], ranks * lost[path], 0) for path, mine in sent.items()}
-        mean = {path: everyone[path].reshape(-1)[: x.numel()] for path, x in leaves.items()}
+        means = {path: each.decode(everyone[path]) for path, each in second.items()}
+        mean = {path: means[path].reshape(-1)[: x.numel()] for path, x in leaves.items()}
         return mean, {path: sent[path].reshape(-1)[: x.numel()] for path, x in leaves.items()}, state
 
     def __repr__(self) -> str:
@@ -123,6 +132,14 @@ def _chunk(elements: int, n: int) -> int:
 def _rows(x: Tensor, n: int) -> Tensor:
     padding = n * _chunk(x.numel(), n) - x.numel()
     return (pad(x, (0, padding)) if padding else x).view(n, -1)
+
+
+def _lengths(x: Tensor, n: int) -> Tensor | None:
+    """How many numbers of each of `_rows` are those of `x`; None if all are."""
+    chunk = _chunk(x.numel(), n)
+    if n * chunk == x.numel():
+        return None
+    return (x.numel() - chunk * torch.arange(n, device=x.device)).clamp(0, chunk).unsqueeze(1)
 
 
 two_shot = two_shot_mean()

@@ -31,6 +31,10 @@ class skip_nonfinite(Sync):
     wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers the NaN; write
     `skip_nonfinite(error_feedback(...))`. Counters, which are Python ints, go on.
 
+    Around `delayed` the mean that is held is held one step longer: it comes after the step that was skipped, whose own
+    never does. (After a first step that was skipped there is none, and zeros come.) A mean that overflows on the wire
+    counts in the step that makes it, not in the one that would give it: ranks agree on that by a second number.
+
     Args:
         inner: The pipeline.
 
@@ -68,7 +72,10 @@ class skip_nonfinite(Sync):
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
         in_mean = _is_bad(inner.mean, state.skipped)
-        is_bad = is_bad | (in_mean if self.inner.agrees else _on_any_rank(in_mean, groups))
+        if not self.inner.accounts:  # it holds a mean: if that is no number, all later steps would be skipped for it
+            in_mean = in_mean | _has_spoilt(state.inner, inner.state, state.skipped)
+        sees_the_same = self.inner.agrees and self.inner.accounts
+        is_bad = is_bad | (in_mean if sees_the_same else _on_any_rank(in_mean, groups))
 
         def rolled_back(before: Any, after: Any) -> Any:
             return torch.where(is_bad.to(after.device), before, after) if isinstance(after, Tensor) else after
@@ -82,6 +89,18 @@ def _is_bad(leaves: Leaves, like: Tensor) -> Tensor:
     """Whether something is not finite: a bool on the device of `like`."""
     finite = [leaf.isfinite().all().to(like.device) for leaf in leaves.values() if is_inexact(leaf)]
     return ~torch.stack(finite).all() if finite else like.new_zeros((), dtype=torch.bool)
+
+
+def _has_spoilt(before: Any, after: Any, like: Tensor) -> Tensor:
+    """Whether a part of a state was finite and is no more: `measure` has some that begin as NaN."""
+    found: list[Tensor] = []
+
+    def look(old: Any, new: Any) -> None:
+        if isinstance(old, Tensor) and isinstance(new, Tensor) and is_inexact(new):
+            found.append((~new.isfinite().all() & old.isfinite().all()).to(like.device))
+
+    paired(look, before, after)
+    return torch.stack(found).any() if found else like.new_zeros((), dtype=torch.bool)
 
 
 def _on_any_rank(flag: Tensor, groups: tuple[str | None, ...]) -> Tensor:

@@ -90,6 +90,7 @@ class cast(Sync):
         return self.inner.carry((*code, Layer(self)), leaves, state)
 
     draws: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
 
     def encode(self, x: Tensor) -> Payload:
         """Rows in the dtype of the wire: what a codec around this sends of its fractions."""

@@ -59,7 +59,7 @@ class random_k(Sync):
     def exchange(self, leaves: Leaves, state: DrawnState) -> Exchange:
         def draw(path: str, leaf: Tensor) -> Tensor:
             n = leaf.numel()
-            lots = random.integers((n,), bits=31, name=path, seed=self.seed, step=state.step, device=leaf.device)
+            lots = random.lots(n, name=path, seed=self.seed, step=state.step, device=leaf.device)
             return lots.topk(self._share.of(n)).indices
 
         return exchange_drawn("random_k", self.inner, leaves, state, draw, self.unbiased)

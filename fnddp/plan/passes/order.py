@@ -21,6 +21,7 @@ from torch import fx
 from fnddp.plan.draft import Cut, Draft
 from fnddp.plan.graph import (
     is_light,
+    is_view,
     kind_of,
     launch,
     launch_of,
@@ -102,17 +103,24 @@ def _positions(
 
 
 def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) -> list[fx.Node]:
-    """`nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf."""
+    """`nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf.
+
+    Views, which cost nothing, as soon as they can, and light ones of a kind as soon as all of them can: heavy ones may
+    wait for them, whose inputs take memory meanwhile.
+    """
     index = {node: i for i, node in enumerate(nodes)}
     lacking = {node: sum(source in index for source in node.all_input_nodes) for node in nodes}
-    kinds = {node: kind_of(node) for node in nodes if is_light(node)}
+    kinds = {node: kind_of(node) for node in nodes if is_light(node) and not is_view(node)}
     waiting = Counter(kinds.values())
+    views: list[fx.Node] = []
     heavy: list[tuple[float, int]] = []
     light: dict[object, list[fx.Node]] = {}  # by kind, those that can run
     done: list[fx.Node] = []
 
     def is_ready(node: fx.Node) -> None:
-        if node in kinds:
+        if is_view(node):
+            views.append(node)
+        elif node in kinds:
             light.setdefault(kinds[node], []).append(node)
         else:
             heapq.heappush(heavy, (reading[node], index[node]))
@@ -128,12 +136,16 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
     for node in nodes:
         if not lacking[node]:
             is_ready(node)
-    while heavy or light:
-        if heavy:
+    while views or heavy or light:
+        if views:
+            run(views.pop())
+            continue
+        # Of a kind all together, as soon as that can be; at last of one that holds others up.
+        kind = next((kind for kind, ready in light.items() if len(ready) == waiting[kind]), None)
+        if kind is None and heavy:
             run(nodes[heapq.heappop(heavy)[1]])
             continue
-        # Of a kind all together, if that can be; otherwise of one that holds others up.
-        kind = next((kind for kind, ready in light.items() if len(ready) == waiting[kind]), next(iter(light)))
+        kind = next(iter(light)) if kind is None else kind
         ready = light.pop(kind)
         waiting[kind] -= len(ready)
         for node in sorted(ready, key=lambda node: (reading[node], index[node])):

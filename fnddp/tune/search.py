@@ -1,0 +1,120 @@
+"""Time and loss together: which pipeline trains as well as the plain mean, in the shortest step."""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from fnddp.cost.compute import measure_segments
+from fnddp.cost.queue import Links
+from fnddp.cost.step import Compute, MeanStep
+from fnddp.options import checked_int
+from fnddp.parse import parse
+from fnddp.plan.period import period
+from fnddp.sync import Sync
+from fnddp.tree import Leaves
+from fnddp.tune.outcome import MEAN, SIXTEEN_BITS, Outcome, Tuned
+from fnddp.tune.problem import Problem, backward_of, final_loss
+
+CANDIDATES = (
+    "bucketize(quantize(two_shot))",
+    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
+    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
+    "error_feedback(topk(bf16(allgather), ratio=0.01))",
+    "error_feedback(topk(bf16(allgather), ratio=0.05))",
+    "error_feedback(powersgd(bf16(allreduce), rank=1))",
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+)
+
+
+class Progress(NamedTuple):
+    """So many runs of so many are done."""
+
+    done: int
+    of: int
+
+
+def tune(
+    problem: Problem,
+    pipelines: Sequence[str] = CANDIDATES,
+    *,
+    link: Links,
+    ranks: int,
+    steps: int = 200,
+    seeds: Sequence[int] = (0, 1, 2),
+    within: float = 0.01,
+    bucket_cap_mb: float = 25,
+    threads: int = 1,
+    tell: Callable[[Progress], None] = lambda _: None,
+) -> Tuned:
+    """Trains with each pipeline on `ranks` virtual ranks, costs a step of each on `link`, and compares.
+
+    The plain mean and 16-bit wires are always among them. Losses are simulated (`fnddp.simulate_training`); times are
+    predicted (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The wrong
+    judge for a cluster whose processors are not like this one's, for a loss that decides after more steps than these,
+    and for a warm-up: it is trained with, but costed as if it were over.
+
+    Args:
+        problem: What is trained.
+        pipelines: Their expressions.
+        link: What connects the ranks.
+        ranks: How many of them, n.
+        steps: Training steps.
+        seeds: A training for each, of the initial parameters and the batches; pipelines share them.
+        within: How much worse than the plain mean's a loss may be, relative to it.
+        bucket_cap_mb: MiB of gradients whose payloads travel together.
+        threads: Of a rank, while it is timed.
+        tell: Called after each training.
+
+    Raises:
+        ValueError: A pipeline does not parse, does not fit, or takes no mean; there is no step or no seed; `within` is
+            negative.
+        LoweringError: A pipeline has no plan.
+    """
+    if checked_int("tune: steps", steps) < 1 or checked_int("tune: ranks", ranks) < 1:
+        raise ValueError(f"tune: steps and ranks must be at least 1, got {steps} and {ranks}")
+    if not seeds:
+        raise ValueError("tune: seeds must name at least one seed, such as (0, 1, 2), got none")
+    if not 0 <= within < math.inf:
+        raise ValueError(f"tune: within must be 0 or more, such as 0.01, got {within!r}")
+    syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, *pipelines))}
+    for sync in syncs.values():
+        _require_mean(sync)
+    leaves = problem.parameters()
+    with _threads(threads):
+        compute = backward_of(problem, ranks)
+        costs = {text: cost(sync, leaves, link, ranks, compute, bucket_cap_mb) for text, sync in syncs.items()}
+    runs = [(text, seed) for seed in seeds for text in syncs]
+    losses: dict[str, list[float]] = {text: [] for text in syncs}
+    for done, (text, seed) in enumerate(runs, start=1):
+        losses[text].append(final_loss(problem, syncs[text], ranks, seed, steps))
+        tell(Progress(done, len(runs)))
+    outcomes = [replace(each, losses=tuple(losses[text])) for text, each in costs.items()]
+    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within)
+
+
+def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:
+    """What a step of `sync` costs after all warm-ups, its segments measured here: the mean over what it repeats."""
+    repeated = period(sync, leaves, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
+    timed = [(each, measure_segments(each.plan, each.state)) for each in repeated]
+    predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
+    step = MeanStep(tuple(predicted))
+    return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
+
+
+def _require_mean(sync: Sync) -> None:
+    if not sync.ops:
+        raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train apart; name one with a reducer in it")
+
+
+@contextmanager
+def _threads(n: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
