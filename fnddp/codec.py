@@ -29,7 +29,8 @@ class Key:
 
     Attributes:
         name: Of the leaf, the hop, and the part of a payload that is encoded again.
-        rank: Ranks draw different numbers.
+        rank: In the carrier's group, whose ranks draw different numbers. (Ranks of other groups may do the same
+            exchange, and must come to the same mean.)
         seed, step: Of the codec, and of its exchange.
     """
 
@@ -37,11 +38,6 @@ class Key:
     rank: Any
     seed: int = 0
     step: Any = 0
-
-    @classmethod
-    def of(cls, name: str) -> "Key":
-        """This rank's. Its number among all ranks, so that those that have shards of a leaf draw other numbers, too."""
-        return cls(name, collectives.rank(None))
 
     def uniform(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Numbers in (0, 1), in float32, on the device of `like`; other ones on each rank."""

@@ -56,7 +56,8 @@ def uniform(
     (tensor(True), False)
     """
     word = _words(shape, name, seed, step, rank, device)
-    return word.float() * (2.0**-32 - 2.0**-55) + 0.5  # an integer of 32 bits, with its sign: never 0 or 1
+    # 23 bits with their sign, doubled and made odd: no step rounds, so a fused one gives the same bits; never 0 or 1.
+    return torch.bitwise_right_shift(word, 9).float() * 2.0**-23 + (0.5 + 2.0**-24)
 
 
 def integers(

@@ -63,9 +63,8 @@ def is_profiling() -> bool:
     return _C._autograd._profiler_enabled()
 
 
-def current_backward() -> int:
-    """The number of the backward that runs in this thread; -1 outside of one."""
-    return _C._current_graph_task_id()
+current_backward: Callable[[], int] = _C._current_graph_task_id
+"""The number of the backward that runs in this thread; -1 outside of one."""
 
 
 def is_within_backward() -> bool:
@@ -352,18 +351,17 @@ def like_of(tensor: Tensor) -> Any:
 def is_fake_view(made: Any, base: Any) -> bool:
     """Whether shape, strides and offset are all there is to know of a view of `base`."""
     fakes = isinstance(made, FakeTensor) and isinstance(base, FakeTensor)
-    return fakes and made.dtype == base.dtype and not (made.is_conj() or made.is_neg() or base.is_conj())
+    return fakes and made.dtype == base.dtype and not any(each.is_conj() or each.is_neg() for each in (made, base))
 
 
 @cache
 def makes_one_view(operation: Any) -> bool:
     """Whether an operation makes a view of its first argument and of nothing else, wherever that lies in its memory."""
-    first, *others = operation._schema.arguments
-    returns = operation._schema.returns
-    is_view = len(returns) == 1 and returns[0].alias_info is not None and str(returns[0].type) == "Tensor"
-    is_of_first = first.alias_info is not None and not any(other.alias_info for other in others)
-    is_pure = not operation._schema.is_mutable and operation is not torch.ops.aten.as_strided.default
-    return is_view and is_of_first and is_pure
+    schema = operation._schema
+    is_view = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+    is_tensor = is_view and str(schema.returns[0].type) == "Tensor"
+    is_of_first = [i for i, argument in enumerate(schema.arguments) if argument.alias_info is not None] == [0]
+    return is_tensor and is_of_first and not schema.is_mutable and operation is not torch.ops.aten.as_strided.default
 
 
 @cache

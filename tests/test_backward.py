@@ -161,6 +161,21 @@ def test_a_failed_step_leaves_no_gradient_that_nobody_has_taken(rank: int) -> No
 
 
 @on_ranks(2)
+def test_a_failed_step_leaves_gradients_where_they_were(rank: int) -> None:
+    model, flat = DDP(TwoLayers()), torch.zeros(2)
+    for _ in range(2):
+        model(x_of(rank), False).backward()
+    model.module.first.grad, model.module.second.grad = flat[0], flat[1]
+    loss = model(x_of(rank), rank == 1)
+    with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
+        loss.backward()
+    loss = model(x_of(rank), False)
+    flat.zero_()
+    loss.backward()
+    assert flat.tolist() == [MEAN, MEAN]
+
+
+@on_ranks(2)
 def test_another_backward_after_one_that_broke_off(rank: int) -> None:
     model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
     model.fails = rank == 1

@@ -273,18 +273,20 @@ def test_ranks_leaves_hops_and_steps_draw_other_numbers():
     assert not torch.equal(*mine)
 
 
-def test_shards_of_a_leaf_draw_other_numbers():
-    """Inside of `hierarchical` two ranks with the same place in their groups across have shards of one leaf."""
+@pytest.mark.parametrize("carrier", [allgather, two_shot])
+@pytest.mark.parametrize("shard", [False, True])
+def test_what_is_drawn_across_nodes_is_the_same_on_all_ranks_of_a_node(carrier, shard):
+    """Without shards, ranks of a node do the same exchange, each in a group of its own."""
 
     def body(rank: int) -> Tensor:
         inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        sync = fnddp.hierarchical(fnddp.terngrad(allgather).over(across), intra=inside)
-        grads = {"w": torch.cat([torch.tensor([1.0]), torch.full((99,), 0.5)]).repeat(2)}  # two equal shards
+        sync = fnddp.hierarchical(fnddp.natural(carrier).over(across), intra=inside, shard=shard)
+        grads = {"w": torch.randn(100, generator=torch.Generator().manual_seed(rank))}
         return sync(grads, sync.init(grads))[0]["w"]
 
-    mean = run_threads(4, body)[0]
-    assert not torch.equal(mean[:100], mean[100:])
+    means = run_threads(4, body)
+    assert all(torch.equal(mean, means[0]) for mean in means)
 
 
 # Padding, which is no number of a gradient's.

@@ -557,14 +557,13 @@ def test_what_the_user_holds_is_not_written_over(rank: int) -> None:
 @on_ranks(2)
 def test_a_wrapped_model_can_be_freed(rank: int) -> None:
     model = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(COMPRESSED))
-    for step in range(2):
+    for step in range(3):
         loss = loss_of(model(batch(rank, step)))
         loss.backward()
-    alive, module = weakref.ref(model), weakref.ref(model.module)
+    alive = [weakref.ref(each) for each in (model, model.module, next(model.parameters()))]
     del model, loss
     gc.collect()
-    assert alive() is None
-    assert module() is None
+    assert [each() for each in alive] == [None] * 3
 
 
 # value_and_grad

@@ -206,6 +206,11 @@ def doubled_rows(x: Tensor) -> Tensor:
     return torch.stack([x, x + 1]) * 2
 
 
+def signed_views(x: Tensor) -> Tensor:
+    negative = torch._neg_view(x)
+    return torch._neg_view(negative).clone() + torch._neg_view(negative) * 2
+
+
 APPLIED = {
     "doubled in buffers of bytes and numbers": {
         "before": doubled_rows,
@@ -231,6 +236,8 @@ APPLIED = {
     "means of operations in place": {"after": lambda x: x.clone().mul_(3)},
     "means that are copies": {"after": lambda x: x.clone()},
     "means that are copies of gradients": {"send": copied},
+    "views of views": {"before": lambda x: torch.cat([x[1:][1:2], x[1:][:1] * 2, x[:1].expand(4)[1:2], x[3:]])},
+    "views that carry a sign": {"before": signed_views},
 }
 
 

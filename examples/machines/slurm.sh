@@ -7,6 +7,7 @@
 #
 # RANKS_PER_NODE=2 sbatch examples/machines/slurm.sh --folder SHARED
 set -eu
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # which srun no longer takes over from sbatch
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else ranks that are started again read addresses of those that are gone

@@ -7,6 +7,7 @@
 #
 # sbatch examples/machines/slurm_ranks.sh --folder SHARED
 set -eu
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # which srun no longer takes over from sbatch
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT="${PORT:-29500}" WORLD_SIZE="$SLURM_NTASKS"

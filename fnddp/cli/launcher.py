@@ -79,7 +79,7 @@ def share_cores(hosts: Sequence[str]) -> None:
         hosts: Of each rank.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // hosts.count(hosts[dist.get_rank()])))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hosts.count(hosts[dist.get_rank()])))
 
 
 def place() -> Place | None:

@@ -17,7 +17,8 @@ class fp8(Codec):
     Relative precision as of a float, where `quantize` has the same error for all elements of a block: e4m3 errs by at
     most 1 / 16 of an element down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29. The wrong
     choice for blocks of elements of one magnitude, which int8 rounds finer; and where the bias of rounding to the
-    nearest would add up: wrap it in `error_feedback`.
+    nearest would add up: wrap it in `error_feedback`. A block whose largest element is below the smallest normal number
+    times the format's largest (5.3e-36 for e4m3 of float32) is sent as zeros.
 
     Args:
         inner: The carrier, or a codec around one, which encodes the scales: `fp8(bf16(two_shot))`.

@@ -49,7 +49,7 @@ class Plan(Schedule):
         2 leaves, 525,312 parameters, 2.0 MiB, 1 bucket; 8 ranks
         <BLANKLINE>
         slot 0
-          need weight, bias: encode, 3 operations
+          need bias, weight: encode, 3 operations
             send c0: all_reduce sum float16[525312] over 8 ranks, 1,050,624 B, round 1 of 1: bias, weight
         <BLANKLINE>
         slot 1

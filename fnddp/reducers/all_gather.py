@@ -28,7 +28,8 @@ class all_gather(Carrier):
 
     def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
-        encoded = {path: encode(code, x.unsqueeze(0), Key.of(path)) for path, x in leaves.items()}
+        rank = collectives.rank(group)
+        encoded = {path: encode(code, x.unsqueeze(0), Key(path, rank)) for path, x in leaves.items()}
         everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
         n, ranks = collectives.world_size(group), collectives.ranks(group)
         mean = {path: added_up(encoded[path], everyone[path], n, x) / ranks for path, x in leaves.items()}

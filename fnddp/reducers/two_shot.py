@@ -88,7 +88,7 @@ class two_shot_mean(Carrier):
         rows = {path: _rows(x, n) for path, x in leaves.items()}  # [n, chunk]
         lengths = {path: _lengths(x, n) for path, x in leaves.items()} if code else dict.fromkeys(leaves)  # [n, 1]
         own = {path: None if length is None else length[rank] for path, length in lengths.items()}
-        first = {path: encode(code, x, Key.of(path), lengths[path]) for path, x in rows.items()}
+        first = {path: encode(code, x, Key(path, rank), lengths[path]) for path, x in rows.items()}
         received = exchanged(first, lambda parts: collectives.all_to_all_leaves(parts, group))
         total: Leaves = {}
         for path, each in first.items():
@@ -106,7 +106,8 @@ class two_shot_mean(Carrier):
         second: dict[str, Encoded] = {}
         for path, chunk in total.items():
             length, row = own[path], chunk.to(leaves[path].dtype).unsqueeze(0)
-            second[path] = encode(code, row, Key.of(f"{path} again"), None if length is None else length.unsqueeze(0))
+            counted = None if length is None else length.unsqueeze(0)
+            second[path] = encode(code, row, Key(f"{path} again", rank), counted)
         lost = {path: each.decode(each.payload)[0] - total[path] for path, each in second.items()}
         everyone = exchanged(second, lambda parts: collectives.all_gather_leaves(parts, group))
 

@@ -12,7 +12,7 @@ class Inbox:
     """Gradients that have arrived in a step, and that nobody has looked at.
 
     For each gradient only this runs: it is noted, and counted for the segment of the plan that waits for it. The one
-    that completes a segment has the runner look at all of them.
+    that completes a segment has the runner look at all of them. Whoever counts gradients alone notes them before that.
 
     Args:
         segment_of: For each leaf the segment that first needs it.
@@ -24,15 +24,15 @@ class Inbox:
         noted: The positions of leaves among all, and their gradients.
         streams: Where those were made.
         is_open: Whether a step is.
-        lacking: For each segment the number of leaves that have not arrived.
+        lacking: For each segment the number of leaves that have not been counted.
     """
 
     __slots__ = (
-        "_counted",
         "_device",
         "_is_polled",
         "_needed",
         "_segment_of",
+        "_since_polled",
         "is_open",
         "lacking",
         "noted",
@@ -51,7 +51,7 @@ class Inbox:
         """A step begins: nothing has arrived."""
         self.noted: list[tuple[int, Tensor]] = []
         self.lacking = self._needed.copy()
-        self._counted = 0
+        self._since_polled = 0
         self.is_open = True
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ class Inbox:
         self.lacking[segment] -= 1
         if not self.lacking[segment]:
             return True
-        self._counted += 1
-        return self._is_polled and not self._counted % _MANY
+        self._since_polled += 1
+        return self._is_polled and not self._since_polled % _MANY
 
     def uncount(self, position: int) -> None:
         """The gradient of the leaf at `position` is not there yet after all."""

@@ -62,27 +62,32 @@ class Quick:
     A hook only counts; gradients are taken when a segment of the plan is complete.
 
     Args:
-        parameters: By the positions of their leaves.
-        takes: For each parameter the long way of its gradient.
+        takes: By the positions of leaves, the long way of a gradient.
     """
 
-    __slots__ = ("_counted", "_inbox", "_kept", "_parameters", "_takes", "_task")
+    __slots__ = ("_counted", "_inbox", "_kept", "_takes", "_task")
 
-    def __init__(self, parameters: Sequence[nn.Parameter], takes: Sequence[Callable[[Tensor], Any]]) -> None:
-        self._parameters, self._takes = parameters, takes
+    def __init__(self, takes: Sequence[Callable[[Tensor], Any]]) -> None:
+        self._takes = takes
         self._task = _NO_TASK
         self._inbox: Inbox | None = None
         self._kept: Collection[int] = ()
-        self._counted: list[int] = []
+        self._counted: list[tuple[int, Tensor]] = []  # whose parameters only a step holds: see WeakHook
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is, in which no gradient needs a graph, and nobody else waits for one."""
+        return self._task != _NO_TASK
 
     def open(self, task: int, inbox: Inbox | None, kept: Collection[int]) -> None:
         """A step begins with the backward `task`. Of those that are `kept` the gradient is the user's."""
         self._task, self._inbox, self._kept = task, inbox, kept
 
     def close(self) -> None:
-        """No step is open. Gradients that were not taken are dropped."""
-        for position in self._counted:
-            self._parameters[position].grad = None
+        """No step is open. Gradients that were not taken are dropped, but for those that are the user's."""
+        for position, parameter in self._counted:
+            if position not in self._kept:
+                parameter.grad = None
         self._task, self._inbox, self._kept, self._counted = _NO_TASK, None, (), []
 
     def before(self, look: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -107,7 +112,7 @@ class Quick:
             if inbox is None or self._task != current_backward() or not inbox.is_open:
                 take(parameter)
                 return
-            self._counted.append(position)
+            self._counted.append((position, parameter))
             if inbox.count(position):
                 run = carry_on()
                 if run is not None:
@@ -121,18 +126,17 @@ class Quick:
         inbox, kept = self._inbox, self._kept
         if inbox is None:
             return
-        unusual: list[int] = []
-        for position in counted:
-            parameter = self._parameters[position]
+        unusual: list[tuple[int, Tensor]] = []
+        for position, parameter in counted:
             grad = parameter.grad
             if grad is None or grad.is_sparse or position in kept:
                 inbox.uncount(position)
-                unusual.append(position)
+                unusual.append((position, parameter))
             else:
                 parameter.grad = None  # so that its memory is free once it is on its way
                 inbox.noted.append((position, grad))
-        for position in unusual:
-            self._takes[position](self._parameters[position])
+        for position, parameter in unusual:
+            self._takes[position](parameter)
 
 
 class Ending:

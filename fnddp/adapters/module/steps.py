@@ -102,12 +102,11 @@ class Steps:
         self._ending: Callable[[], object] | None = None
         self._is_finishing = False
         self._successor: Steps | None = None
-        takes = [WeakHook(self, Steps._accumulated, name) for name in self.engine.leaves]
-        parameters = [self.parameters[name] for name in self.engine.leaves]
-        self._quick = Quick(parameters, takes)
+        self._quick = Quick([WeakHook(self, Steps._accumulated, name) for name in self.engine.leaves])
         carry_on = weakref.WeakMethod(self._carry_on)
         self._hooks: list[Any] = []
-        for position, (name, parameter) in enumerate(zip(self.engine.leaves, parameters, strict=True)):
+        for position, name in enumerate(self.engine.leaves):
+            parameter = self.parameters[name]
             arrives = self._quick.before(WeakHook(self, Steps._arrives, name))
             accumulated = self._quick.after(position, carry_on)
             self._hooks += [
@@ -345,7 +344,7 @@ class Steps:
                 self.settle_on(is_committed=False)
                 return
             raise
-        placeholders = self._placeholders
+        placeholders, was_quick = self._placeholders, self._quick.is_open
         self._close()
         if self._is_none(done):
             self.is_armed = was_armed  # for a backward through the gradients of inputs that this one has made
@@ -358,10 +357,10 @@ class Steps:
             self._require_returned(placeholders, done.unused)
         else:
             self.unsynchronized = set()
-            is_plain = not (placeholders or self._kept or self._sparse or done.unused)
+            is_plain = was_quick and not (self._kept or self._sparse or done.unused)
             for name, mean in done.mean.items():
                 parameter = self.parameters[name]
-                if is_plain and mean.stride() == parameter.stride() and not optimizers_in_backward(parameter):
+                if is_plain and mean.stride() == parameter.stride():
                     parameter.grad = mean
                 elif name not in done.unused or (self._gives_later(parameter) and bool(mean.any())):
                     self._set_grad(name, placeholders.get(name, mean))
