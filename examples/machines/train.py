@@ -1,6 +1,9 @@
-"""Training on several machines that goes on where it was, to the bit, after ranks have died and were started again.
+r"""Training on several machines that goes on where it was, to the bit, after ranks have died and were started again.
 
-torchrun --nproc-per-node 2 --max-restarts 3 examples/machines/train.py --folder SHARED --die-at 25
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \
+    --rdzv-endpoint localhost:29500 examples/machines/train.py --folder SHARED --die-at 25
+
+Without the variable, ranks that are started again may look for the last ones, which are gone.
 """
 
 import argparse
@@ -81,7 +84,7 @@ def train(net: nn.Module, device: torch.device, folder: Path, die_at: int | None
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints; all machines see it")
-    parser.add_argument("--die-at", type=int, metavar="STEP", help="the last rank kills itself, the first time")
+    parser.add_argument("--die-at", type=int, metavar="STEP", help="a rank kills itself, once it has a checkpoint")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
