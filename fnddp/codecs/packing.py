@@ -119,7 +119,7 @@ def _padded(q: Tensor, multiple: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
-    """Indices below `among`: in the fewest of 16, 32 and 64 bits, or, of an even number of them below 4,096, in 12.
+    """Indices below `among`: in the fewest of 16, 32 and 64 bits; in 12 if `among` is 4,096 and their number even.
 
     Two of 12 bits are three bytes: `[..., k]` becomes `[..., k / 2, 3]`. Another `dtype` than "small" is taken as is.
 

@@ -131,7 +131,8 @@ class Draft:
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: What the inputs of the graph, and the tensors it holds, are called.
         phase: What the graph is for.
-        is_of_rank: Whether the graph is this process's: the pipeline has asked for its rank.
+        is_of_rank: Whether the graph is this process's: the pipeline has asked for its rank. (Tests share traces of
+            others between ranks that are threads.)
         cuts: The graph in order.
         placement: Where results are written.
         batches: Operations that are run as one: the first of them, and all.

@@ -21,6 +21,7 @@ class Inbox:
         is_polled: Whether segments wait for collectives, too.
 
     Attributes:
+        is_polled: As given.
         noted: The positions of leaves among all, and their gradients.
         streams: Where those were made.
         is_open: Whether a step is.
@@ -29,11 +30,11 @@ class Inbox:
 
     __slots__ = (
         "_device",
-        "_is_polled",
         "_needed",
         "_segment_of",
         "_since_polled",
         "is_open",
+        "is_polled",
         "lacking",
         "noted",
         "streams",
@@ -43,7 +44,7 @@ class Inbox:
         self, segment_of: Sequence[int], lacking: Sequence[int], device: torch.device | None, *, is_polled: bool
     ) -> None:
         self._segment_of, self._needed, self._device = list(segment_of), list(lacking), device
-        self._is_polled = is_polled
+        self.is_polled = is_polled
         self.streams: set[torch.cuda.Stream] = set()
         self.close()
 
@@ -75,7 +76,7 @@ class Inbox:
         if not self.lacking[segment]:
             return True
         self._since_polled += 1
-        return self._is_polled and not self._since_polled % _MANY
+        return self.is_polled and not self._since_polled % _MANY
 
     def uncount(self, position: int) -> None:
         """The gradient of the leaf at `position` is not there yet after all."""

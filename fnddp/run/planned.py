@@ -120,9 +120,9 @@ class Planned:
         # Behind the last segment there is one that needs what is only returned, and that is never complete.
         nobody = len(self._segments)
         lacking = [*(len(segment.needs) for segment in self._segments), len(plan.leaves) + 1]
-        self._is_polled = device is None and any(one.waits and not one.commits for one in self._segments)
+        is_polled = device is None and any(one.waits and not one.commits for one in self._segments)
         segment_of = [needed.get(path, nobody) for path in plan.leaves]
-        self.inbox = Inbox(segment_of, lacking, device, is_polled=self._is_polled)
+        self.inbox = Inbox(segment_of, lacking, device, is_polled=is_polled)
         self._missing: dict[str, LeafSpec] = {}
         self._works: dict[int, Work] = {}
         self._values: list[Any] = []
@@ -280,7 +280,7 @@ class Planned:
     def _polls(self) -> bool:
         """Now and then, whether the next segment can run."""
         now = perf_counter()
-        if not self._is_polled or not self._works or now < self._polled + POLL_SECONDS:
+        if not self.inbox.is_polled or not self._works or now < self._polled + POLL_SECONDS:
             return False
         self._polled = now
         done = [self._is_completed(index) for index in self._works]
