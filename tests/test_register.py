@@ -528,3 +528,14 @@ def check_new_world(rank: int) -> None:
 
 def test_another_process_group_than_when_registered(gloo):
     gloo(2, check_new_world)
+
+
+@pytest.mark.parametrize(("text", "looks"), [("fp16(allreduce)", False), (COMPRESSED, True)])
+@on_ranks(2)
+def test_gradients_cost_nothing_where_no_segment_waits_for_a_collective(rank: int, text: str, looks: bool) -> None:
+    model = DistributedDataParallel(make_model())
+    fnddp.register(model, fnddp.parse(text))
+    for step in range(3):
+        loss_of(model(batch(rank, step))).backward()
+    hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
+    assert all(len(each or ()) == looks for each in hooks)

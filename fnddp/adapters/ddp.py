@@ -56,6 +56,7 @@ class Handle:
         self._world = World(self.group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
+        self._looks_between = False
 
     @property
     def state(self) -> State:
@@ -92,6 +93,7 @@ class Handle:
             if bucket.index() == 0:
                 self._world.require_same()
                 self._engine.start()
+                self._look_between()
             if self._failure is None:
                 self._engine.feed_all({self._name_of(p): grad for p, grad in arrived.gradients()})
             if bucket.is_last():
@@ -102,9 +104,17 @@ class Handle:
             self._give_up(self._failure)
         return arrived.future
 
+    def _look_between(self) -> None:
+        """From the first step on in which segments wait for collectives, looks for those between buckets, too."""
+        if self._engine.is_polled and not self._looks_between:
+            self._looks_between = True
+            poll = _Poll(self)
+            for parameter in self._parameters.values():
+                parameter.register_post_accumulate_grad_hook(poll)
+
     def _carry_on(self) -> None:
         try:
-            self._engine.poll()
+            self._engine.poll_now_and_then()
         except Exception as error:
             self._failure = self._failure or error
 
@@ -175,7 +185,7 @@ def _thawed(name: str, frozen_before: str) -> ValueError:
 
 
 class _Poll:
-    """A hook of every parameter: carries the step on between buckets, for which alone DDP calls its hook."""
+    """A hook of every parameter: carries the step on between buckets, since DDP calls its hook for those alone."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = weakref.ref(handle)  # the garbage collector does not see hooks of tensors
@@ -205,11 +215,11 @@ class _Bucket:
     def complete(self, mean_of: Mapping[Tensor, Tensor]) -> None:
         """Hands DDP the means of the parameters in `mean_of`; the others keep this rank's own gradients."""
         result = self.buffer
-        for parameter, view in self.gradients():
-            if parameter in mean_of and self.buffer.is_sparse:
-                result = mean_of[parameter].to_sparse(self.buffer.sparse_dim())
-            elif parameter in mean_of and mean_of[parameter].data_ptr() != view.data_ptr():  # not written there already
-                view.copy_(mean_of[parameter])
+        pairs = [(view, mean_of[p]) for p, view in self.gradients() if p in mean_of]
+        if self.buffer.is_sparse:
+            result = next((mean.to_sparse(self.buffer.sparse_dim()) for _, mean in pairs), result)
+        elif elsewhere := [(view, mean) for view, mean in pairs if mean.data_ptr() != view.data_ptr()]:
+            torch_private.foreach_copy(*zip(*elsewhere, strict=True))
         self.future.set_result(result)
 
 
@@ -279,9 +289,6 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
     agree(set_up, group)
     (handle,) = handles
     model.register_comm_hook(handle, fnddp_hook)
-    poll = _Poll(handle)
-    for parameter in handle._parameters.values():  # pyright: ignore[reportPrivateUsage]
-        parameter.register_post_accumulate_grad_hook(poll)
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
     return handle
 

@@ -303,6 +303,18 @@ class Engine:
         if self.is_open and self._current is not None and not self._holds:
             self._current.runner.advance()
 
+    @property
+    def is_polled(self) -> bool:
+        """Whether the current or last step goes on by itself when a collective is complete, if somebody looks."""
+        inbox = None if self._current is None else self._current.runner.inbox
+        return inbox is not None and inbox.is_polled
+
+    def poll_now_and_then(self) -> None:
+        """`poll`, where that may help, and not each time."""
+        inbox = None if self._current is None else self._current.runner.inbox
+        if inbox is not None and inbox.is_time():
+            self.poll()
+
     def catch_up(self) -> None:
         """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
         if self.is_open and self._current is not None and not self._holds:
