@@ -98,6 +98,47 @@ def test_torch_compile_takes_segments_for_different_functions(monkeypatch: pytes
     assert len({id(run.__code__) for run in given}) == len({run.__code__.co_name for run in given}) == len(given)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "allreduce",
+        "error_feedback(fp16(allreduce))",
+        "error_feedback(topk(allgather, ratio=0.1))",
+        "quantize(two_shot, bits=4)",
+    ],
+)
+@on_ranks(2)
+def test_what_lies_in_one_buffer_shares_no_storage_for_inductor(rank: int, text: str) -> None:
+    """Else it computes each element of a buffer from all that is written there; and what is held stays as it is."""
+    shared: list[int] = []
+
+    def compiled(run: Any, **_: Any) -> Any:
+        def checked(*inputs: Any) -> Any:
+            storages = [each.untyped_storage()._cdata for each in inputs if isinstance(each, Tensor) and each.numel()]
+            shared.append(len(storages) - len(set(storages)))
+            return run(*inputs)
+
+        return checked
+
+    sync = fnddp.parse(text)
+    grads = [
+        {"w": torch.randn(40, 30, generator=draws), "b": torch.randn(30, generator=draws)}
+        for draws in (torch.Generator().manual_seed(10 * step + rank) for step in range(4))
+    ]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fnddp.run.backends.torch.compile", compiled)
+        given = {}
+        for backend in (None, "inductor"):
+            step, state = fnddp.jit(sync, backend=backend), sync.init(grads[0])
+            given[backend] = []
+            for each in grads:
+                mean, state = step(each, state)
+                given[backend].append(mean)  # and held
+    assert shared
+    assert not any(shared)
+    torch.testing.assert_close(given["inductor"], given[None], rtol=0, atol=0)
+
+
 def test_only_what_fills_buffers_is_captured() -> None:
     """The next replay would write over all else, or the graph would hold a gradient's memory."""
     for sync, expected in ((allreduce, [True, False]), (fnddp.fp16(allreduce), [True, False]), (LOW_RANK, None)):

@@ -93,14 +93,6 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The buffer that a collective sends, or else the one that it fills: for backends that take no parts of one."""
-
-    collective: int
-    is_sent: bool
-
-
-@dataclass(frozen=True)
 class Mean:
     """Memory of the plan's own for the mean of a leaf, which persists across steps."""
 
@@ -121,7 +113,7 @@ class Temp:
     name: str
 
 
-Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Whole | Mean | Scratch | Temp
+Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Mean | Scratch | Temp
 """What a value of a plan is called."""
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from time import perf_counter
 from types import FunctionType
@@ -11,10 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Name, Segment, Whole
+from fnddp.plan.ir import Segment
 from fnddp.plan.schedule import Schedule
 from fnddp.run.log import tell
-from fnddp.run.memory import Lying, view_of, whole_of
 
 Run: TypeAlias = Callable[..., Sequence[Any]]
 """What gives the outputs of a segment for its inputs."""
@@ -27,8 +25,9 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
     """The segments of `plan` as its backend runs them."""
     if plan.backend == "inductor":
         building = _Building(plan)
-        wholes = [_of_wholes(segment, plan) for segment in plan.segments]
-        return tuple(replace(each, run=_Compiled(each.run, building)) if each.operations else each for each in wholes)
+        return tuple(
+            replace(each, run=_Compiled(each.run, building)) if each.operations else each for each in plan.segments
+        )
     if plan.backend == "cudagraphs":
         return tuple(
             replace(each, run=Captured(each.run)) if _only_fills_buffers(each) else each for each in plan.segments
@@ -36,31 +35,17 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
     return plan.segments
 
 
-def _of_wholes(segment: Segment, plan: Schedule) -> Segment:
-    """`segment` as a function of whole buffers, and not of their parts: Inductor takes no inputs that overlap."""
+def _own(run: Run) -> Run:
+    """`run` as a function with code and a name of its own.
 
-    def whole(name: Name) -> Name:
-        if not isinstance(name, Lying):
-            return name
-        is_in_place = plan.collectives[name.collective].kind.is_in_place
-        return Whole(name.collective, is_sent=is_in_place or whole_of(name).is_sent)
+    torch.compile limits how many versions it makes of one, and takes sizes for variables in which versions differ.
+    """
 
-    inputs = tuple(dict.fromkeys(map(whole, segment.inputs)))
-    position = {name: i for i, name in enumerate(inputs)}
-    views = [
-        (position[whole(name)], partial(view_of, collective=plan.collectives[name.collective], name=name))
-        if isinstance(name, Lying)
-        else (position[name], None)
-        for name in segment.inputs
-    ]
+    def own(*given: Any) -> Sequence[Any]:
+        return run(*given)
 
-    def run(*given: Any) -> Sequence[Any]:
-        return segment.run(*[given[i] if view is None else view(given[i]) for i, view in views])
-
-    # With a code and a name of its own: torch.compile limits how many versions it makes of one, and takes sizes for
-    # variables in which versions differ.
-    own = FunctionType(run.__code__.replace(co_name=f"segment_{next(_count)}"), globals(), closure=run.__closure__)
-    return replace(segment, inputs=inputs, run=own)
+    code = own.__code__.replace(co_name=f"segment_{next(_count)}")
+    return FunctionType(code, globals(), closure=own.__closure__)
 
 
 class _Building:
@@ -82,7 +67,7 @@ class _Compiled:
     """A segment that Inductor compiles when it is first run."""
 
     def __init__(self, run: Run, building: _Building) -> None:
-        self._run: Run = torch.compile(run, fullgraph=True)
+        self._run: Run = torch.compile(_own(run), fullgraph=True)
         self._building: _Building | None = building
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:

@@ -5,22 +5,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, LeafSpec, Received, Sent, Span, Whole
+from fnddp.plan.ir import Collective, LeafSpec, Received, Sent, Span
 from fnddp.torch_private import storage_use_count
 
-Lying: TypeAlias = Sent | Received | Span | Whole
+Lying: TypeAlias = Sent | Received | Span
 """What lies in the memory of a collective."""
 
 
-def whole_of(name: Lying) -> Whole:
-    """The buffer that it lies in."""
-    return name if isinstance(name, Whole) else Whole(name.collective, is_sent=not isinstance(name, Received))
-
-
-def view_of(memory: Tensor, collective: Collective, name: Lying) -> Tensor:
-    """What `name` calls, as a view of the buffer that it lies in."""
-    if isinstance(name, Whole):
-        return memory
+def _view_of(memory: Tensor, collective: Collective, name: Lying) -> Tensor:
     if isinstance(name, Span):
         first, last = collective.payloads[name.first], collective.payloads[name.last]
         return memory.narrow(-1, first.offset, last.offset + last.width - first.offset)
@@ -30,16 +22,26 @@ def view_of(memory: Tensor, collective: Collective, name: Lying) -> Tensor:
     return memory.narrow(-1, payload.offset, payload.width).view(payload.dtype).view(shape)
 
 
+def _apart(view: Tensor) -> Tensor:
+    """`view`, as a tensor that shares its memory with others where torch does not see it."""
+    return torch.from_dlpack(view.view(torch.uint8)).view(view.dtype) if view.numel() else view
+
+
 class Buffer:
     """The memory of a collective.
+
+    Args:
+        collective: Whose it is.
+        views_apart: Whether what lies in it looks as if each had memory of its own. So Inductor wants it, which
+            otherwise computes each element of a buffer from all that is written there.
 
     Attributes:
         send: What it hands over, as long as the collective is wide; with a row for each rank if its kind says so.
         receive: What it fills; for a collective in place the same.
     """
 
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(self, collective: Collective, *, views_apart: bool) -> None:
+        self._collective, self._views_apart = collective, views_apart
         self.send = torch.empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
         is_in_place = collective.kind.is_in_place
         self.receive = self.send if is_in_place else self.send.new_empty(collective.receive_shape)
@@ -49,20 +51,21 @@ class Buffer:
 
     def view(self, name: Lying) -> Tensor:
         """What `name` calls."""
-        if isinstance(name, Whole):
-            return self.send if name.is_sent else self.receive
         if name not in self._views:
-            index = 0 if whole_of(name).is_sent else -1
+            index = -1 if isinstance(name, Received) else 0
             memory = self._tensors[index]
             before = storage_use_count(memory)
-            self._views[name] = view_of(memory, self._collective, name)
+            view = _view_of(memory, self._collective, name)
+            self._views[name] = _apart(view) if self._views_apart else view
             self._own_uses[index] += storage_use_count(memory) - before
         return self._views[name]
 
     @property
     def is_held(self) -> bool:
         """Whether somebody else reads it."""
-        return any(storage_use_count(t) > own for t, own in zip(self._tensors, self._own_uses, strict=True))
+        if any(storage_use_count(t) > own for t, own in zip(self._tensors, self._own_uses, strict=True)):
+            return True
+        return self._views_apart and any(storage_use_count(view) > 1 for view in self._views.values() if view.numel())
 
 
 class Memory:
@@ -83,12 +86,12 @@ class Memory:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def take(self, collective: Collective) -> Buffer:
-        """A buffer for `collective` that nobody reads. It stays here."""
+    def take(self, collective: Collective, *, views_apart: bool) -> Buffer:
+        """A buffer for `collective` that nobody reads. It stays here. Plans that share memory have one backend."""
         pool = self._collectives.setdefault(collective, [])
         free = next((buffer for buffer in pool if not buffer.is_held), None)
         if free is None:
-            free = Buffer(collective)
+            free = Buffer(collective, views_apart=views_apart)
             pool[:] = [*pool[-1:], free]
         return free
 

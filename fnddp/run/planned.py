@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span, Whole
+from fnddp.plan.ir import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
 from fnddp.run.inbox import Inbox
@@ -99,7 +99,7 @@ class Planned:
         self._state = [(registers.of(part), None) if isinstance(part, Name) else (None, part) for part in plan.state]
         self._memories = {path: registers.of(name) for path, name in plan.memories.items()}
         self._parts, self._results, self._ranks = registers.all(Part), registers.all(Mean), registers.all(Ranks)
-        self._lying = [each for kind in (Sent, Received, Span, Whole) for each in registers.all(kind)]
+        self._lying = [each for kind in (Sent, Received, Span) for each in registers.all(kind)]
         scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
         self._constants = registers.filled({**plan.constants, **scratch})
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
@@ -148,7 +148,8 @@ class Planned:
     def start(self, parts: Sequence[Any], ranks: Mapping[str | None, int]) -> None:
         plan = self.plan
         self._observer.begins()
-        self._buffers = [self._memory.take(collective) for collective in self._collectives]
+        apart = plan.backend == "inductor"
+        self._buffers = [self._memory.take(collective, views_apart=apart) for collective in self._collectives]
         values = self._filled(self._buffers)
         for register, group in self._ranks:
             values[register] = ranks[group.group]

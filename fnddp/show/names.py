@@ -17,7 +17,6 @@ from fnddp.plan.ir import (
     Sent,
     Span,
     Temp,
-    Whole,
 )
 
 PREFIX = "fnddp "  # of everything on a profiler's clock
@@ -41,8 +40,6 @@ def name(of: Name) -> str:
             return f"c{collective}[{position}]"
         case Span(collective, first, last):
             return f"c{collective}[{first}..{last}]"
-        case Whole(collective, _):
-            return f"c{collective}"
         case Mean(path):
             return f"mean[{text(path)}]"
         case Scratch():
