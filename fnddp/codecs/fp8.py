@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Payload, wide
-from fnddp.codecs.packing import in_blocks, inverse, require_block
+from fnddp.codecs.packing import blocks_of, in_blocks, inverse, require_block
 from fnddp.sync import Sync, transform
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -58,6 +58,9 @@ class fp8(Codec):
         q = blocks * inverse(scale).unsqueeze(-1)
         # Bytes: no codec inside may take them for fractions, and gloo and NCCL do not know the dtype.
         return {"scale": scale, "q": q.clamp(-largest, largest).to(dtype).view(torch.uint8)}
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        return {"scale": blocks_of(length, self.block, n)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         scale = payload["scale"] * (256 if self.format == "e4m3" else 1)

@@ -25,6 +25,16 @@ def block_size(block: int | None, n: int) -> int:
     return min(n, block or n)
 
 
+def blocks_of(length: Tensor, block: int | None, n: int) -> Tensor:
+    """How many blocks of a row of `n` elements have one of its first `length`.
+
+    >>> blocks_of(torch.tensor([[5], [0]]), 4, 12)
+    tensor([[2],
+            [0]])
+    """
+    return -(-length // block_size(block, n))
+
+
 def require_block(owner: str, block: int | None) -> None:
     """Raises a ValueError unless blocks have elements."""
     if block is not None and block < 1:
