@@ -2,10 +2,12 @@
 
 python docs/validate_cost.py [rate ...]                       # 200mbit 1gbit: all_reduces of two hosts, as plans issue
 python docs/validate_cost.py --hosts 2 4 8 -- [rate ...]      # 100mbit 200mbit 1gbit: kinds, on so many hosts
+    --tcp reno                                                # with that congestion control, not the machine's own
 """
 
 import argparse
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from torch import Tensor
 import fnddp
 from fnddp import Link
 from fnddp.cli.launch import run_ranks
-from fnddp.cli.network import shaped_hosts
+from fnddp.cli.network import Host, shaped_hosts
 from fnddp.cost.estimate import estimate
 from fnddp.wire.c10d import C10D
 from fnddp.wire.kinds import Kind, named
@@ -46,13 +48,15 @@ CALLS = 5
 KINDS = ("all_reduce", "all_gather", "all_to_all")
 
 
-def kinds(rates: list[str], hosts: list[int], sizes: list[int]) -> None:
+def kinds(rates: list[str], hosts: list[int], sizes: list[int], tcp: str | None) -> None:
     """One row for each number of hosts, kind and size; measured, predicted and error at each rate."""
     found: dict[tuple[int, str, int], list[str]] = {}
     errors: list[float] = []
     for n in hosts:
         for rate in rates:
             with shaped_hosts(n, rate) as namespaces:
+                if tcp is not None:
+                    control_congestion(namespaces, tcp)
                 for event in run_ranks(n, compare_kinds, sizes, rate, hosts=namespaces):
                     kind, size, measured, predicted = event
                     errors.append(predicted / measured - 1)
@@ -65,6 +69,12 @@ def kinds(rates: list[str], hosts: list[int], sizes: list[int]) -> None:
         print(f"| {n} | {kind} | {size} | {' | '.join(cells)} |")
     close = sum(abs(error) <= 0.05 for error in errors)
     print(f"\nlargest error: {max(map(abs, errors)):.1%}; {close} of {len(errors)} within 5 %")
+
+
+def control_congestion(hosts: list[Host], how: str) -> None:
+    for host in hosts:
+        write = f"echo {how} > /proc/sys/net/ipv4/tcp_congestion_control"
+        subprocess.run(["ip", "netns", "exec", host.namespace, "sh", "-c", write], check=True)
 
 
 def compare_kinds(sizes: list[int], rate: str) -> Iterator[Any]:
@@ -153,9 +163,12 @@ def main() -> None:
     parser.add_argument("rates", nargs="*")
     parser.add_argument("--hosts", nargs="+", type=int)
     parser.add_argument("--mb", nargs="+", type=int, default=[1, 4, 10])
+    parser.add_argument(
+        "--tcp", help="congestion control of the hosts, of /proc/sys/net/ipv4/tcp_allowed_congestion_control"
+    )
     arguments = parser.parse_args()
     if arguments.hosts:
-        kinds(arguments.rates or ["100mbit", "200mbit", "1gbit"], arguments.hosts, arguments.mb)
+        kinds(arguments.rates or ["100mbit", "200mbit", "1gbit"], arguments.hosts, arguments.mb, arguments.tcp)
     else:
         plans(arguments.rates or ["200mbit", "1gbit"])
 

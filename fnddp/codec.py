@@ -79,10 +79,17 @@ def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Enc
         return Encoded({"": x}, _only)
     layer, inner = code[0], code[1:]
     codec: Any = layer.codec
+    lengths: dict[str, Tensor] = {}
+    if any(each.codec.averages for each in inner):
+        lengths = codec.lengths(
+            x.shape[1], torch.full((1, 1), x.shape[1], device=x.device) if length is None else length
+        )
     drawn = (replace(key, seed=layer.seed, step=layer.step),) if codec.draws else ()
     counted = {"length": length} if codec.averages else {}
     parts: Payload = codec.encode(x, *drawn, **counted)
-    encoded = {name: _encode_part(inner, part, replace(key, name=f"{key.name}/{name}")) for name, part in parts.items()}
+    encoded: dict[str, Encoded] = {}
+    for name, part in parts.items():
+        encoded[name] = _encode_part(inner, part, replace(key, name=f"{key.name}/{name}"), lengths.get(name))
     payload = {f"{name}/{of}": part for name, each in encoded.items() for of, part in each.payload.items()}
 
     def decode(payload: Payload) -> Tensor:
@@ -123,10 +130,15 @@ def added_up(encoded: Encoded, payload: Payload, n: int, like: Tensor) -> Tensor
     return total
 
 
-def _encode_part(code: Code, part: Tensor, key: Key) -> Encoded:
+def takes_averages(inner: Any) -> bool:
+    """Whether one of the codecs from `inner` inwards averages, and so has to know what is padding."""
+    return not isinstance(inner, Carrier) and (inner.averages or takes_averages(inner.inner))
+
+
+def _encode_part(code: Code, part: Tensor, key: Key, length: Tensor | None) -> Encoded:
     if not part.is_floating_point() or not code:
         return Encoded({"": part}, _only)
-    inner = encode(code, part.reshape(part.shape[0], -1), key)
+    inner = encode(code, part.reshape(part.shape[0], -1), key, length)
 
     def decode(payload: Payload) -> Tensor:
         return inner.decode(payload).to(part.dtype).reshape(-1, *part.shape[1:])
@@ -234,6 +246,18 @@ class Codec(Sync):
         `two_shot` pads rows with zeros to one length. Who `averages` over a row gets `length=` after all others: how
         many numbers of each row count, `[rows, 1]` in int64, or None for all.
         """
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        """How many numbers of each fractional part are not padding, where `length` of the `n` of a row are not.
+
+        They come first in each row of the part, and padding behind them. A part that is not named has none. Asked for
+        where a codec inside averages.
+
+        Args:
+            n: Of a row of `encode`.
+            length: `[rows, 1]`, or `[1, 1]` if it is the same for all rows, in int64.
+        """
+        return {}
 
     @abc.abstractmethod
     def decode(self, payload: Payload, n: int) -> Tensor:

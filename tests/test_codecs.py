@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 import fnddp
 from fnddp import WireCounter, allgather, laws, two_shot
-from fnddp.codec import Codec, Key
+from fnddp.codec import Carrier, Code, Codec, Key, Layer, encode
 from fnddp.codecs.dct_topk import cosines
 from fnddp.codecs.packing import pack, pack_bits, pack_indices, unpack, unpack_bits, unpack_indices
 from fnddp.ranks import run_threads
@@ -64,6 +65,15 @@ def codec_of(text: str) -> Codec:
     codec = fnddp.parse(text)
     assert isinstance(codec, Codec)
     return codec
+
+
+def code_of(text: str) -> Code:
+    """All codecs of it, the outermost first."""
+    sync, layers = fnddp.parse(text), []
+    while not isinstance(sync, Carrier):
+        layers.append(Layer(sync))
+        sync = sync.inner
+    return tuple(layers)
 
 
 def encoded(codec: Codec, x: Tensor, step: int = 0) -> dict[str, Tensor]:
@@ -323,6 +333,86 @@ def test_terngrad_clips_by_the_spread_of_what_there_is(elements):
     for row, many in enumerate(length.flatten().tolist()):
         alone = codec.encode(x[row : row + 1, :many], Key("w", 0))
         torch.testing.assert_close(payload["scale"][row], alone["scale"][0])
+
+
+# Codecs within which an average is taken, of blocks' scales or of chosen values.
+OF_PARTS = [
+    "quantize({}, block=4)",
+    "quantize({}, bits=4, block=6)",
+    "fp8({}, block=5)",
+    "qsgd({}, levels=5, block=3)",
+    "terngrad({}, block=4)",
+    "topk({}, k=3, chunk=8)",
+    "topk({}, k=5, chunk=6)",
+    "topk(bf16(quantize({}, block=3)), k=6, chunk=7)",
+    "sign({}, chunk=8)",
+    "fp16({})",
+    "dct_topk({}, chunk=3, k=4)",
+]
+AVERAGES = [
+    "sign(allgather)",
+    "sign(allgather, chunk=8)",
+    "terngrad(allgather, clip=0.7)",
+    "quantize(sign(allgather), block=2)",
+]
+
+
+@given(
+    of=st.sampled_from(OF_PARTS),
+    average=st.sampled_from(AVERAGES),
+    elements=st.integers(1, 40),
+    padding=st.integers(1, 40),
+    some_zeros=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=300)
+def test_an_average_within_a_payload_is_of_its_numbers_without_what_pads_it(
+    of, average, elements, padding, some_zeros, seed
+):
+    n = max(elements, 9 if "dct" in of else 1)  # or its tile is another one
+    x = 10 * torch.randn(1, n, generator=torch.Generator().manual_seed(seed))
+    if some_zeros:
+        x[:, ::3] = 0
+    code, key = code_of(of.format(average)), Key("w", 0)
+    alone, padded = encode(code, x, key), encode(code, pad(x, (0, padding)), key, torch.tensor([[n]]))
+    want, got = alone.decode(alone.payload), padded.decode(padded.payload)[:, :n]
+    counts = x != 0  # zeros and padding are equally large for top-k, which takes the one or the other
+    torch.testing.assert_close(got[counts], want[counts], rtol=1e-4, atol=1e-4)  # sums of other lengths round otherwise
+
+
+def test_of_a_chunk_that_a_codec_pads_itself_what_is_in_it_counts():
+    x = torch.tensor([[4.0] * 8 + [7.0, 0.0, 2.0]])  # of the second chunk six are sent: three, and three that pad
+    for inner, scales in (
+        ("sign(allgather)", [(6 * 4 + 7 + 2 + 0) / 9]),
+        ("sign(allgather, chunk=8)", [(6 * 4 + 7 + 2) / 8, 0.0]),
+    ):
+        payload = encode(code_of(f"topk({inner}, k=6, chunk=8)"), x, Key("w", 0)).payload
+        torch.testing.assert_close(payload["values/scale/"], torch.tensor([scales]))
+
+
+NESTED = [
+    "quantize(sign({}), block=4)",
+    "fp8(sign({}, chunk=8), block=3)",
+    "topk(sign({}), k=2, chunk=4)",
+    "topk(quantize(sign({}), block=2), k=3, chunk=4)",
+    "sign(sign({}), chunk=8)",
+    "bf16(sign({}))",
+]
+
+
+@given(st.sampled_from(NESTED), st.integers(2, 4), st.integers(1, 90), st.integers(0, 1000))
+def test_a_two_shot_mean_is_what_parts_that_nothing_pads_come_to(text, n, elements, seed):
+    grads = torch.randn(n, elements, generator=torch.Generator().manual_seed(seed))
+    got, _ = fnddp.simulate(fnddp.parse(text.format("two_shot")), n)({"w": grads}, ())
+    code = code_of(text.format("allgather"))
+
+    def read(row: Tensor) -> Tensor:
+        encoded = encode(code, row.unsqueeze(0), Key("w", 0))
+        return encoded.decode(encoded.payload)[0].float()
+
+    parts = grads.split(-(-elements // n), dim=1)
+    want = torch.cat([read(sum(map(read, part)) / n) for part in parts])
+    torch.testing.assert_close(got["w"], want, rtol=1e-4, atol=1e-4)
 
 
 # What is as good as nothing.

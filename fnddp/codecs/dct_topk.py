@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from fnddp import tree
 from fnddp.codec import Codec, Layer, Payload, wide
-from fnddp.codecs.packing import INDEX_DTYPES, pack_indices, unpack_indices
+from fnddp.codecs.packing import INDEX_DTYPES, blocks_of, pack_indices, unpack_indices
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, State, Sync, transform
 from fnddp.tree import Leaves, Tree, require_leaves
@@ -94,6 +94,10 @@ class dct_topk(Codec):
             "values": (coefficients.gather(-1, indices) / _range(height, width)).to(x.dtype),
             "indices": pack_indices(indices, height * width, self.index),
         }
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        height, width = self._tile(n)
+        return {"values": blocks_of(length, height * width, n) * min(self.k, height * width)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         height, width = self._tile(n)

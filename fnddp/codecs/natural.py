@@ -58,5 +58,6 @@ class natural(Codec):
         return {"exponent": exponent.to(torch.uint8), "sign": pack_bits(is_negative(x))}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        sign = unpack_bits(payload["sign"], n).to(torch.int32) << 31
-        return (payload["exponent"].to(torch.int32) << MANTISSA | sign).view(torch.float32)
+        # Products are left shifts that can write into memory that is there.
+        sign = unpack_bits(payload["sign"], n).to(torch.int32) * -(1 << 31)
+        return (payload["exponent"].to(torch.int32) * (1 << MANTISSA) | sign).view(torch.float32)

@@ -6,8 +6,13 @@ from torch.nn.functional import pad
 
 PACKED_INDICES = 4096  # elements that 12 bits can tell apart
 
+# Shifts go by their long name, which alone can write into memory that is there; to the left, products do.
 _WORDS = {4: torch.int16, 2: torch.int32}
 """As many bytes as numbers share one: bytes side by side are taken for one word, so that few operations do it."""
+
+_LOWEST = {4: 0x0F0F, 2: 0x03030303}
+_PACK = {4: 1 << 8 | 1 << 4, 2: 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6}
+"""Times small numbers in the bytes of a word: these side by side in the highest byte. Below it no two overlap."""
 
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
@@ -23,6 +28,16 @@ INDEX_DTYPES = {"small": None, "int16": torch.int16, "int32": torch.int32, "int6
 def block_size(block: int | None, n: int) -> int:
     """How many of the `n` elements of a row make a block: all of them, where `block` is None or larger."""
     return min(n, block or n)
+
+
+def blocks_of(length: Tensor, block: int | None, n: int) -> Tensor:
+    """How many blocks of a row of `n` elements have one of its first `length`.
+
+    >>> blocks_of(torch.tensor([[5], [0]]), 4, 12)
+    tensor([[2],
+            [0]])
+    """
+    return -(-length // block_size(block, n))
 
 
 def require_block(owner: str, block: int | None) -> None:
@@ -60,11 +75,8 @@ def pack(q: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return q
-    words, mask = _padded(q, 8 // bits).view(_WORDS[bits]), (1 << bits) - 1
-    packed = words & mask
-    for i in range(1, 8 // bits):
-        packed = packed | (words >> i * (8 - bits)) & mask << i * bits
-    return packed.to(torch.uint8)
+    words = (_padded(q, 8 // bits).view(_WORDS[bits]) & _LOWEST[bits]) * _PACK[bits]
+    return torch.bitwise_right_shift(words, 8 * words.element_size() - 8).to(torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
@@ -75,12 +87,14 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """
     if bits == 8:
         return packed
-    words, mask = packed.to(_WORDS[bits]), (1 << bits) - 1 << 8 - bits
+    words = packed.to(_WORDS[bits])
     # Each number to the top of its byte, and back: a right shift of a signed number keeps its sign.
-    spread = words << 8 - bits
-    for i in range(1, 8 // bits):
-        spread = spread & (1 << 8 * i) - 1 | (words << (i + 1) * (8 - bits)) & mask << 8 * i
-    return (spread.view(torch.int8) >> 8 - bits)[..., :n]
+    if bits == 4:
+        spread = torch.add(words * 16, words & 0xF0, alpha=240)
+    else:
+        pairs = words * (1 << 6 | 1 << 18) & 0x03C003C0
+        spread = pairs * (1 | 1 << 6) & 0xC0C0C0C0 - (1 << 32)
+    return torch.bitwise_right_shift(spread.view(torch.int8), 8 - bits)[..., :n]
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -90,7 +104,7 @@ def pack_bits(bits: Tensor) -> Tensor:
     tensor([5], dtype=torch.uint8)
     """
     eights = _padded(bits, 8).view(torch.int64) & _ONES
-    return (eights * _GATHER >> 56).to(torch.uint8)
+    return torch.bitwise_right_shift(eights * _GATHER, 56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
@@ -100,7 +114,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     tensor([1, 0, 1], dtype=torch.uint8)
     """
     eights = packed.to(torch.int64) * _ONES & _DIAGONAL  # bit i in byte i
-    return (eights + _BELOW_TOP >> 7 & _ONES).view(torch.uint8)[..., :n]
+    return (torch.bitwise_right_shift(eights + _BELOW_TOP, 7) & _ONES).view(torch.uint8)[..., :n]
 
 
 def is_negative(x: Tensor) -> Tensor:
@@ -110,7 +124,7 @@ def is_negative(x: Tensor) -> Tensor:
     tensor([ 0, -1], dtype=torch.int8)
     """
     bits = 8 * x.element_size()
-    return (x.contiguous().view(_INTEGERS[bits]) >> bits - 1).to(torch.int8)
+    return torch.bitwise_right_shift(x.contiguous().view(_INTEGERS[bits]), bits - 1).to(torch.int8)
 
 
 def _padded(q: Tensor, multiple: int) -> Tensor:

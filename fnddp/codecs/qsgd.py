@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, inverse, pack, require_block, unpack
+from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, require_block, unpack
 from fnddp.sync import Sync, transform
 
 BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
@@ -63,6 +63,9 @@ class qsgd(Codec):
         q = blocks * inverse(norm / self.levels).unsqueeze(-1)
         q = (q + key.uniform(q.shape, like=q)).floor().clamp(-self.levels, self.levels)
         return {"norm": norm, "q": pack(q.to(torch.int8), self._bits)}
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        return {"norm": blocks_of(length, self.block, n)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         q = unpack(payload["q"], self._bits, block_size(self.block, n))

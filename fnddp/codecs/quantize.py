@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, inverse, pack, unpack
+from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
 from fnddp.sync import Sync, transform
 
 BITS = (8, 4, 2)
@@ -67,6 +67,9 @@ class quantize(Codec):
         q = blocks * inverse(scale).unsqueeze(-1)
         q = q.round() if key is None else (q + key.uniform(q.shape, like=q)).floor().clamp(-largest, largest)
         return {"scale": scale, "q": pack(q.to(torch.int8), self.bits)}
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        return {"scale": blocks_of(length, self.block, n)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         scale = payload["scale"].unsqueeze(-1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, is_negative, pack_bits, unpack_bits
+from fnddp.codecs.packing import block_size, blocks_of, in_blocks, is_negative, pack_bits, unpack_bits
 from fnddp.sync import Sync, transform
 
 SCALES = ("mean", "max", "none")
@@ -64,6 +64,9 @@ class sign(Codec):
             left = (x.shape[1] if length is None else length) - chunk * torch.arange(chunks.shape[1], device=x.device)
             payload["scale"] = chunks.to(wide(x.dtype)).abs().sum(-1) / left.clamp(1, chunk)
         return payload
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        return {"scale": blocks_of(length, self.chunk, n)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         negative = unpack_bits(payload["bits"], block_size(self.chunk, n))  # [rows, chunks, chunk]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codec import Codec, Key, Payload, wide
-from fnddp.codecs.packing import block_size, in_blocks, pack, require_block, unpack
+from fnddp.codecs.packing import block_size, blocks_of, in_blocks, pack, require_block, unpack
 from fnddp.sync import Sync, transform
 
 
@@ -65,6 +65,9 @@ class terngrad(Codec):
         q = blocks / torch.where(scale > 0, scale, 1).unsqueeze(-1)
         q = (q + key.uniform(q.shape, like=q)).floor().clamp(-1, 1)
         return {"scale": scale, "q": pack(q.to(torch.int8), bits=2)}
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        return {"scale": blocks_of(length, self.block, n)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         q = unpack(payload["q"], 2, block_size(self.block, n))

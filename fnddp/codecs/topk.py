@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fnddp.codec import Codec, Payload
+from fnddp.codec import Codec, Payload, takes_averages
 from fnddp.codecs.packing import block_size, in_blocks, pack_indices, unpack_indices
 from fnddp.options import Share, require_share
 from fnddp.sync import Sync, transform
@@ -55,8 +55,13 @@ class topk(Codec):
     def encode(self, x: Tensor) -> Payload:
         chunk, k = self._sizes(x.shape[1])
         chunks = in_blocks(x, chunk)
-        indices = chunks.abs().topk(k, sorted=False).indices
+        # An average inside is of the first ones: in a chunk of fewer than k, zeros that pad it are to be the last.
+        indices = chunks.abs().topk(k, sorted=takes_averages(self.inner)).indices
         return {"values": chunks.gather(-1, indices), "indices": pack_indices(indices, chunk)}
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        chunk, k = self._sizes(n)
+        return {"values": length // chunk * k + (length % chunk).clamp(max=k)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         chunk, _ = self._sizes(n)

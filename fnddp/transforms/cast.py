@@ -96,6 +96,10 @@ class cast(Sync):
         """Rows in the dtype of the wire: what a codec around this sends of its fractions."""
         return {"": x.to(self._wire_dtype)}
 
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        """All that there is of a row."""
+        return {"": length}
+
     def decode(self, payload: Payload, n: int) -> Tensor:
         """The rows as they came; the codec around this gives them their dtype back."""
         return payload[""]

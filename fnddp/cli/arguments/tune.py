@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     tune.add_argument(
         "--pipelines", nargs="+", metavar="PIPELINE", help="instead of the usual ones: for example 'sign(two_shot)'"
     )
-    tune.add_argument("--steps", type=positive, default=150, metavar="N", help="of each training")
+    tune.add_argument("--steps", type=positive, default=60, metavar="N", help="of each training")
     tune.add_argument("--seeds", type=positive, default=3, metavar="N", help="trainings with each pipeline")
     tune.add_argument("--batch", type=positive, default=8, metavar="N", help="samples of a rank in a step")
     tune.add_argument("--rate", type=positive_float, metavar="R", help="the first learning rate; it falls linearly")
