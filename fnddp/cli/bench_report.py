@@ -19,6 +19,7 @@ from fnddp.cli.bench_profile import OPERATIONS, PARTS
 from fnddp.cli.bench_rank import WARM_UP, Measured, Times
 from fnddp.cli.report import COLOURS
 from fnddp.cli.table import Column, Table
+from fnddp.show.text import count
 
 RATIOS, RESULTS = "ratios.png", "results.json"
 
@@ -182,13 +183,13 @@ def as_json(run: Run) -> dict[str, object]:
 
 def picture(run: Run) -> Figure:
     """The paired ratios, a panel for each peer."""
-    count = len(run.times)
+    rows = len(run.times)
     widest = max(map(len, run.setup.names))
-    figure = Figure(figsize=(1 + 0.08 * widest + 4 * len(run.peers), 1.9 + 0.42 * count), layout="constrained")
+    figure = Figure(figsize=(1 + 0.08 * widest + 4 * len(run.peers), 1.9 + 0.42 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels: Sequence[Axes] = figure.subplots(1, len(run.peers), sharey=True, squeeze=False)[0]
     for axes, peer in zip(panels, run.peers, strict=True):
-        ratios = [run.ratio(arm, peer) for arm in range(count)]
+        ratios = [run.ratio(arm, peer) for arm in range(rows)]
         for arm, ratio in enumerate(ratios):
             _draw(axes, arm, ratio, COLOURS[arm % len(COLOURS)])
         axes.axvline(1, color="0.4", linewidth=1, linestyle=":")
@@ -196,11 +197,11 @@ def picture(run: Run) -> Figure:
         axes.set_xlabel(f"time of a step / {run.setup.names[peer]}")
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(range(count), run.setup.names, family="monospace", size=9)
+    panels[0].set_yticks(range(rows), run.setup.names, family="monospace", size=9)
     panels[0].invert_yaxis()
     link = f"{run.link} links" if run.link else f"{run.hosts} hosts" if run.hosts > 1 else "loopback"
     figure.suptitle(
-        f"{run.setup.model}, {run.parameters / 1e6:.1f} M parameters, {run.ranks} ranks, {link}: "
+        f"{run.setup.model}, {run.parameters / 1e6:.1f} M parameters, {count(run.ranks, 'rank')}, {link}: "
         f"median and quartiles of {run.setup.pairs} paired steps",
         size=10,
     )
