@@ -128,7 +128,8 @@ def test_wrong_functions(tiny: str, function: str, message: str) -> None:
 
 def test_wrong_files(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
-    with pytest.raises(ModelError, match=r"cannot import .*broken.py: ZeroDivisionError: division by zero \(at .*broken.py:1\)"):
+    where = r"cannot import .*broken.py: ZeroDivisionError: division by zero \(at .*broken.py:1\)"
+    with pytest.raises(ModelError, match=where):
         load(f"{tmp_path}/broken.py:fn")
     with pytest.raises(ModelError, match="there is no file absent.py"):
         load("absent.py:fn")
