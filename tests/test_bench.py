@@ -291,6 +291,23 @@ def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
     assert {"hosts": 2, "started_by": "SLURM"}.items() <= apart.conditions.items()
 
 
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([0.5, 0.6, 0.4], "Fastest: fp16(allreduce), in 0.50 of the time of ddp"),
+        ([1.5, 1.6, 1.4], "Nothing is faster than ddp here: fp16(allreduce) comes closest, in 1.50 of its time"),
+        ([0.5, 1.0, 1.5], "As fast as ddp, for all that 3 rounds can tell: fp16(allreduce)"),
+    ],
+)
+def test_a_verdict(steps: list[float], says: str) -> None:
+    slow, ours, ddp, none = (Times([of], 0, [1, 1, 1]) for of in ([2.0] * 3, steps, [1.0] * 3, [0.1] * 3))
+    setup = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp", "none"], pairs=3)
+    measured = Measured([slow, ours, ddp, none], ["here"], 1)
+    assert bench_report.verdict(Run(setup, 1, None, 1, "", measured)) == says
+    alone = Measured([slow, ours, none], ["here"], 1)
+    assert bench_report.verdict(Run(replace(setup, peers=["none"]), 1, None, 1, "", alone)) == ""
+
+
 def test_arms_that_occur_twice_are_numbered() -> None:
     setup = Setup("tiny", [allreduce, parse("allreduce"), fp16(allreduce)], ["ddp"])
     assert setup.names == ["allreduce", "allreduce #2", "fp16(allreduce)", "ddp"]

@@ -88,6 +88,8 @@ def run(
         conditions = ", ".join(f"{key}: {value}" for key, value in done.conditions.items())
         print(f"{terminal.folded(conditions)}\n")
         bench_report.table(done).show()
+        if said := bench_report.verdict(done):
+            print(f"{terminal.folded(said)}\n")
         if is_profiled:
             bench_report.profile_table(done).show()
         bench_report.write(out, done)

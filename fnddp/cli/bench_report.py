@@ -131,6 +131,21 @@ def table(run: Run) -> Table:
     )
 
 
+def verdict(run: Run) -> str:
+    """Whether a pipeline beats the fastest peer that synchronizes, and which; nothing if there is no such peer."""
+    rivals = [arm for arm in run.peers if run.setup.names[arm] != "none"]
+    if not rivals:
+        return ""
+    peer = min(rivals, key=lambda arm: median(run.times[arm].steps))
+    arm = min(range(len(run.setup.pipelines)), key=lambda arm: run.ratio(arm, peer).median)
+    ours, theirs, ratio = run.setup.names[arm], run.setup.names[peer], run.ratio(arm, peer)
+    if ratio.high < 1:
+        return f"Fastest: {ours}, in {ratio.median:.2f} of the time of {theirs}"
+    if ratio.low > 1:
+        return f"Nothing is faster than {theirs} here: {ours} comes closest, in {ratio.median:.2f} of its time"
+    return f"As fast as {theirs}, for all that {count(run.setup.pairs, 'round')} can tell: {ours}"
+
+
 def profile_table(run: Run) -> Table:
     """Where the time of a step goes, a row for each arm."""
     rows: list[tuple[str, ...]] = []
@@ -164,6 +179,7 @@ def as_json(run: Run) -> dict[str, object]:
     names = run.setup.names
     return {
         **run.conditions,
+        "verdict": verdict(run),
         "arms": [
             {
                 "arm": name,

@@ -132,7 +132,7 @@ def _show_steps(findings: Findings, model: str) -> None:
     )
     print()
     Table("pipeline", columns, rows, caption).show()
-    print(verdict(findings))
+    print(terminal.folded(verdict(findings)))
 
 
 def verdict(findings: Findings) -> str:
