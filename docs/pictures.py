@@ -1,20 +1,25 @@
-"""Draws docs/assets: what flows through error_feedback(powersgd(fp16(allreduce), rank=4)), and the plan of plan.md.
+"""Draws docs/assets: what flows through error_feedback(powersgd(fp16(allreduce), rank=4)), the plan of plan.md, and
+the curves of the demo, from what it wrote (docs/assets/demo.json). The examples of convergence draw the others.
 
 python docs/pictures.py [folder]
 """
 
+import json
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from fnddp import allreduce, error_feedback, fp16, lower, powersgd
+from fnddp.cli import picture, report
+from fnddp.cli.train import Result
+from fnddp.show.drawing import INK, PAPER
 
-INK, PAPER, BOX = "#263238", "#ffffff", "#eceff1"
+ASSETS = Path(__file__).parent / "assets"
+BOX = "#eceff1"
 DOWN, MEAN, SENT = "#37474f", "#1565c0", "#d84315"  # encoded gradients; the answer; this rank's own contribution
 LEFT, RIGHT = 2.9, 8.7  # the boxes' sides
 DOWN_X, MEAN_X, SENT_X = 4.1, 6.3, 7.7
@@ -48,7 +53,8 @@ PARAMS = {
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    draw_anatomy(folder / "anatomy.svg")
+    picture.save(anatomy, folder / "anatomy.svg")
+    picture.save(curves, folder / "curves.svg")
     draw_plan(folder / "plan.svg")
 
 
@@ -58,20 +64,33 @@ def draw_plan(file: Path) -> None:
     file.write_text(lower(sync, params, world_size=4).to_svg())
 
 
-def draw_anatomy(file: Path) -> None:
-    # Text as paths: the picture is the same everywhere. No date and no random ids: it is the same in every run.
-    mpl.rcParams.update(
-        {"svg.fonttype": "path", "svg.hashsalt": "fnddp", "font.family": "DejaVu Sans", "font.size": 10}
-    )
-    figure, axes = plt.subplots(figsize=(10.6, 8.6))
+def curves() -> Figure:
+    found = json.loads((ASSETS / "demo.json").read_text())
+    results = [
+        Result(
+            index=i,
+            parameters=found["parameters"],
+            losses=each["loss_by_step"],
+            sent=each["bytes_sent_by_step"],
+            accuracy=each["test_accuracy"],
+            step_seconds=each["step_seconds_median"],
+        )
+        for i, each in enumerate(found["pipelines"])
+    ]
+    setting = report.Setting(found["model"], found["ranks"], found["steps"], found["seed"])
+    return report.curves([each["pipeline"] for each in found["pipelines"]], results, setting)
+
+
+def anatomy() -> Figure:
+    figure = Figure(figsize=(10.6, 8.6))
+    axes = figure.subplots()
     axes.set(xlim=(0.7, 12.0), ylim=(-0.45, 9.4), aspect="equal")
     axes.axis("off")
     draw_layers(axes)
     draw_flows(axes)
     draw_state(axes)
     draw_wire(axes)
-    figure.savefig(file, facecolor=PAPER, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    return figure
 
 
 def draw_layers(axes: Axes) -> None:
@@ -131,4 +150,4 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "assets")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ASSETS)

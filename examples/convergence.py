@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
 from fnddp import Link
-from fnddp.cli import digits, models, problems
+from fnddp.cli import digits, models, picture, problems
 from fnddp.plan.period import Recurring, period
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
@@ -321,8 +320,8 @@ def report(out: Path, folder: Path, pipelines: list[str], ranks: list[int], size
         "accumulation": accumulation(sizes),
     }
     file.write_text(json.dumps(found, indent=1) + "\n")
-    draw_convergence(found["results"], folder / "convergence.png")
-    draw_accumulation(found["accumulation"], folder / "accumulation.png")
+    picture.save(partial(draw_convergence, found["results"]), folder / "convergence.svg")
+    picture.save(partial(draw_accumulation, found["accumulation"]), folder / "accumulation.svg")
     print(tables(found))
 
 
@@ -331,14 +330,14 @@ def tables(found: dict[str, Any]) -> str:
     for task, n in dict.fromkeys((x["task"], x["n"]) for x in found["results"]):
         rows = sorted((x for x in found["results"] if (x["task"], x["n"]) == (task, n)), key=lambda x: x["quality"])
         parts.append(f"\n{task}, {n} ranks, {rows[0]['steps']} steps\n")
-        parts.append("| pipeline | loss | above the mean's, same seed | B a step |\n| --- | --- | --- | --- |")
+        parts.append("| pipeline | loss | above the mean's, same seed | B a step |\n| --- | --: | --: | --: |")
         for x in rows:
             loss, gap = f"{x['quality']:.3f} ± {x['spread']:.3f}", f"{x['gap']:+.4f} ± {x['gap_spread']:.4f}"
             parts.append(f"| `{x['pipeline']}` | {loss} | {gap} | {x['wire_bytes']:,} |")
     for n in dict.fromkeys(x["n"] for x in found["costs"]):
         parts.append(f"\ncommunication of a step, {n} ranks\n")
         parts.append(f"| pipeline | MB handed over | MB on the link | {' | '.join(RATES)} |")
-        parts.append(f"| --- | --- | --- |{' --- |' * len(RATES)}")
+        parts.append(f"| --- | --: | --: |{' --: |' * len(RATES)}")
         for x in found["costs"]:
             if x["n"] == n:
                 times = " | ".join(f"{x['seconds'][rate] * 1e3:.1f} ms" for rate in RATES)
@@ -347,12 +346,11 @@ def tables(found: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def draw_convergence(results: list[dict[str, Any]], file: Path) -> None:
+def draw_convergence(results: list[dict[str, Any]]) -> Figure:
     panels = sorted({(x["task"], x["n"]) for x in results})
     order = list(dict.fromkeys(x["pipeline"] for x in results))
     rows = math.ceil(len(panels) / 2)
     figure = Figure(figsize=(12, 4 * rows + 3), layout="constrained")
-    FigureCanvasAgg(figure)
     for i, (task, n) in enumerate(panels):
         axes = figure.add_subplot(rows, 2, i + 1)
         for x in (x for x in results if (x["task"], x["n"]) == (task, n)):
@@ -364,12 +362,11 @@ def draw_convergence(results: list[dict[str, Any]], file: Path) -> None:
         axes.set(xscale="log", xlabel="wire bytes a step and rank", ylabel="final loss", title=f"{task}, {n} ranks")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(file, dpi=80)
+    return figure
 
 
-def draw_accumulation(found: list[dict[str, Any]], file: Path) -> None:
+def draw_accumulation(found: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for text in dict.fromkeys(x["pipeline"] for x in found):
         of = [x for x in found if x["pipeline"] == text]
@@ -377,7 +374,7 @@ def draw_accumulation(found: list[dict[str, Any]], file: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the mean")
     axes.legend()
-    figure.savefig(file, dpi=80)
+    return figure
 
 
 def main() -> None:

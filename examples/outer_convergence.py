@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from convergence import ASSETS, TEXT, characters_task, lines_of
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
 import fnddp
 from fnddp import Link, allreduce, outer
+from fnddp.cli import picture
 
 SYNCHRONOUS = "allreduce"  # gradients, in every step
 PLAIN = [SYNCHRONOUS, *(f"diloco(allreduce, every={h})" for h in (10, 30, 100))]
@@ -203,7 +203,7 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def report(out: Path, folder: Path) -> None:
     found = summary(lines_of(out))
     (folder / "outer_convergence.json").write_text(json.dumps(found, indent=1) + "\n")
-    draw(found, folder / "outer_convergence.png")
+    picture.save(partial(draw, found), folder / "outer_convergence.svg")
     print(tables(found))
 
 
@@ -215,7 +215,7 @@ def tables(found: list[dict[str, Any]]) -> str:
         of = f"{n} workers with {local}, {rows[0]['steps']} steps, {rows[0]['tokens']:,} tokens"
         parts.append(f"\n{begins} parameters, {of}\n")
         parts.append("| | loss | above the synchronous run, same seed | B a step | less by |")
-        parts.append("| --- | --- | --- | --- | --- |")
+        parts.append("| --- | --: | --: | --: | --: |")
         for x in rows:
             loss, gap = f"{x['quality']:.3f} ± {x['spread']:.3f}", f"{x['gap']:+.3f} ± {x['gap_spread']:.3f}"
             nbytes = x["wire_bytes_per_step"]
@@ -223,11 +223,10 @@ def tables(found: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def draw(found: list[dict[str, Any]], file: Path) -> None:
+def draw(found: list[dict[str, Any]]) -> Figure:
     panels = [panel for panel in dict.fromkeys(_panel(x) for x in found) if panel != (TRAINED, ADAMW, 1)]
     order = list(dict.fromkeys(x["outer"] for x in found))
     figure = Figure(figsize=(14, 7), layout="constrained")
-    FigureCanvasAgg(figure)
     for i, (begins, local, n) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
         for x in (x for x in found if _panel(x) == (begins, local, n)):
@@ -245,7 +244,7 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
     pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in pairs}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(file, dpi=80)
+    return figure
 
 
 def _panel(found: dict[str, Any]) -> tuple[str, str, int]:

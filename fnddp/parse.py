@@ -57,6 +57,8 @@ def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:
     if len(text) > MAX_LENGTH:
         raise ValueError(f"parse: the text has {len(text)} characters, more than {MAX_LENGTH}")
     text = text.strip().replace("\r\n", "\n").replace("\r", "\n")  # the lines that ast counts
+    if not text:
+        raise _problem(text, 1, 0, f"there is no text, where there must be {wanted}")
     value = _Reader(text, names).read(_expression(text), depth=0)
     if not isinstance(value, kind):
         raise _problem(text, 1, 0, f"this is a {type(value).__name__}, not {wanted}")

@@ -128,13 +128,14 @@ def test_wrong_functions(tiny: str, function: str, message: str) -> None:
 
 def test_wrong_files(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
-    with pytest.raises(ModelError, match=r"cannot import .*broken.py: ZeroDivisionError: division by zero"):
+    where = r"cannot import .*broken.py: ZeroDivisionError: division by zero \(at .*broken.py:1\)"
+    with pytest.raises(ModelError, match=where):
         load(f"{tmp_path}/broken.py:fn")
     with pytest.raises(ModelError, match="there is no file absent.py"):
         load("absent.py:fn")
     with pytest.raises(ModelError, match="unknown model 'gpt5'; did you mean 'gpt2'"):
         load("gpt5")
-    with pytest.raises(ModelError, match="unknown model 'x'; known ones are transformer, deep, gpt2, resnet18; your"):
+    with pytest.raises(ModelError, match=r"unknown model 'x'; known ones are transformer, deep, gpt2, resnet18\. Your"):
         load("x")
 
 
@@ -288,6 +289,23 @@ def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
     assert apart.link_bytes(0) == 20
     assert "on the first host" in bench_report.table(apart).caption
     assert {"hosts": 2, "started_by": "SLURM"}.items() <= apart.conditions.items()
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([0.5, 0.6, 0.4], "Fastest: fp16(allreduce), in 0.50 of the time of ddp"),
+        ([1.5, 1.6, 1.4], "Nothing is faster than ddp here: fp16(allreduce) comes closest, in 1.50 of its time"),
+        ([0.5, 1.0, 1.5], "As fast as ddp, for all that 3 rounds can tell: fp16(allreduce)"),
+    ],
+)
+def test_a_verdict(steps: list[float], says: str) -> None:
+    slow, ours, ddp, none = (Times([of], 0, [1, 1, 1]) for of in ([2.0] * 3, steps, [1.0] * 3, [0.1] * 3))
+    setup = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp", "none"], pairs=3)
+    measured = Measured([slow, ours, ddp, none], ["here"], 1)
+    assert bench_report.verdict(Run(setup, 1, None, 1, "", measured)) == says
+    alone = Measured([slow, ours, none], ["here"], 1)
+    assert bench_report.verdict(Run(replace(setup, peers=["none"]), 1, None, 1, "", alone)) == ""
 
 
 def test_arms_that_occur_twice_are_numbered() -> None:

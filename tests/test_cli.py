@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fnddp
-from fnddp.cli import completion, main, modules
+from fnddp.cli import completion, main, models, modules
 from fnddp.cli.arguments import bench, demo, plan, tune
 from fnddp.cli.checks import RANKS_PER_CORE, check_processes
 from fnddp.cli.failures import BROKEN_PIPE, WrongArgument
@@ -31,6 +31,12 @@ def of_width(width, depth=1):
 
 def broken():
     raise KeyError("no such layer")
+
+def ends():
+    raise SystemExit(3)
+
+def many():
+    return nn.Linear(8, 4), ones(2, 8), lambda output: output
 
 def values():
     made = nn.Linear(8, 4)
@@ -62,6 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where `models.py` and `mine_own.py` are, and the command is run."""
     (tmp_path / "models.py").write_text(MODELS)
     (tmp_path / "mine_own.py").write_text(TRANSFORM)
+    (tmp_path / "script.py").write_text('raise SystemExit("usage: script")\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = set(sys.modules)
@@ -98,6 +105,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "fp16(alreduce)"], "'allreduce'"),
         (["plan", "--model", "gtp2"], "'gpt2'"),
         (["plan", "--model", "models.py:Netwrk"], "'Network'"),
+        (["demo", "--model", "digts"], "'digits'"),
+        (["trace", "allreduce", "--model", "digts"], "'digits'"),
+        (["tune", "--model", "digts"], "'digits'"),
         (["bench", "allreduce", "--against", "dpp"], "'ddp'"),
     ],
 )
@@ -127,6 +137,12 @@ def test_a_model_may_be_a_module_a_class_or_a_function(
     [
         (["--model", "models.py:of_width"], "models.py:of_width cannot be called without arguments: it needs width;"),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
+        (["--model", "models.py:ends"], "models.py:ends failed: SystemExit: 3 (at "),
+        (["--model", "script.py:f"], "cannot import script.py: SystemExit: usage: script (at "),
+        (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
+        (["--model", "models.py"], "models.py is a file: say what in it makes the model, models.py:fn"),
+        (["--model", "nothing"], "known ones are transformer, deep, gpt2, resnet18. Your own is FILE.py:fn or"),
+        ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
         (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
         (["--import", "absent_module"], "--import: cannot import absent_module: ModuleNotFoundError"),
         (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
@@ -142,6 +158,17 @@ def test_what_cannot_be_planned_is_said_in_a_line(
     assert len(said.splitlines()) <= 3
 
 
+def test_a_loss_is_a_scalar(folder: Path) -> None:
+    task = models.load("models.py:many").task()
+    with pytest.raises(models.ModelError, match=r"^loss_fn must return a scalar tensor, .* of shape \(2, 4\)$"):
+        task.loss(nn.Linear(8, 4), task.batch(0))
+
+
+def test_one_rank_is_no_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", "allreduce", "--ranks", "1", "--model", "models.py:module"]) == 0
+    assert "36 parameters in 2 leaves; 1 rank; " in capsys.readouterr().out
+
+
 def test_rates_as_on_data_sheets() -> None:
     assert fnddp.Link.parse("10Gbps") == fnddp.Link.parse("10gbit")
     assert fnddp.Link.parse("100 Mbps:20us") == fnddp.Link.parse("100mbit:20us")
@@ -150,7 +177,7 @@ def test_rates_as_on_data_sheets() -> None:
 def test_more_processes_than_a_machine_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     check_processes(2 * RANKS_PER_CORE)
     with pytest.raises(WrongArgument):
         check_processes(2 * RANKS_PER_CORE + 1)

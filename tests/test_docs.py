@@ -196,3 +196,18 @@ def test_another_output_names_file_and_line(tmp_path: Path) -> None:
     (example,) = examples(page.read_text())
     with pytest.raises(pytest.fail.Exception, match=f"{page}:6: the page says\n2\n\nbut the code prints\n1"):
         run(example, page, {})
+
+
+PEERS = ("Lightning", "Accelerate", "transformers", "Ray Train", "torchft", "TensorBoard")
+
+
+def test_peers_are_of_the_versions_that_ci_installs() -> None:
+    """And the tests that the table names are there."""
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    table = (ROOT / "docs" / "integrations.md").read_text()
+    for peer in PEERS:
+        assert re.search(
+            rf"^\| \[{peer}\]\(\S+\) {re.escape(pinned[peer.lower().split()[0]])} \|", table, re.MULTILINE
+        ), peer
+    for name in re.findall(r"`(test_\w+\.py)`", table):
+        assert (ROOT / "tests" / name).is_file(), name

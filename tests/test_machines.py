@@ -2,11 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -180,18 +185,53 @@ def test_bench_under_torchrun(hosts: Hosts, model: str, tmp_path: Path) -> None:
             assert arm["wire_bytes"] / 2 < arm["link_bytes"] < 1.5 * arm["wire_bytes"] / 2 + 20_000
 
 
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Where Ray keeps what it keeps, and what it started is ended. Short: paths of sockets have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        try:
+            yield Path(folder)
+        finally:
+            for process in started_in(folder):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
+
+def started_in(folder: Path | str) -> list[int]:
+    """The processes that inherited `RAY_TMPDIR`."""
+    found: list[int] = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is not ours
+            if f"RAY_TMPDIR={folder}".encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found
+
+
 @pytest.mark.timeout(2 * SECONDS)
-def test_ray(tmp_path: Path) -> None:
+def test_ray(ray_folder: Path, tmp_path: Path) -> None:
+    """Nothing of Ray is left behind; it asks nobody on a network, and reports nothing."""
     if find_spec("ray") is None:
-        pytest.skip("needs ray: pip install 'ray[train]'")
+        pytest.skip("needs ray: pip install 'fnddp[ray]'")
+    own = {
+        "RAY_TMPDIR": str(ray_folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_TOKEN": uuid4().hex,  # else it writes one into the home folder
+    }
+    before = set(Path("/dev/shm").glob("plasma*"))
     process = subprocess.Popen(
         [sys.executable, EXAMPLES / "ray_train.py", "--folder", tmp_path],
+        env={**os.environ, **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     (said,) = all_said([process], SECONDS)
     assert said.count("the run that was interrupted has the same parameters to the bit: yes") == 1
+    deadline = time.monotonic() + 30
+    while started_in(ray_folder) and time.monotonic() < deadline:  # they end when they see that the script has
+        time.sleep(0.2)
+    assert started_in(ray_folder) == []
+    assert set(Path("/dev/shm").glob("plasma*")) <= before
 
 
 def test_every_recipe_is_tested() -> None:

@@ -48,7 +48,7 @@ HOSTILE = {
     "fp17(allreduce)": (0, "unknown name 'fp17'; did you mean 'fp16'?"),
     "3": (0, "this is a int, not a pipeline"),
     "fp16(\r\n  'ü' .x)": (2, "Attribute is not allowed"),
-    "": (0, "invalid syntax"),
+    "": (0, "there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
     "a; b": (1, "invalid syntax"),
     "x = 1": (2, "invalid syntax"),
     "fp16(\x00)": (0, "null bytes"),

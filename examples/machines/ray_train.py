@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 import torch
 import train  # beside this file
@@ -40,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints; all machines see it")
     folder = parser.parse_args().folder.absolute()
+    ray.init(include_dashboard=False)  # on a cluster it joins that, and this says nothing
     whole, interrupted = run(folder, "whole", None), run(folder, "interrupted", 25)
     same = "yes" if whole == interrupted else "no"
     print(f"the run that was interrupted has the same parameters to the bit: {same}")

@@ -17,11 +17,10 @@ from fnddp.cli.bench_arms import PEERS, Setup, why_not
 from fnddp.cli.bench_rank import WARM_UP, Event, Measured, Round, measure
 from fnddp.cli.bench_report import Run
 from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
-from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import LauncherError, Place, check_device, check_no_link, check_ranks, on_ranks, stopped
-from fnddp.cli.models import ModelError, load
-from fnddp.cli.network import NetworkError, shaped_hosts
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.launcher import Place, check_device, check_no_link, check_ranks, on_ranks
+from fnddp.cli.models import load
+from fnddp.cli.network import shaped_hosts
 from fnddp.options import did_you_mean
 
 
@@ -63,9 +62,8 @@ def run(
     Returns:
         The exit code of the command.
     """
-    at: Place | None = None
-    try:
-        at = launcher.place()
+
+    def work(at: Place | None) -> int:
         count = check_ranks(ranks, at)
         if link is not None:
             check_link(link)
@@ -90,17 +88,15 @@ def run(
         conditions = ", ".join(f"{key}: {value}" for key, value in done.conditions.items())
         print(f"{terminal.folded(conditions)}\n")
         bench_report.table(done).show()
+        if said := bench_report.verdict(done):
+            print(f"{terminal.folded(said)}\n")
         if is_profiled:
             bench_report.profile_table(done).show()
         bench_report.write(out, done)
         print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}")
         return 0
-    except (WrongArgument, ModelError, LauncherError) as error:
-        return stopped(at, "bench", WRONG_ARGUMENTS, error)
-    except (RankError, NetworkError, OSError) as error:
-        return stopped(at, "bench", FAILED, error)
-    except KeyboardInterrupt:
-        return stopped(at, "bench", INTERRUPTED, "interrupted; all ranks are ended")
+
+    return launcher.at_place("bench", work)
 
 
 def check_model(model: str) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from fnddp.cli.bench_profile import OPERATIONS, PARTS
 from fnddp.cli.bench_rank import WARM_UP, Measured, Times
 from fnddp.cli.report import COLOURS
 from fnddp.cli.table import Column, Table
+from fnddp.show.text import count
 
 RATIOS, RESULTS = "ratios.png", "results.json"
 
@@ -130,6 +131,21 @@ def table(run: Run) -> Table:
     )
 
 
+def verdict(run: Run) -> str:
+    """Whether a pipeline beats the fastest peer that synchronizes, and which; nothing if there is no such peer."""
+    rivals = [arm for arm in run.peers if run.setup.names[arm] != "none"]
+    if not rivals:
+        return ""
+    peer = min(rivals, key=lambda arm: median(run.times[arm].steps))
+    arm = min(range(len(run.setup.pipelines)), key=lambda arm: run.ratio(arm, peer).median)
+    ours, theirs, ratio = run.setup.names[arm], run.setup.names[peer], run.ratio(arm, peer)
+    if ratio.high < 1:
+        return f"Fastest: {ours}, in {ratio.median:.2f} of the time of {theirs}"
+    if ratio.low > 1:
+        return f"Nothing is faster than {theirs} here: {ours} comes closest, in {ratio.median:.2f} of its time"
+    return f"As fast as {theirs}, for all that {count(run.setup.pairs, 'round')} can tell: {ours}"
+
+
 def profile_table(run: Run) -> Table:
     """Where the time of a step goes, a row for each arm."""
     rows: list[tuple[str, ...]] = []
@@ -163,6 +179,7 @@ def as_json(run: Run) -> dict[str, object]:
     names = run.setup.names
     return {
         **run.conditions,
+        "verdict": verdict(run),
         "arms": [
             {
                 "arm": name,
@@ -182,13 +199,13 @@ def as_json(run: Run) -> dict[str, object]:
 
 def picture(run: Run) -> Figure:
     """The paired ratios, a panel for each peer."""
-    count = len(run.times)
+    rows = len(run.times)
     widest = max(map(len, run.setup.names))
-    figure = Figure(figsize=(1 + 0.08 * widest + 4 * len(run.peers), 1.9 + 0.42 * count), layout="constrained")
+    figure = Figure(figsize=(1 + 0.08 * widest + 4 * len(run.peers), 1.9 + 0.42 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels: Sequence[Axes] = figure.subplots(1, len(run.peers), sharey=True, squeeze=False)[0]
     for axes, peer in zip(panels, run.peers, strict=True):
-        ratios = [run.ratio(arm, peer) for arm in range(count)]
+        ratios = [run.ratio(arm, peer) for arm in range(rows)]
         for arm, ratio in enumerate(ratios):
             _draw(axes, arm, ratio, COLOURS[arm % len(COLOURS)])
         axes.axvline(1, color="0.4", linewidth=1, linestyle=":")
@@ -196,11 +213,11 @@ def picture(run: Run) -> Figure:
         axes.set_xlabel(f"time of a step / {run.setup.names[peer]}")
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(range(count), run.setup.names, family="monospace", size=9)
+    panels[0].set_yticks(range(rows), run.setup.names, family="monospace", size=9)
     panels[0].invert_yaxis()
     link = f"{run.link} links" if run.link else f"{run.hosts} hosts" if run.hosts > 1 else "loopback"
     figure.suptitle(
-        f"{run.setup.model}, {run.parameters / 1e6:.1f} M parameters, {run.ranks} ranks, {link}: "
+        f"{run.setup.model}, {run.parameters / 1e6:.1f} M parameters, {count(run.ranks, 'rank')}, {link}: "
         f"median and quartiles of {run.setup.pairs} paired steps",
         size=10,
     )

@@ -12,6 +12,7 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.modules import ModuleError
 from fnddp.cost.link import Link
 from fnddp.parse import parse
+from fnddp.show.text import count
 from fnddp.sync import Sync
 
 
@@ -45,12 +46,17 @@ def check_imports(names: Iterable[str]) -> None:
 RANKS_PER_CORE = 8
 
 
+def cores() -> int:
+    """Those that this process may use, which a container or SLURM may have cut down."""
+    return len(os.sched_getaffinity(0))
+
+
 def check_processes(ranks: int) -> None:
     """Raises a WrongArgument if so many processes are more than this machine can run in a reasonable time."""
-    cores = os.cpu_count() or 1
-    if ranks > RANKS_PER_CORE * cores:
+    most = RANKS_PER_CORE * cores()
+    if ranks > most:
         raise WrongArgument(
-            f"--ranks {ranks}: each is a process, and on {cores} cores at most {RANKS_PER_CORE * cores} are started; "
+            f"--ranks {ranks}: each is a process, and on {count(cores(), 'core')} at most {most} are started; "
             f"virtual ranks need none: fnddp tune --ranks {ranks}, or fnddp.simulate"
         )
 

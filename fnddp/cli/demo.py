@@ -10,10 +10,7 @@ from rich.table import Column
 from fnddp.cli import launcher, lessons, report, terminal
 from fnddp.cli.bars import progress
 from fnddp.cli.checks import check_folder, check_imports, check_pipeline
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
-from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import LauncherError, Place, check_ranks, on_ranks, stopped
-from fnddp.cli.models import ModelError
+from fnddp.cli.launcher import Place, check_ranks, on_ranks
 from fnddp.cli.report import Setting
 from fnddp.cli.train import Event, Result, train
 from fnddp.sync import Sync
@@ -45,9 +42,8 @@ def run(
     Returns:
         The exit code of the command.
     """
-    at: Place | None = None
-    try:
-        at = launcher.place()
+
+    def work(at: Place | None) -> int:
         world_size = check_ranks(ranks, at)
         check_imports(imports)
         parameters = lessons.parameters(model)
@@ -56,12 +52,8 @@ def run(
             check_folder(out)
         setting = Setting(model, world_size, steps, seed, tuple(imports))
         return _train_and_report(syncs, setting, at, out)
-    except (WrongArgument, ModelError, LauncherError) as error:
-        return stopped(at, "demo", WRONG_ARGUMENTS, error)
-    except (RankError, OSError) as error:
-        return stopped(at, "demo", FAILED, error)
-    except KeyboardInterrupt:
-        return stopped(at, "demo", INTERRUPTED, "interrupted; all ranks are ended")
+
+    return launcher.at_place("demo", work)
 
 
 def _train_and_report(syncs: list[Sync], setting: Setting, at: Place | None, out: Path) -> int:

@@ -1,7 +1,6 @@
 """`fnddp doctor`: what is here, whether ranks agree, how fast their links are, and what can pay."""
 
 import json
-import os
 import platform
 from contextlib import closing
 from importlib import metadata
@@ -9,13 +8,14 @@ from importlib import metadata
 import torch
 
 from fnddp.cli import examination, launcher, lessons, terminal
+from fnddp.cli.checks import cores
 from fnddp.cli.examination import Findings, Stage, examine
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
+from fnddp.cli.failures import FAILED
 from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import HINT, LauncherError, Place, check_device, check_ranks, on_ranks, stopped
-from fnddp.cli.models import ModelError
+from fnddp.cli.launcher import HINT, Place, check_device, check_ranks, on_ranks
 from fnddp.cli.table import Column, Table
 from fnddp.cost.link import duration
+from fnddp.show.text import count
 from fnddp.tune import MARGIN, MEAN, SIXTEEN_BITS
 
 EXTRAS = {"demo": ("rich", "matplotlib", "scikit-learn")}
@@ -33,45 +33,41 @@ def run(*, ranks: int | None, model: str, device: str, as_json: bool) -> int:
     Returns:
         The exit code of the command: 1 if ranks disagree.
     """
-    at: Place | None = None
-    try:
-        at = launcher.place()
+
+    def work(at: Place | None) -> int:
         reports = launcher.reports(at)
         lessons.parameters(model)
-        count = check_ranks(ranks, at)
-        on = check_device(device, count, at)
+        world_size = check_ranks(ranks, at)
+        on = check_device(device, world_size, at)
         if reports and not as_json:
             print("\n".join(_installed()), flush=True)
-        findings = _examined(count, at, model, on)
+        findings = _examined(world_size, at, model, on)
         if reports:
             print(json.dumps(_as_dict(findings, on), indent=1) if as_json else _told(findings, at, on))
         if reports and not as_json and findings.costs:
             _show_steps(findings, model)
         return 0 if findings.is_sound else FAILED
-    except (WrongArgument, ModelError, LauncherError) as error:
-        return stopped(at, "doctor", WRONG_ARGUMENTS, error)
-    except BrokenPipeError:
-        raise
-    except RankError as error:
-        return stopped(at, "doctor", FAILED, error)
-    except (OSError, RuntimeError) as error:
-        return stopped(at, "doctor", FAILED, f"{error}\n{HINT}")
-    except KeyboardInterrupt:
-        return stopped(at, "doctor", INTERRUPTED, "interrupted; all ranks are ended")
+
+    return launcher.at_place("doctor", work)
 
 
 def _examined(ranks: int, at: Place | None, model: str, device: str) -> Findings:
     backend = "nccl" if device == "cuda" else "gloo"
     found: Findings | None = None
-    with (
-        terminal.status() as status,
-        closing(on_ranks(at, ranks, examine, model, device, backend=backend)) as events,
-    ):
-        for event in events:
-            if isinstance(event, Stage):
-                status.show(event.text)
-            else:
-                found = event
+    try:
+        with (
+            terminal.status() as status,
+            closing(on_ranks(at, ranks, examine, model, device, backend=backend)) as events,
+        ):
+            for event in events:
+                if isinstance(event, Stage):
+                    status.show(event.text)
+                else:
+                    found = event
+    except RankError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise RankError(f"{error}\n{HINT}") from error
     assert found is not None
     return found
 
@@ -84,7 +80,7 @@ def _installed() -> list[str]:
         said = f"not installed: {', '.join(missing)} (pip install 'fnddp[{extra}]')" if missing else "installed"
         lines.append(f"extra {extra}: {said}")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines.append(f"machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_counted(gpus)}")
+    lines.append(f"machine: {platform.system()} {platform.machine()}, {count(cores(), 'core')}, {_counted(gpus)}")
     return lines
 
 
@@ -130,13 +126,13 @@ def _show_steps(findings: Findings, model: str) -> None:
     forward, backward = map(duration, (findings.forward_seconds, findings.backward_seconds))
     columns = [Column("step", 4), Column("exposed", 3), Column("codec", 2), Column("link B", 1)]
     caption = (
-        f"{model} on {len(findings.hosts)} ranks: forward {forward}, backward {backward} and codec, to encode and "
-        "decode, measured on the first rank; the rest predicted from the link above\n"
+        f"{model} on {count(len(findings.hosts), 'rank')}: forward {forward}, backward {backward} and codec, to encode "
+        "and decode, measured on the first rank; the rest predicted from the link above\n"
         "exposed: what is left to wait for; link: bytes that a rank sends in a step"
     )
     print()
     Table("pipeline", columns, rows, caption).show()
-    print(verdict(findings))
+    print(terminal.folded(verdict(findings)))
 
 
 def verdict(findings: Findings) -> str:

@@ -1,7 +1,7 @@
 """Who has started this process: a launcher, as one of several ranks, or nobody."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnddp.cli.checks import check_processes
-from fnddp.cli.failures import FAILED, WrongArgument, stop
+from fnddp.cli.checks import check_processes, cores
+from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.launch import RankError, run_ranks
-from fnddp.cli.network import Host
+from fnddp.cli.models import ModelError
+from fnddp.cli.network import Host, NetworkError
 from fnddp.cli.rank import TIMEOUT, Work
 from fnddp.wire.groups import is_slurm_shell
 
@@ -72,6 +73,24 @@ def stopped(at: Place | None, command: str, code: int, message: object) -> int:
     return stop(command, code, f"rank {at.rank}: {message}")
 
 
+def at_place(command: str, work: Callable[[Place | None], int]) -> int:
+    """Calls `work` with this process' place, and says in a line what it raises.
+
+    Returns:
+        The exit code of `command`: what `work` returns, or that of the error.
+    """
+    at: Place | None = None
+    try:
+        at = place()
+        return work(at)
+    except (WrongArgument, ModelError, LauncherError) as error:
+        return stopped(at, command, WRONG_ARGUMENTS, error)
+    except (RankError, NetworkError, OSError) as error:
+        return stopped(at, command, FAILED, error)
+    except KeyboardInterrupt:
+        return stopped(at, command, INTERRUPTED, "interrupted; all ranks are ended")
+
+
 def share_cores(hosts: Sequence[str]) -> None:
     """Gives this rank its share of its host's cores, unless `OMP_NUM_THREADS` says how many threads it has.
 
@@ -79,7 +98,7 @@ def share_cores(hosts: Sequence[str]) -> None:
         hosts: Of each rank.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hosts.count(hosts[dist.get_rank()])))
+        torch.set_num_threads(max(1, cores() // hosts.count(hosts[dist.get_rank()])))
 
 
 def place() -> Place | None:

@@ -54,7 +54,7 @@ def parameters(name: str) -> Params:
     """
     if name == DIGITS:
         return _digits(seed=0, rank=0, world_size=1).initial
-    workload = load(name)
+    workload = load(name, [DIGITS])
     workload.task()
     return workload.parameters()
 
@@ -72,7 +72,7 @@ def lesson(name: str, *, seed: int, rank: int, world_size: int) -> Lesson:
     """
     if name == DIGITS:
         return _digits(seed, rank, world_size)
-    workload = load(name)
+    workload = load(name, [DIGITS])
     task = workload.task()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

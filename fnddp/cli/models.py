@@ -4,8 +4,7 @@ The named models need nothing but torch, and their data is random: what they are
 """
 
 import inspect
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -65,12 +64,16 @@ class Workload:
         return {name: p.detach().to("meta") for name, p in module.named_parameters() if p.requires_grad}
 
 
-def load(name: str) -> Workload:
+def load(name: str, others: Sequence[str] = ()) -> Workload:
     """The workload `name`: "transformer", "deep", "gpt2", "resnet18", "FILE.py:fn", or "module:fn".
 
     In a file or an importable module, `fn()` returns a module, or `(module, inputs, loss_fn)`: a tensor or tuple of
     tensors that the module takes, and a function from the module's output to a scalar. A module alone can be planned,
     not benchmarked. `fn` may be a module, too, or the class of one.
+
+    Args:
+        name: See above.
+        others: What the caller knows besides, for the error.
 
     Raises:
         ModelError: There is no such model or file. (What `fn()` returns is looked at when it is first called.)
@@ -81,9 +84,12 @@ def load(name: str) -> Workload:
     if name in _NAMED:
         return _NAMED[name]
     path, colon, function = name.rpartition(":")
-    if not colon or not path:
-        hint = did_you_mean(name, _NAMED) or f"; known ones are {', '.join(_NAMED)}"
-        raise ModelError(f"unknown model {name!r}{hint}; your own is FILE.py:fn or module:fn")
+    if name.endswith(".py"):
+        raise ModelError(f"{name} is a file: say what in it makes the model, {name}:fn")
+    if not colon or not path or not function:
+        known = [*others, *_NAMED]
+        hint = did_you_mean(name, known) or f"; known ones are {', '.join(known)}."
+        raise ModelError(f"unknown model {name!r}{hint} Your own is FILE.py:fn or module:fn")
     build = _maker(name, path, function)
     return Workload(name, lambda: _parts(name, build())[0], lambda: _task(name, *_parts(name, build())))
 
@@ -173,10 +179,8 @@ def _required(made: Callable[..., Any]) -> list[str]:
 def _called(name: str, made: Callable[[], Any]) -> Any:
     try:
         return made()
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        problem = f"{type(error).__name__}: {error}"
-        raise ModelError(f"{name} failed: {problem} (at {where.filename}:{where.lineno})") from error
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"{name} failed: {modules.told(error)}") from error
 
 
 def _parts(name: str, built: Any) -> tuple[nn.Module, Any, Any]:
@@ -203,7 +207,11 @@ def _same(batch: Batch, rank: int) -> Batch:
 
 
 def _loss_of_output(loss_fn: Callable[..., Any], forward: Forward, batch: Batch) -> Tensor:
-    return loss_fn(forward(*batch))
+    loss = loss_fn(forward(*batch))
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind(loss)
+        raise ModelError(f"loss_fn must return a scalar tensor, such as a mean, got {got}")
+    return loss
 
 
 def _kind(value: Any) -> str:

@@ -3,8 +3,12 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
+
+# Files that users have not written: fnddp's, and those that import.
+_NOT_OWN = (str(Path(__file__).parent), "<frozen importlib", importlib.__file__)
 
 
 class ModuleError(ValueError):
@@ -15,12 +19,19 @@ def load(name: str) -> ModuleType:
     """The module `name`, imported: an installed one, one of this folder ("package.module"), or "FILE.py".
 
     Raises:
-        ModuleError: There is none, or it raised.
+        ModuleError: There is none, or it raised, or ended the program, as scripts do.
     """
     try:
         return _of_file(Path(name)) if name.endswith(".py") else _named(name)
-    except Exception as error:
-        raise ModuleError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ModuleError(f"cannot import {name}: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """What a user's module has raised, and on which of its lines, if that is what raised it."""
+    said = f"{type(error).__name__}: {error}"
+    own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(_NOT_OWN)]
+    return f"{said} (at {own[-1].filename}:{own[-1].lineno})" if own else said
 
 
 def _named(name: str) -> ModuleType:

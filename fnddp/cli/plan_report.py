@@ -13,7 +13,7 @@ from fnddp.cli.table import Column, Table
 from fnddp.cost.estimate import Estimate
 from fnddp.cost.link import Link, duration
 from fnddp.plan.plan import Plan
-from fnddp.show.text import size
+from fnddp.show.text import count, size
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Setting:
     def __str__(self) -> str:
         when = "after all warm-ups" if self.step is None else f"step {self.step}"
         return (
-            f"{self.model}: {self.elements:,} parameters in {len(self.parameters)} leaves; {self.ranks} ranks; {when}; "
-            f"buckets of {self.bucket_cap_mb:g} MiB"
+            f"{self.model}: {self.elements:,} parameters in {count(len(self.parameters), 'leaf', 'leaves')}; "
+            f"{count(self.ranks, 'rank')}; {when}; buckets of {self.bucket_cap_mb:g} MiB"
         )
 
 

@@ -36,7 +36,7 @@ def problem(model: str, data: str | None, *, batch: int, steps: int, rate: float
         WrongArgument: The model and the data do not go together, or it cannot be simulated.
     """
     data = data or (DIGITS if model == DIGITS else "own")
-    workload = None if model == DIGITS else load(model)
+    workload = None if model == DIGITS else load(model, [DIGITS])
     make = digits.make_model if workload is None else partial(_made, workload)
     _require_simulable(model, make(0))
     if data == DIGITS:

@@ -15,6 +15,7 @@ from matplotlib.ticker import EngFormatter
 from fnddp.cli.lessons import BATCH_SIZE, DIGITS, title
 from fnddp.cli.table import Column, Table
 from fnddp.cli.train import Result
+from fnddp.show.text import count
 
 CURVES, RESULTS = "curves.png", "results.json"
 SMOOTHING = 15  # steps
@@ -125,7 +126,7 @@ def curves(names: Sequence[str], results: Sequence[Result], setting: Setting) ->
     by_bytes.set_xscale("log")
     by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
     by_step.set_ylabel(f"training loss (running mean of {SMOOTHING} steps)")
-    figure.suptitle(f"{title(setting.model)}, {setting.ranks} ranks: the same training with less on the wire")
+    figure.suptitle(f"{title(setting.model)}, {count(setting.ranks, 'rank')}: the same training with less on the wire")
     figure.legend(
         loc="outside lower center",
         frameon=False,

@@ -17,11 +17,8 @@ import fnddp
 from fnddp.cli import launcher, lessons, terminal
 from fnddp.cli.checks import check_folder, check_imports, check_link, check_pipeline
 from fnddp.cli.examination import Stage
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument
-from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import LauncherError, Place, check_ranks, on_ranks, stopped
-from fnddp.cli.models import ModelError
-from fnddp.cli.network import NetworkError, shaped_hosts
+from fnddp.cli.launcher import Place, check_ranks, on_ranks
+from fnddp.cli.network import shaped_hosts
 from fnddp.columns import columns
 from fnddp.cost.compute import measure_backward, measure_segments
 from fnddp.cost.link import Link, duration
@@ -77,9 +74,8 @@ def run(
     Returns:
         The exit code of the command.
     """
-    at: Place | None = None
-    try:
-        at = launcher.place()
+
+    def work(at: Place | None) -> int:
         count = check_ranks(ranks, at)
         if link is not None:
             check_link(link)
@@ -98,12 +94,8 @@ def run(
             print(_told(recorded))
             print(f"Wrote {out}: open it at https://ui.perfetto.dev")
         return 0
-    except (WrongArgument, ModelError, LauncherError) as error:
-        return stopped(at, "trace", WRONG_ARGUMENTS, error)
-    except (RankError, NetworkError, OSError) as error:
-        return stopped(at, "trace", FAILED, error)
-    except KeyboardInterrupt:
-        return stopped(at, "trace", INTERRUPTED, "interrupted; all ranks are ended")
+
+    return launcher.at_place("trace", work)
 
 
 def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:

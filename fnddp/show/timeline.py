@@ -1,6 +1,7 @@
 """Where everything is in the picture of a plan, from left to right."""
 
 from dataclasses import dataclass
+from statistics import median
 
 from fnddp.cost.estimate import estimate
 from fnddp.cost.link import duration
@@ -12,9 +13,11 @@ from fnddp.show.runs import Run, merged, runs
 from fnddp.show.text import size
 
 MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam tells one bar from the next
-NARROWEST, LONGEST = 104, 140  # widths: of a box, of the longest bar
+NARROWEST = 104  # the width of a box
+SLOT = NARROWEST + 2 * GAP  # how far apart slots with a box each begin
 CHARACTER = 0.6  # the width of a character, in units of the font's size; most are narrower
 WIDEST = 1000  # where a line of the picture ends, and the next one begins
+LONGEST = WIDEST - MARGIN - GUTTER - SLOT  # what a row has for a bar
 
 
 @dataclass(frozen=True)
@@ -114,5 +117,6 @@ def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, tuple[str,
     if link is not None:
         amounts = [cost.seconds for cost in estimate(plan.collectives, link).collectives]
         labels = [(nbytes, duration(seconds)) for (_, nbytes), seconds in zip(labels, amounts, strict=True)]
-    most = max(amounts, default=0) or 1
-    return [(max(4.0, LONGEST * amount / most), label) for amount, label in zip(amounts, labels, strict=True)]
+    # A bar like most fills the time of a slot, so that a wire that is always busy looks so.
+    scale = min(SLOT / (median(amounts) or 1), LONGEST / (max(amounts) or 1)) if amounts else 1.0
+    return [(max(4.0, scale * amount), label) for amount, label in zip(amounts, labels, strict=True)]

@@ -1,0 +1,66 @@
+"""Pictures of the docs fit light and dark pages."""
+
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from fnddp.cli import picture
+from fnddp.show.drawing import INK, PAPER
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+SHOWN = sorted(
+    {name for page in PAGES for name in re.findall(r"!\[[^]]*\]\((?:docs/)?(assets/[^)]+)\)", page.read_text())}
+)
+LEAST = 2.0  # of contrast, for lines and marks that are wide
+
+
+def luminance(colour: str) -> float:
+    """As WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def drawn() -> Figure:
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([1, 2], [3, 4], color="black", label="line")
+    axes.set(xlabel="steps", title="title")
+    axes.legend()
+    return figure
+
+
+def test_there_are_some() -> None:
+    assert len(SHOWN) > 4
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_pictures_of_pages_know_dark_ones(name: str) -> None:
+    assert "prefers-color-scheme: dark" in (DOCS / name).read_text()
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_drawn_reads_on_dark_pages(name: str) -> None:
+    text = (DOCS / name).read_text()
+    for colour in set(re.findall(r'style="[^"]*(?:fill|stroke): (#[0-9a-f]{6})', text)) - {PAPER}:
+        on_dark = picture.DARK.get(colour, colour)
+        assert contrast(on_dark, picture.DARK[PAPER]) > (1.1 if colour == "#eceff1" else LEAST), colour
+
+
+def test_a_figure_is_the_same_in_every_run_and_dark_on_dark_pages(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    for file in (first, second):
+        picture.save(drawn, file)
+    text = first.read_text()
+    assert text == second.read_text()
+    for colour in (INK, PAPER, "#000000"):
+        assert re.search(rf'style="[^"]*(fill|stroke): {colour}', text), colour
+        assert f'[style*="fill: {colour}"] {{fill: {picture.DARK[colour]} !important}}' in text
