@@ -1,7 +1,7 @@
 """What takes longest on ranks that are threads, once for all of them."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from fnddp.laws import (
@@ -19,11 +19,28 @@ from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.ranks import run_threads
 from fnddp.sync import Sync
 
+Pass = Callable[[Draft], Draft]
+
+
+def in_turn(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """Passes of which only one runs at a time: two may not compute with a trace's fake tensors at once."""
+    lock = threading.Lock()
+
+    def locked(step: Pass) -> Pass:
+        def run(draft: Draft) -> Draft:
+            with lock:
+                return step(draft)
+
+        return run
+
+    return tuple(map(locked, passes))
+
 
 class TracesOfThreads(Traces):
     """Traces of one pipeline that threaded ranks share, where it does not ask on which rank it is.
 
-    Where it does, each rank has its own. Ranks on gloo trace for themselves, whatever the pipeline.
+    Where it does, each rank has its own. Ranks on gloo trace for themselves, whatever the pipeline. Passes over what is
+    shared must be `in_turn`, as conftest.py makes them.
     """
 
     def __init__(self) -> None:
