@@ -9,9 +9,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fnddp.cli import launch
+from fnddp.plan import lower
 from fnddp.sync import registry
 from tests.forks import forks
 from tests.ranks import GlooPool
+from tests.traces import in_turn
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation and soak are run by hand;
 # preload is for processes that tests fork.
@@ -44,6 +46,13 @@ def _ranks_of_commands_are_forked() -> Iterator[None]:
     """Where a test calls a command within this process. (Those that it starts as processes spawn theirs.)"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "fresh", forks)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads_may_share_traces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower, "PASSES", in_turn(lower.PASSES))
         yield
 
 

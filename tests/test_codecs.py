@@ -15,6 +15,7 @@ from fnddp.codec import Carrier, Code, Codec, Key, Layer, encode
 from fnddp.codecs.dct_topk import cosines
 from fnddp.codecs.packing import pack, pack_bits, pack_indices, unpack, unpack_bits, unpack_indices
 from fnddp.ranks import run_threads
+from tests.traces import check_laws
 
 CODECS = [
     "topk(allgather, k=3)",
@@ -609,12 +610,7 @@ def two_leaves(rank: int, step: int) -> dict[str, Tensor]:
     ],
 )
 def test_nestings_keep_the_laws(text):
-    """Lowered too, once: a trace takes seconds, and test_laws.py does it for every name."""
-    sync = fnddp.parse(text)
-    skipped = laws.law_5_lossless_is_exact, laws.law_7_resuming_an_engine_is_exact
-    for law in laws.LAWS:
-        if laws.applies(law, sync) and law not in skipped:
-            run_threads(3, law, sync, two_leaves)
+    check_laws(3, fnddp.parse(text), two_leaves)
 
 
 # Bytes.

@@ -128,7 +128,7 @@ def module(monkeypatch: pytest.MonkeyPatch, own_transforms: None) -> Iterator[ty
 
 
 # Inductor's own imports warn.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_page_runs(page: Path, module: types.ModuleType) -> None:
     text = page.read_text()

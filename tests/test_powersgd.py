@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 import fnddp
 from fnddp import allreduce, error_feedback, powersgd
-from fnddp.laws import check_on_rank, engine_step, make_engine
+from fnddp.laws import engine_step, make_engine
 from fnddp.ranks import run_threads
 from fnddp.sync import Sync
+from tests.traces import check_laws
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 arithmetic on matrices of some hundred elements, a few steps deep
 
@@ -77,7 +78,7 @@ def few(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("text", FORMS)
 def test_laws(text):
-    run_threads(2, check_on_rank, fnddp.parse(text), few, seconds=300)
+    check_laws(2, fnddp.parse(text), few)
 
 
 GRADS = {"w": torch.empty(64, 32), "b": torch.empty(64)}

@@ -11,7 +11,6 @@ import fnddp
 from fnddp import laws, tree
 from fnddp.laws import bits, gather, law_11_weighted_is_pooled
 from fnddp.ranks import RankFailed, run_threads
-from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 
 SUMS = 1e-5  # roundings of float32 sums, of numbers around 1
@@ -67,16 +66,6 @@ def check_memory(rank: int, text: str) -> None:
 @pytest.mark.parametrize("text", ["error_feedback(fp16(allreduce))", LOSSY])
 def test_error_feedback_remembers_what_is_weighted(text, n):
     run_threads(n, check_memory, text)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_law_11_over_the_registry(n):
-    for text in EXAMPLES.values():
-        sync = fnddp.parse(text)
-        if laws.applies(law_11_weighted_is_pooled, sync):
-            for of in (laws.model, laws.bare, laws.mixed):
-                if "*weight" not in text or of is laws.model:
-                    run_threads(n, law_11_weighted_is_pooled, sync, of)
 
 
 def check_equal_weights(rank: int, text: str) -> None:

@@ -15,11 +15,13 @@ from examples.two_shot import int8_two_shot
 from fnddp import laws, tree
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step
 from fnddp.plan.ir import LeafSpec
+from fnddp.plan.lower import Traces
 from fnddp.run.engine import Engine
 from fnddp.sync import Sync
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import ALL_REDUCE
 from tests.pipelines import EXAMPLES
+from tests.traces import TracesOfThreads, check_laws
 from tests.wires import AloneWire, Hub, ReadyWork, ThreadWire, over_threads
 
 ALLOWED = 2e-2  # of the largest gradient: bfloat16 on the wire
@@ -27,14 +29,15 @@ OWN = {"topk": fnddp.error_feedback(largest(0.1)), "two_shot": fnddp.error_feedb
 PIPELINES = {name: fnddp.parse(text) for name, text in EXAMPLES.items()} | OWN
 
 
-def engine_for(sync: Sync, grads: Any, wire: Any, donation: Any = DONATIONS[2]) -> Engine:
+def engine_for(sync: Sync, grads: Any, wire: Any, donation: Any = DONATIONS[2], traces: Traces | None = None) -> Engine:
     leaves = {path: LeafSpec.of(leaf) for path, leaf in tree.flatten(grads)[0].items()}
-    return Engine(sync, leaves, donation=donation, learns_order=True, bucket_caps=SMALL_BUCKETS, wire=wire)
+    options = {"learns_order": True, "bucket_caps": SMALL_BUCKETS, "wire": wire, "traces": traces}
+    return Engine(sync, leaves, donation=donation, **options)
 
 
-def eager_and_lowered(wire: ThreadWire, sync: Sync, grads: Any) -> list[tuple[Any, Any]]:
+def eager_and_lowered(wire: ThreadWire, sync: Sync, grads: Any, traces: Traces) -> list[tuple[Any, Any]]:
     """Law 6, and for each step the mean and what this rank has sent."""
-    engine = engine_for(sync, grads(wire.me, 0), wire)
+    engine = engine_for(sync, grads(wire.me, 0), wire, traces=traces)
     order = random.Random(wire.me)
     expected = sync.init(grads(wire.me, 0))
     start, steps = copy.deepcopy(expected), []
@@ -57,7 +60,7 @@ def eager_and_lowered(wire: ThreadWire, sync: Sync, grads: Any) -> list[tuple[An
 def test_laws_2_4_and_6(name, n):
     sync = PIPELINES[name]
     grads = laws.model if "partition" in name or n == 3 else laws.mixed
-    everyone = over_threads(n, eager_and_lowered, sync, grads, delay=0.002)
+    everyone = over_threads(n, eager_and_lowered, sync, grads, TracesOfThreads(), delay=0.002)
     for step in range(3):
         mean = everyone[0][step][0]
         if not sync.ops:  # nothing is reduced
@@ -75,7 +78,7 @@ def test_laws_2_4_and_6(name, n):
 @pytest.mark.parametrize(("n", "grads"), [(2, laws.mixed), (3, laws.model), (3, laws.bare), (4, laws.model)])
 @pytest.mark.parametrize("name", OWN)
 def test_own_carriers_keep_the_laws(name, n, grads):
-    laws.check(OWN[name], ranks=(n,), grads=grads)
+    check_laws(n, OWN[name], grads)
 
 
 MATRICES = {"a": torch.empty(1 << 18, device="meta"), "b": torch.empty(1 << 18, device="meta")}  # 1 MiB each

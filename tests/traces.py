@@ -1,18 +1,46 @@
 """What takes longest on ranks that are threads, once for all of them."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from fnddp.laws import (
+    LAWS,
+    Grads,
+    applies,
+    law_5_lossless_is_exact,
+    law_6_lowered_is_eager,
+    law_7_resuming_an_engine_is_exact,
+    loses_nothing,
+)
 from fnddp.plan.draft import Draft, Request, copied
 from fnddp.plan.lower import Traces
 from fnddp.plan.passes.trace import sizes_of, trace
+from fnddp.ranks import run_threads
+from fnddp.sync import Sync
+
+Pass = Callable[[Draft], Draft]
+
+
+def in_turn(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """Passes of which only one runs at a time: two may not compute with a trace's fake tensors at once."""
+    lock = threading.Lock()
+
+    def locked(step: Pass) -> Pass:
+        def run(draft: Draft) -> Draft:
+            with lock:
+                return step(draft)
+
+        return run
+
+    return tuple(map(locked, passes))
 
 
 class TracesOfThreads(Traces):
     """Traces of one pipeline that threaded ranks share, where it does not ask on which rank it is.
 
-    Where it does, each rank has its own. Ranks on gloo trace for themselves, whatever the pipeline.
+    Where it does, each rank has its own. Ranks on gloo trace for themselves, whatever the pipeline. Passes over what is
+    shared must be `in_turn`, as conftest.py makes them.
     """
 
     def __init__(self) -> None:
@@ -32,3 +60,17 @@ class TracesOfThreads(Traces):
 
     def clear(self) -> None:
         """Others may still ask."""
+
+
+LOWERED = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact)
+
+
+def check_laws(n: int, sync: Sync, grads: Grads) -> None:
+    """`fnddp.laws.check` on `n` ranks, with one trace for all of them and for all laws."""
+    run_threads(n, _check_on_rank, sync, grads, TracesOfThreads(), seconds=300)
+
+
+def _check_on_rank(rank: int, sync: Sync, grads: Grads, traces: TracesOfThreads) -> None:
+    for law in LAWS:
+        if applies(law, sync) and (law is not law_5_lossless_is_exact or loses_nothing(rank, sync, grads)):
+            law(rank, sync, grads, **({"traces": traces} if law in LOWERED else {}))
