@@ -257,7 +257,7 @@ def test_the_command(own_models: Path, capsys: pytest.CaptureFixture[str]) -> No
         "spread",
     ):
         assert expected in said
-    assert (own_models / "out" / "pareto.png").stat().st_size > 10_000
+    assert (own_models / "out" / "pareto.svg").stat().st_size > 10_000
     results = json.loads((own_models / "out" / "results.json").read_text())
     assert len(results["pipelines"]) == 5
     assert results["verdict"] in said

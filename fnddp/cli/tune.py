@@ -31,7 +31,7 @@ def run(
     out: Path,
     imports: Sequence[str],
 ) -> int:
-    """Simulates and costs each of `pipelines`, prints a table and the winner, writes `pareto.png`, `results.json`.
+    """Simulates and costs each of `pipelines`, prints a table and the winner, writes `pareto.svg`, `results.json`.
 
     Args:
         pipelines: As `fnddp.parse` reads them.

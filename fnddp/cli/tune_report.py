@@ -12,12 +12,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from fnddp.cli import picture
 from fnddp.cli.report import COLOURS
 from fnddp.cli.table import Column, Table
 from fnddp.cost.link import duration
 from fnddp.tune import Outcome, Tuned
 
-PLOT, RESULTS = "pareto.png", "results.json"
+PLOT, RESULTS = "pareto.svg", "results.json"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def write(out: Path, tuned: Tuned, setting: Setting) -> None:
         OSError: It cannot be written to.
     """
     out.mkdir(parents=True, exist_ok=True)
-    plot(tuned, setting).savefig(out / PLOT, dpi=150)
+    picture.save(lambda: plot(tuned, setting), out / PLOT)
     (out / RESULTS).write_text(json.dumps(as_json(tuned, setting), indent=1) + "\n")
 
 

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     tune.add_argument(
         "--pipelines", nargs="+", metavar="PIPELINE", help="instead of the usual ones: for example 'sign(two_shot)'"
     )
-    tune.add_argument("--steps", type=positive, default=60, metavar="N", help="of each training")
+    tune.add_argument("--steps", type=positive, default=150, metavar="N", help="of each training")
     tune.add_argument("--seeds", type=positive, default=3, metavar="N", help="trainings with each pipeline")
     tune.add_argument("--batch", type=positive, default=8, metavar="N", help="samples of a rank in a step")
     tune.add_argument("--rate", type=positive_float, metavar="R", help="the first learning rate; it falls linearly")
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         "--within", type=share, default=0.01, metavar="P", help="how much worse than the plain mean's a loss may be"
     )
     tune.add_argument(
-        "--out", type=Path, default=Path("fnddp-tune"), metavar="DIR", help="where pareto.png and results.json go"
+        "--out", type=Path, default=Path("fnddp-tune"), metavar="DIR", help="where pareto.svg and results.json go"
     )
     add_imports(tune)
     tune.set_defaults(command="tune", run=_run, parser=tune)
