@@ -17,7 +17,7 @@ from torch import Tensor
 from fnddp import collectives, layout, random
 from fnddp.group import Group, group_name
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 Payload: TypeAlias = dict[str, Tensor]
 """What a codec makes of rows: tensors whose first dimension is rows."""
@@ -276,7 +276,7 @@ class Codec(Sync):
         require_state(type(self).__name__, state, CodecState)
         seed: int = getattr(self, "seed", 0)
         inner = self.inner.carry((*code, Layer(self, seed, state.step)), leaves, state.inner)
-        return inner._replace(state=CodecState(state.step + 1, inner.state))
+        return replaced(inner, state=CodecState(state.step + 1, inner.state))
 
 
 def require_carrier(owner: str, inner: Sync) -> None:

@@ -7,7 +7,7 @@ their insertion order (a module's registration order), which optree would otherw
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import optree
 import torch
@@ -27,6 +27,9 @@ Leaves: TypeAlias = dict[str, Tensor]
 
 Spec: TypeAlias = optree.PyTreeSpec | None
 """The structure of a tree; None for a plain dict of tensors by name, which is its own `Leaves`."""
+
+
+N = TypeVar("N", bound=NamedTuple)
 
 
 def flatten(tree: Tree) -> tuple[Leaves, Spec]:
@@ -165,6 +168,17 @@ def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """`fn` of every leaf, in the same tree."""
     leaves, spec = flatten(tree)
     return unflatten(spec, {path: fn(leaf) for path, leaf in leaves.items()})
+
+
+def replaced(record: N, **changes: Any) -> N:
+    """`record` with other values in some fields: its `_replace`, of which torch.compile of 2.11 makes an empty tuple.
+
+    >>> from fnddp.sync import Exchange
+    >>> replaced(Exchange({}, {}, state=0), state=1).state
+    1
+    """
+    made: Any = type(record)
+    return made(*[changes.get(name, value) for name, value in zip(record._fields, record, strict=True)])
 
 
 def is_inexact(leaf: Tensor) -> bool:

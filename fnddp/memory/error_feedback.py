@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 from fnddp import tree
 from fnddp.codec import wide_zeros
 from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
+from fnddp.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -76,4 +76,4 @@ class error_feedback(Sync):
         x = {path: whole[path].to(leaf.dtype) if path in whole else leaf for path, leaf in leaves.items()}
         inner = self.inner.exchange(x, state.inner)
         residual = {path: whole[path] - inner.sent[path] for path in remembered}
-        return inner._replace(state=ErrorFeedbackState(residual, inner.state))
+        return replaced(inner, state=ErrorFeedbackState(residual, inner.state))

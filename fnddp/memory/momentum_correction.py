@@ -7,7 +7,7 @@ import torch
 from fnddp import tree
 from fnddp.codec import wide_zeros
 from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
+from fnddp.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
 
 
 class MomentumCorrectionState(NamedTuple):
@@ -89,4 +89,4 @@ class momentum_correction(Sync):
         v = {path: v[path] - inner.sent[path] for path in shapes}
         if self.masking:
             u = {path: torch.where(inner.sent[path] == 0, u[path], 0) for path in shapes}
-        return inner._replace(state=MomentumCorrectionState(u, v, inner.state))
+        return replaced(inner, state=MomentumCorrectionState(u, v, inner.state))

@@ -8,7 +8,7 @@ from fnddp import tree
 from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_inexact, require_means
 from fnddp.outer.descent import below, copies, descended, require_anchored
 from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree, replaced, require_leaves
 
 
 class DiLoCoState(NamedTuple):
@@ -82,7 +82,7 @@ class diloco(Outer):
         require_state("diloco", state, DiLoCoState)
         require_anchored("diloco", params, state.anchor)
         if state.step + 1 < self.every:
-            return params, state._replace(step=state.step + 1)
+            return params, replaced(state, step=state.step + 1)
         mean, inner = exchanges.end("params", self.sync, below(state.anchor, params), state.inner)
         anchor, velocity = descended(
             state.anchor, mean, state.velocity, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from fnddp.options import checked_int
 from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_means
 from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree, replaced, require_leaves
 
 Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
@@ -88,10 +88,10 @@ class hierarchical_local_sgd(Outer):
     def step(self, params: Leaves, state: HierarchicalLocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
         require_leaves("hierarchical_local_sgd", params)
         require_state("hierarchical_local_sgd", state, HierarchicalLocalSGDState)
-        done = state._replace(step=state.step + 1)
+        done = replaced(state, step=state.step + 1)
         due = [(period, sync) for period, sync in self._pairs if done.step % period == 0]
         if done.step <= self.start or not due:
             return params, done
         period, sync = due[-1]
         mean, inner = exchanges.end(f"every {period}", sync, params, state.inner[str(period)])
-        return {path: mean[path] for path in params}, done._replace(inner={**state.inner, str(period): inner})
+        return {path: mean[path] for path in params}, replaced(done, inner={**state.inner, str(period): inner})

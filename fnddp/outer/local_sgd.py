@@ -5,7 +5,7 @@ from typing import NamedTuple
 from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_means
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree, replaced, require_leaves
 
 
 class LocalSGDState(NamedTuple):
@@ -57,6 +57,6 @@ class local_sgd(Outer):
         require_leaves("local_sgd", params)
         require_state("local_sgd", state, LocalSGDState)
         if state.step + 1 < self.every:
-            return params, state._replace(step=state.step + 1)
+            return params, replaced(state, step=state.step + 1)
         mean, inner = exchanges.end("params", self.sync, params, state.inner)
         return {path: mean[path] for path in params}, LocalSGDState(0, inner)

@@ -7,7 +7,7 @@ from fnddp.reducers.all_reduce import allreduce
 from fnddp.reducers.none import none
 from fnddp.schedules.switch import switch
 from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree, replaced, require_leaves
 
 
 class PostLocalSGDState(NamedTuple):
@@ -76,8 +76,8 @@ class post_local_sgd(Outer):
     def step(self, params: Leaves, state: PostLocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
         require_leaves("post_local_sgd", params)
         require_state("post_local_sgd", state, PostLocalSGDState)
-        done = state._replace(step=state.step + 1)
+        done = replaced(state, step=state.step + 1)
         if state.step < self.start or (state.step - self.start) % self.every:
             return params, done
         mean, inner = exchanges.end("params", self.sync, params, state.inner)
-        return {path: mean[path] for path in params}, done._replace(inner=inner)
+        return {path: mean[path] for path in params}, replaced(done, inner=inner)

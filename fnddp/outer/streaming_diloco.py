@@ -12,7 +12,7 @@ from fnddp.outer.descent import below, descended, require_anchored
 from fnddp.outer.diloco import require_momentum
 from fnddp.outer.fragments import Fragments, checked_fragments, divided, number_of, taken
 from fnddp.sync import Local, Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree, replaced, require_leaves
 
 
 class StreamingDiLoCoState(NamedTuple):
@@ -119,12 +119,12 @@ class streaming_diloco(Outer):
         require_leaves("streaming_diloco", params)
         require_state("streaming_diloco", state, StreamingDiLoCoState)
         require_anchored("streaming_diloco", params, state.anchor)
-        state = state._replace(step=state.step + 1)
+        state = replaced(state, step=state.step + 1)
         for i in self._due(state.step):
             anchor = taken(state.anchor, self._divided(state.anchor)[i])
             delta = below(anchor, params)
             if self.delay:
-                state = state._replace(pending={**state.pending, str(i): delta})
+                state = replaced(state, pending={**state.pending, str(i): delta})
                 exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
             else:
                 params, state = self._ended(str(i), delta, params, state, exchanges)
@@ -149,7 +149,8 @@ class streaming_diloco(Outer):
         pending = state.pending
         if self.delay:
             pending = {**pending, name: {path: torch.zeros_like(leaf) for path, leaf in delta.items()}}
-        return {**params, **merged}, state._replace(
+        return {**params, **merged}, replaced(
+            state,
             anchor={**state.anchor, **anchor},
             velocity={**state.velocity, **velocity},
             pending=pending,

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from fnddp import collectives, layout, tree
 from fnddp.group import Group, group_name
 from fnddp.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
-from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 
@@ -152,7 +152,7 @@ class hierarchical(Sync):
         of_node = collectives.all_reduce(leaves, "mean", group_name(self.intra))
         inner = self.inner.exchange(of_node, state)
         sent = {path: leaf + (inner.sent[path] - of_node[path]) for path, leaf in leaves.items()}
-        return inner._replace(sent=sent)
+        return replaced(inner, sent=sent)
 
     def _require_groups(self) -> None:
         across, inside = self.inner.groups or frozenset(), group_name(self.intra)

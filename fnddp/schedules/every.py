@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree, replaced, require_leaves
 
 
 class EveryState(NamedTuple):
@@ -73,4 +73,4 @@ class every(Sync):
             nothing = {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
             return Exchange({}, nothing, EveryState(state.step + 1, state.inner))
         inner = self.inner.exchange(leaves, state.inner)
-        return inner._replace(state=EveryState(0, inner.state))
+        return replaced(inner, state=EveryState(0, inner.state))

@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp import collectives, tree
 from fnddp.codec import wide
 from fnddp.sync import Exchange, Local, Replicated, State, Sync, require_agreement, require_state, transform
-from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 
 class MeasureState(NamedTuple):
@@ -83,7 +83,7 @@ class measure(Sync):
             lengths = (_dot(inner.mean, inner.mean, cosine) * _dot(exact, exact, cosine)).sqrt()
             cosine = _ratio(_dot(exact, inner.mean, cosine), lengths)
         step = state.step + 1 if state.step + 1 < self.every_steps else 0
-        return inner._replace(state=MeasureState(step, error, cosine, inner.state))
+        return replaced(inner, state=MeasureState(step, error, cosine, inner.state))
 
 
 def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:

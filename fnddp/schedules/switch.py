@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp.options import checked_int
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, paired, require_leaves
+from fnddp.tree import Leaves, Tree, paired, replaced, require_leaves
 
 Stages: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
@@ -91,7 +91,7 @@ class switch(Sync):
             stages[name], rest = paired(_replaced, own, rest), paired(_for_before, own, rest)
         last, _ = self._pairs[-1]
         step = state.step + 1 if state.step < last else state.step
-        return inner._replace(state=SwitchState(step, stages))
+        return replaced(inner, state=SwitchState(step, stages))
 
     @property
     def _pairs(self) -> tuple[tuple[int, Sync], ...]:

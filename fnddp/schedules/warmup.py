@@ -4,7 +4,7 @@ from typing import ClassVar, NamedTuple
 
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree
+from fnddp.tree import Leaves, Tree, replaced
 
 
 class WarmupState(NamedTuple):
@@ -60,6 +60,6 @@ class warmup(Sync):
         require_state("warmup", state, WarmupState)
         if state.step < self.steps:
             before = self.before.exchange(leaves, state.before)
-            return before._replace(state=WarmupState(state.step + 1, before.state, state.inner))
+            return replaced(before, state=WarmupState(state.step + 1, before.state, state.inner))
         inner = self.inner.exchange(leaves, state.inner)
-        return inner._replace(state=WarmupState(state.step, state.before, inner.state))
+        return replaced(inner, state=WarmupState(state.step, state.before, inner.state))

@@ -9,7 +9,7 @@ from fnddp import tree
 from fnddp.layout import in_format_of
 from fnddp.options import Share
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 
 class DrawnState(NamedTuple):
@@ -59,7 +59,7 @@ def exchange_drawn(
         return whole
 
     done = inner.exchange(payload, state.inner)
-    return done.decoded(decode)._replace(state=DrawnState(state.step + 1, done.state))
+    return replaced(done.decoded(decode), state=DrawnState(state.step + 1, done.state))
 
 
 def _is_drawn_from(leaf: Tensor) -> bool:

@@ -20,7 +20,7 @@ from fnddp.transforms.low_rank import (
     unit_columns,
 )
 from fnddp.transforms.orthogonalize import METHODS
-from fnddp.tree import Leaves, Tree, check_entries, require_leaves
+from fnddp.tree import Leaves, Tree, check_entries, replaced, require_leaves
 
 
 class PowerSGDState(NamedTuple):
@@ -155,11 +155,11 @@ class powersgd(LowRank):
             return self._two_rounds(leaves, state)
         if state.step % 2 == 0:
             done, p = p_round(self, leaves, state.q, state.p, state.p_round)
-            following = state._replace(p=p, p_round=done.state)
+            following = replaced(state, p=p, p_round=done.state)
         else:
             done, q = q_round(self, leaves, state.p, state.q, state.q_round)
-            following = state._replace(q=q, q_round=done.state)
-        return done._replace(state=following._replace(step=self._after(state.step)))
+            following = replaced(state, q=q, q_round=done.state)
+        return replaced(done, state=replaced(following, step=self._after(state.step)))
 
     def _two_rounds(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
         stacks = self.stacks(leaves)
@@ -190,7 +190,8 @@ class powersgd(LowRank):
         return Exchange(
             mean=mean,
             sent=sent,
-            state=state._replace(
+            state=replaced(
+                state,
                 q={path: following[path] for path in state.q},  # empty without warm start
                 step=self._after(state.step),
                 p_round=p_round.state,
@@ -202,8 +203,8 @@ class powersgd(LowRank):
         """The exchange that finds the factors anew, from a mean that has travelled whole."""
         done = self.inner.exchange(leaves, state.whole)
         q, p = leading_factors(self, done.mean, state.q, state.p)
-        following = state._replace(q=q, p=p, step=self._after(state.step), whole=done.state)
-        return done._replace(state=following)
+        following = replaced(state, q=q, p=p, step=self._after(state.step), whole=done.state)
+        return replaced(done, state=following)
 
     def _after(self, step: int) -> int:
         """The counter of the next exchange: it cycles where exchanges differ, so that there are few plans."""
