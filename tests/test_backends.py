@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import LoweringError, allreduce, lower
+from fnddp.plan.ir import Received, Sent
 from fnddp.run.backends import Captured, segments_of
+from fnddp.run.memory import Buffer
 from tests.ranks import on_ranks
 
 LOW_RANK = fnddp.error_feedback(fnddp.powersgd(fnddp.fp16(allreduce), rank=2))
@@ -122,7 +124,12 @@ def test_what_lies_in_one_buffer_shares_no_storage_for_inductor(rank: int, text:
 
     sync = fnddp.parse(text)
     grads = [
-        {"w": torch.randn(40, 30, generator=draws), "b": torch.randn(30, generator=draws)}
+        {
+            "w": torch.randn(40, 30, generator=draws),
+            "b": torch.randn(30, generator=draws),
+            "scale": torch.randn((), generator=draws),
+            "empty": torch.empty(0, 3),
+        }
         for draws in (torch.Generator().manual_seed(10 * step + rank) for step in range(4))
     ]
     with pytest.MonkeyPatch.context() as patched:
@@ -137,6 +144,32 @@ def test_what_lies_in_one_buffer_shares_no_storage_for_inductor(rank: int, text:
     assert shared
     assert not any(shared)
     torch.testing.assert_close(given["inductor"], given[None], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("views_apart", [False, True])
+def test_whoever_holds_memory_of_a_buffer_is_seen(views_apart: bool) -> None:
+    grads = {
+        "w": torch.ones(6, 5),
+        "scale": torch.tensor(2.0),
+        "empty": torch.empty(0, 3),
+        "half": torch.ones(3).half(),
+    }
+    for sync in (allreduce, fnddp.parse("quantize(two_shot, bits=4)"), fnddp.parse("sign(allgather)")):
+        for collective in lower(sync, grads, world_size=2).collectives:
+            buffer = Buffer(collective, views_apart=views_apart)
+            for kind in (Sent, Received):
+                for position, payload in enumerate(collective.payloads):
+                    view = buffer.view(kind(collective.index, position))
+                    assert view.dtype == payload.dtype
+                    assert not buffer.is_held
+                    if view.numel():
+                        held = view.data
+                        assert buffer.is_held
+                        del held
+            held = buffer.receive[:1]
+            assert buffer.is_held
+            del held
+            assert not buffer.is_held
 
 
 def test_only_what_fills_buffers_is_captured() -> None:

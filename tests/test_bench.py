@@ -300,12 +300,21 @@ def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
     ],
 )
 def test_a_verdict(steps: list[float], says: str) -> None:
-    slow, ours, ddp, none = (Times([of], 0, [1, 1, 1]) for of in ([2.0] * 3, steps, [1.0] * 3, [0.1] * 3))
-    setup = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp", "none"], pairs=3)
-    measured = Measured([slow, ours, ddp, none], ["here"], 1)
+    slow, ours, ddp = (Times([of], 9, [1, 1, 1]) for of in ([2.0] * 3, steps, [1.0] * 3))
+    silent = Times([[0.1] * 3], 0, [1, 1, 1])
+    sends_nothing = parse("none")
+    setup = Setup("tiny", [allreduce, fp16(allreduce), sends_nothing], ["ddp", "none"], pairs=3)
+    measured = Measured([slow, ours, silent, ddp, silent], ["here"], 1)
     assert bench_report.verdict(Run(setup, 1, None, 1, "", measured)) == says
-    alone = Measured([slow, ours, none], ["here"], 1)
+    alone = Measured([slow, ours, silent, silent], ["here"], 1)
     assert bench_report.verdict(Run(replace(setup, peers=["none"]), 1, None, 1, "", alone)) == ""
+
+
+def test_what_was_faster_in_most_rounds_goes_before_what_was_faster_in_some() -> None:
+    uneven, even, ddp = (Times([of], 9, [1, 1, 1]) for of in ([0.5, 0.5, 1.5, 1.5, 0.5], [0.9] * 5, [1.0] * 5))
+    setup = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp"], pairs=5)
+    run = Run(setup, 1, None, 1, "", Measured([uneven, even, ddp], ["here"], 1))
+    assert bench_report.verdict(run) == "Fastest: fp16(allreduce), in 0.90 of the time of ddp"
 
 
 def test_arms_that_occur_twice_are_numbered() -> None:

@@ -160,7 +160,9 @@ def test_what_cannot_be_planned_is_said_in_a_line(
 
 def test_a_loss_is_a_scalar(folder: Path) -> None:
     task = models.load("models.py:many").task()
-    with pytest.raises(models.ModelError, match=r"^loss_fn must return a scalar tensor, .* of shape \(2, 4\)$"):
+    with pytest.raises(
+        models.ModelError, match=r"^models.py:many: loss_fn must return a scalar tensor, .* of shape \(2, 4\)$"
+    ):
         task.loss(nn.Linear(8, 4), task.batch(0))
 
 

@@ -138,7 +138,7 @@ def run_lowered(n: int, sync: fnddp.Sync, tree: str, laws: Sequence[Law], donati
 def test_registry_lowered(n, laws, part):
     for i, text in list(enumerate(EXAMPLES.values()))[part::PARTS]:
         sync = fnddp.parse(text)
-        for j, tree in enumerate(["model"] if n > 2 else trees_for(sync, n)):
+        for j, tree in enumerate(trees_for(sync, n)):
             run_lowered(n, sync, tree, laws, DONATIONS[(i + j + n) % len(DONATIONS)], seed=i + n)
 
 

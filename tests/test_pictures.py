@@ -49,8 +49,10 @@ def test_pictures_of_pages_know_dark_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_is_drawn_reads_on_dark_pages(name: str) -> None:
-    text = (DOCS / name).read_text()
-    for colour in set(re.findall(r'style="[^"]*(?:fill|stroke): (#[0-9a-f]{6})', text)) - {PAPER}:
+    styles = re.findall(r'style="([^"]*)"', (DOCS / name).read_text())
+    colours = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", " ".join(styles))) - {PAPER}
+    assert colours or name.endswith("plan.svg"), "its colours are elsewhere"
+    for colour in colours:
         on_dark = picture.DARK.get(colour, colour)
         assert contrast(on_dark, picture.DARK[PAPER]) > (1.1 if colour == "#eceff1" else LEAST), colour
 

@@ -533,9 +533,20 @@ def test_another_process_group_than_when_registered(gloo):
 @pytest.mark.parametrize(("text", "looks"), [("fp16(allreduce)", False), (COMPRESSED, True)])
 @on_ranks(2)
 def test_gradients_cost_nothing_where_no_segment_waits_for_a_collective(rank: int, text: str, looks: bool) -> None:
-    model = DistributedDataParallel(make_model())
-    fnddp.register(model, fnddp.parse(text))
-    for step in range(3):
-        loss_of(model(batch(rank, step))).backward()
-    hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
-    assert all(len(each or ()) == looks for each in hooks)
+    module = make_model()
+    parameters = list(module.parameters())
+    for _ in range(2):  # the second time in the place of the first, whose hooks went with it
+        model = DistributedDataParallel(module)
+        handle = fnddp.register(model, fnddp.parse(text))
+        engine, looked = handle._engine, []
+        look = engine.poll_now_and_then
+        engine.poll_now_and_then = lambda look=look, looked=looked: looked.append(look())
+        for step in range(3):
+            loss_of(model(batch(rank, step))).backward()
+        assert all(len(p._post_accumulate_grad_hooks or ()) == looks for p in parameters)
+        assert (
+            len(looked) >= 2 * len(parameters)
+        ) == looks  # in the first step, those that come after the first bucket
+        del model, handle, engine, look
+        gc.collect()
+        assert not any(p._post_accumulate_grad_hooks for p in parameters)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
@@ -109,10 +110,10 @@ class Handle:
         if self._engine.is_polled and not self._looks_between:
             self._looks_between = True
             poll = _Poll(self)
-            for parameter in self._parameters.values():
-                parameter.register_post_accumulate_grad_hook(poll)
+            hooks = [p.register_post_accumulate_grad_hook(poll) for p in self._parameters.values()]
+            weakref.finalize(self, _remove, hooks).atexit = False
 
-    def _carry_on(self) -> None:
+    def _look(self) -> None:
         try:
             self._engine.poll_now_and_then()
         except Exception as error:
@@ -184,8 +185,13 @@ def _thawed(name: str, frozen_before: str) -> ValueError:
     )
 
 
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 class _Poll:
-    """A hook of every parameter: carries the step on between buckets, since DDP calls its hook for those alone."""
+    """A hook of every parameter: looks whether the step can go on. DDP calls its own hook for whole buckets alone."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = weakref.ref(handle)  # the garbage collector does not see hooks of tensors
@@ -193,7 +199,7 @@ class _Poll:
     def __call__(self, _: Tensor) -> None:
         handle = self._handle()
         if handle is not None:
-            handle._carry_on()  # pyright: ignore[reportPrivateUsage]
+            handle._look()  # pyright: ignore[reportPrivateUsage]
 
 
 class _Bucket:

@@ -133,11 +133,14 @@ def table(run: Run) -> Table:
 
 def verdict(run: Run) -> str:
     """Whether a pipeline beats the fastest peer that synchronizes, and which; nothing if there is no such peer."""
-    rivals = [arm for arm in run.peers if run.setup.names[arm] != "none"]
-    if not rivals:
+    pipelines = len(run.setup.pipelines)
+    rivals = [arm for arm in run.peers if run.setup.peers[arm - pipelines] != "none"]
+    sending = [arm for arm in range(pipelines) if run.times[arm].wire_bytes]
+    if not rivals or not sending:
         return ""
     peer = min(rivals, key=lambda arm: median(run.times[arm].steps))
-    arm = min(range(len(run.setup.pipelines)), key=lambda arm: run.ratio(arm, peer).median)
+    # Those that were faster in most rounds go first, however fast others were in some.
+    arm = min(sending, key=lambda arm: (run.ratio(arm, peer).high >= 1, run.ratio(arm, peer).median))
     ours, theirs, ratio = run.setup.names[arm], run.setup.names[peer], run.ratio(arm, peer)
     if ratio.high < 1:
         return f"Fastest: {ours}, in {ratio.median:.2f} of the time of {theirs}"

@@ -47,7 +47,7 @@ RANKS_PER_CORE = 8
 
 
 def cores() -> int:
-    """Those that this process may use, which a container or SLURM may have cut down."""
+    """Those that this process may use: a cpuset, of SLURM for example, may have cut them down."""
     return len(os.sched_getaffinity(0))
 
 

@@ -84,8 +84,9 @@ def load(name: str, others: Sequence[str] = ()) -> Workload:
     if name in _NAMED:
         return _NAMED[name]
     path, colon, function = name.rpartition(":")
-    if name.endswith(".py"):
-        raise ModelError(f"{name} is a file: say what in it makes the model, {name}:fn")
+    if name.removesuffix(":").endswith(".py"):
+        file = name.removesuffix(":")
+        raise ModelError(f"{file} is a file: say what in it makes the model, {file}:fn")
     if not colon or not path or not function:
         known = [*others, *_NAMED]
         hint = did_you_mean(name, known) or f"; known ones are {', '.join(known)}."
@@ -199,18 +200,18 @@ def _task(name: str, module: nn.Module, inputs: Any, loss_fn: Any) -> Task:
         raise ModelError(f"{name}: inputs must be a tensor or a tuple of tensors, got {_kind(inputs)}")
     if not callable(loss_fn):
         raise ModelError(f"{name}: loss_fn must be a function of the module's output, got {_kind(loss_fn)}")
-    return Task(partial(_same, batch), partial(_loss_of_output, loss_fn))
+    return Task(partial(_same, batch), partial(_loss_of_output, name, loss_fn))
 
 
 def _same(batch: Batch, rank: int) -> Batch:
     return batch
 
 
-def _loss_of_output(loss_fn: Callable[..., Any], forward: Forward, batch: Batch) -> Tensor:
+def _loss_of_output(name: str, loss_fn: Callable[..., Any], forward: Forward, batch: Batch) -> Tensor:
     loss = loss_fn(forward(*batch))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind(loss)
-        raise ModelError(f"loss_fn must return a scalar tensor, such as a mean, got {got}")
+        raise ModelError(f"{name}: loss_fn must return a scalar tensor, such as a mean, got {got}")
     return loss
 
 

@@ -3,12 +3,13 @@
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
 
-# Files that users have not written: fnddp's, and those that import.
-_NOT_OWN = (str(Path(__file__).parent), "<frozen importlib", importlib.__file__)
+# Files that users have not written: fnddp's, Python's, and what is installed.
+_NOT_OWN = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths().values())
 
 
 class ModuleError(ValueError):
@@ -29,7 +30,7 @@ def load(name: str) -> ModuleType:
 
 def told(error: BaseException) -> str:
     """What a user's module has raised, and on which of its lines, if that is what raised it."""
-    said = f"{type(error).__name__}: {error}"
+    said = " ".join(f"{type(error).__name__}: {error}".split())
     own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(_NOT_OWN)]
     return f"{said} (at {own[-1].filename}:{own[-1].lineno})" if own else said
 

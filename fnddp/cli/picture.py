@@ -18,7 +18,7 @@ DARK = {
     "#37474f": "#cfd8dc",
     "#1565c0": "#64b5f6",
     "#d84315": "#ff8a65",
-    "#0072b2": "#56a8e0",
+    "#0072b2": "#3f7fd9",
 }
 _INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 _STYLE: dict[Any, str] = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -122,7 +121,6 @@ def as_json(tuned: Tuned, setting: Setting) -> dict[str, Any]:
 def plot(tuned: Tuned, setting: Setting) -> Figure:
     """Loss against the time of a step, and against bytes."""
     figure = Figure(figsize=(11, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     shown = [each for each in tuned.outcomes if math.isfinite(each.loss)]
     for axes, unit, amounts in (
@@ -149,5 +147,6 @@ def plot(tuned: Tuned, setting: Setting) -> Figure:
 
 def _dress(axes: Axes, unit: str) -> None:
     axes.set_xscale("log")
+    axes.set_yscale("log")  # what does not train is far above all that does
     axes.xaxis.set_major_formatter(EngFormatter(unit))
     axes.grid(alpha=0.3)

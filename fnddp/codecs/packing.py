@@ -6,7 +6,6 @@ from torch.nn.functional import pad
 
 PACKED_INDICES = 4096  # elements that 12 bits can tell apart
 
-# Shifts go by their long name, which alone can write into memory that is there; to the left, products do.
 _WORDS = {4: torch.int16, 2: torch.int32}
 """As many bytes as numbers share one: bytes side by side are taken for one word, so that few operations do it."""
 
@@ -75,6 +74,7 @@ def pack(q: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return q
+    # `>>` would make new memory in each step; its long name can write into memory that is there, as products can.
     words = (_padded(q, 8 // bits).view(_WORDS[bits]) & _LOWEST[bits]) * _PACK[bits]
     return torch.bitwise_right_shift(words, 8 * words.element_size() - 8).to(torch.uint8)
 

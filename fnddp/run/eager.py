@@ -49,6 +49,9 @@ class Eager:
         self._grads[path] = grad
         return False
 
+    def is_due(self) -> bool:
+        return False
+
     def advance(self, *, block: bool = False) -> None:
         pass
 

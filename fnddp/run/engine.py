@@ -310,9 +310,8 @@ class Engine:
         return inbox is not None and inbox.is_polled
 
     def poll_now_and_then(self) -> None:
-        """`poll`, where that may help, and not each time."""
-        inbox = None if self._current is None else self._current.runner.inbox
-        if inbox is not None and inbox.is_time():
+        """`poll`, if some time has passed and something can run."""
+        if self.is_open and self._current is not None and self._current.runner.is_due():
             self.poll()
 
     def catch_up(self) -> None:

@@ -75,10 +75,6 @@ class Inbox:
         self.lacking[segment] -= 1
         if not self.lacking[segment]:
             return True
-        return self.is_time()
-
-    def is_time(self) -> bool:
-        """Now and then, where segments wait for collectives, whether it is time to look though none is complete."""
         self._since_polled += 1
         return self.is_polled and not self._since_polled % _MANY
 

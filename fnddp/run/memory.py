@@ -12,19 +12,17 @@ Lying: TypeAlias = Sent | Received | Span
 """What lies in the memory of a collective."""
 
 
-def _view_of(memory: Tensor, collective: Collective, name: Lying) -> Tensor:
+def _view_of(memory: Tensor, collective: Collective, name: Lying, *, apart: bool) -> Tensor:
     if isinstance(name, Span):
         first, last = collective.payloads[name.first], collective.payloads[name.last]
         return memory.narrow(-1, first.offset, last.offset + last.width - first.offset)
     payload = collective.payloads[name.position]
     shape = (collective.sent_shape if isinstance(name, Sent) else collective.received_shape)(name.position)
+    columns = memory.narrow(-1, payload.offset, payload.width)
+    if apart and columns.numel():  # in a storage of its own, of which this is the only tensor
+        return torch.from_dlpack(columns.view(torch.uint8)).view(payload.dtype).view(shape).data
     # Its columns, in its dtype. Without gaps if there are no others.
-    return memory.narrow(-1, payload.offset, payload.width).view(payload.dtype).view(shape)
-
-
-def _apart(view: Tensor) -> Tensor:
-    """`view`, as a tensor that shares its memory with others where torch does not see it."""
-    return torch.from_dlpack(view.view(torch.uint8)).view(view.dtype) if view.numel() else view
+    return columns.view(payload.dtype).view(shape)
 
 
 class Buffer:
@@ -55,8 +53,7 @@ class Buffer:
             index = -1 if isinstance(name, Received) else 0
             memory = self._tensors[index]
             before = storage_use_count(memory)
-            view = _view_of(memory, self._collective, name)
-            self._views[name] = _apart(view) if self._views_apart else view
+            self._views[name] = _view_of(memory, self._collective, name, apart=self._views_apart)
             self._own_uses[index] += storage_use_count(memory) - before
         return self._views[name]
 

@@ -181,7 +181,7 @@ class Planned:
             raise unexpected(path, grad, self.plan.leaves, leaf)
         if keep and path in self.plan.overwrites:
             grad = grad.clone()
-        return self.inbox.put(self._positions[path], grad) or self._polls()
+        return self.inbox.put(self._positions[path], grad) or self.is_due()
 
     def advance(self, *, block: bool = False) -> None:
         # Without autocast, which would compute factors in half precision where backward runs within it.
@@ -278,8 +278,7 @@ class Planned:
             grad.record_stream(self._stream)
         self._values[register] = grad
 
-    def _polls(self) -> bool:
-        """Now and then, whether the next segment can run."""
+    def is_due(self) -> bool:
         now = perf_counter()
         if not self.inbox.is_polled or not self._works or now < self._polled + POLL_SECONDS:
             return False

@@ -63,6 +63,10 @@ class Runner(Protocol):
         """
         ...
 
+    def is_due(self) -> bool:
+        """Now and then, whether a collective is complete for which a segment waits: a look that costs little."""
+        ...
+
     def advance(self, *, block: bool = False) -> None:
         """Runs what can run now; with `block`, all that needs no missing gradient."""
         ...

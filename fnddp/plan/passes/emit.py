@@ -112,10 +112,6 @@ class _Code:
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
         """Operations that are alike, as one."""
         first = nodes[0]
-        if self._is_compiled:  # into loops, which nobody calls one by one
-            for node in nodes:
-                self._compute(node)
-            return
         operands = [self._values(node.args[0]) for node in nodes]
         rest = self._values(first.args[1:])
         if len(first.args) > 1 and is_tensor(first.args[1]):
