@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fnddp import layout
-from fnddp.torch_private import functional_collectives
+from fnddp.torch_private import functional_collectives, reinterpreted
 from fnddp.tree import Leaves, is_inexact
 from fnddp.wire import guards
 from fnddp.wire.counter import count_payload
@@ -152,7 +152,7 @@ def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[T
         n = world_size(group)
         received = _exchanged(kind, [_as_bytes(wire) for wire in wires], None, group)
         results = [
-            result.reshape(-1).view(wire.dtype).reshape(_joined_shape(kind, wire, n))
+            reinterpreted(result.reshape(-1), wire.dtype).reshape(_joined_shape(kind, wire, n))
             for result, wire in zip(received, wires, strict=True)
         ]
     return [_from_wire(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
@@ -161,7 +161,7 @@ def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[T
 def _as_bytes(wire: Tensor) -> Tensor:
     # A view as bytes needs a last stride of 1, which a single element of a strided tensor does not have.
     flat = wire.reshape(wire.shape[0], -1).contiguous()
-    return flat.unsqueeze(-1).view(torch.uint8).reshape(wire.shape[0], -1)
+    return reinterpreted(flat.unsqueeze(-1), torch.uint8).reshape(wire.shape[0], -1)
 
 
 def _from_wire(wire: Tensor, like: Tensor) -> Tensor:

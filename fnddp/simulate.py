@@ -12,7 +12,7 @@ from fnddp import tree
 from fnddp.options import checked_int
 from fnddp.state import Part, parts
 from fnddp.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
-from fnddp.torch_private import is_mapped, without_autocast
+from fnddp.torch_private import is_mapped, reinterpreted, without_autocast
 from fnddp.tree import Leaves, Tree
 from fnddp.wire import guards
 from fnddp.wire.groups import World, within
@@ -259,4 +259,4 @@ def _is_local(part: Part) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.contiguous().unsqueeze(-1).view(torch.uint8)
+    return reinterpreted(real.contiguous().unsqueeze(-1), torch.uint8)

@@ -11,7 +11,7 @@ from fnddp.adapters.reentrant import refuse_lost_gradients
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync, require_sync
-from fnddp.torch_private import is_transforming
+from fnddp.torch_private import DIFFERENTIATES_INFERENCE, is_transforming
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
@@ -58,7 +58,8 @@ def value_and_grad(
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
         ValueError: At the call: a leaf or its gradient is sparse.
-        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients.
+        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients; or inference mode is on, with a
+            torch older than 2.13.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -78,6 +79,11 @@ def value_and_grad(
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
 
         # In inference mode autograd records nothing, but torch.func does.
+        if torch.is_inference_mode_enabled() and not DIFFERENTIATES_INFERENCE:
+            raise RuntimeError(
+                f"value_and_grad: in inference mode torch {torch.__version__} gives zeros for gradients; leave it, or "
+                "install torch 2.13 or later"
+            )
         if torch.compiler.is_compiling() or is_transforming() or torch.is_inference_mode_enabled():
             # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
             grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)

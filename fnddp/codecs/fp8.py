@@ -6,6 +6,7 @@ from torch import Tensor
 from fnddp.codec import Codec, Payload, wide
 from fnddp.codecs.packing import blocks_of, in_blocks, inverse, require_block
 from fnddp.sync import Sync, transform
+from fnddp.torch_private import reinterpreted
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -57,7 +58,7 @@ class fp8(Codec):
         scale = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).abs() / largest  # never -0.0
         q = blocks * inverse(scale).unsqueeze(-1)  # up to rounding within the format's range, and rounded into it
         # Bytes: no codec inside may take them for fractions, and gloo and NCCL do not know the dtype.
-        return {"scale": scale, "q": q.to(dtype).view(torch.uint8)}
+        return {"scale": scale, "q": reinterpreted(q.to(dtype), torch.uint8)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.block, n)}
@@ -65,6 +66,6 @@ class fp8(Codec):
     def decode(self, payload: Payload, n: int) -> Tensor:
         scale = payload["scale"] * (256 if self.format == "e4m3" else 1)
         # A float16 has the bits of both and zeros behind: converting that is many times as fast as converting a byte.
-        signed = payload["q"].view(torch.int8).to(torch.int16)
+        signed = reinterpreted(payload["q"], torch.int8).to(torch.int16)
         half = signed * 128 & ~(1 << 14) if self.format == "e4m3" else signed * 256  # e4m3's bias is less by 8
-        return (half.view(torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(1)[:, :n]
+        return (reinterpreted(half, torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(1)[:, :n]

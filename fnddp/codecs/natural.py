@@ -8,6 +8,7 @@ from torch import Tensor
 from fnddp.codec import Codec, Key, Payload
 from fnddp.codecs.packing import is_negative, pack_bits, unpack_bits
 from fnddp.sync import Sync, transform
+from fnddp.torch_private import reinterpreted
 
 BIAS, MANTISSA = 127, 23  # of float32
 NOT_FINITE = 255 << MANTISSA
@@ -51,7 +52,8 @@ class natural(Codec):
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         top = min(math.frexp(torch.finfo(x.dtype).max)[1] - 1, BIAS) + BIAS
         x = x.float()
-        bits = x.abs().view(torch.int32).clamp(max=NOT_FINITE)  # NaN and infinity alike, so that no sum overflows
+        # NaN and infinity alike, so that no sum overflows.
+        bits = reinterpreted(x.abs(), torch.int32).clamp(max=NOT_FINITE)
         # The carry of a random mantissa into the exponent is as likely as the paper has it.
         raised = bits + key.integers(x.shape, bits=MANTISSA, like=x)
         exponent = torch.minimum(raised, bits.clamp(min=top << MANTISSA)).bitwise_right_shift(MANTISSA)
@@ -60,4 +62,4 @@ class natural(Codec):
     def decode(self, payload: Payload, n: int) -> Tensor:
         # Products are left shifts that can write into memory that is there.
         sign = unpack_bits(payload["sign"], n).to(torch.int32) * -(1 << 31)
-        return (payload["exponent"].to(torch.int32) * (1 << MANTISSA) | sign).view(torch.float32)
+        return reinterpreted(payload["exponent"].to(torch.int32) * (1 << MANTISSA) | sign, torch.float32)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fnddp.torch_private import reinterpreted
+
 PACKED_INDICES = 4096  # elements that 12 bits can tell apart
 
 _WORDS = {4: torch.int16, 2: torch.int32}
@@ -75,7 +77,7 @@ def pack(q: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return q
     # `>>` would make new memory in each step; its long name can write into memory that is there, as products can.
-    words = (_padded(q, 8 // bits).view(_WORDS[bits]) & _LOWEST[bits]) * _PACK[bits]
+    words = (reinterpreted(_padded(q, 8 // bits), _WORDS[bits]) & _LOWEST[bits]) * _PACK[bits]
     return torch.bitwise_right_shift(words, 8 * words.element_size() - 8).to(torch.uint8)
 
 
@@ -94,7 +96,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     else:
         pairs = words * (1 << 6 | 1 << 18) & 0x03C003C0
         spread = pairs * (1 | 1 << 6) & 0xC0C0C0C0 - (1 << 32)
-    return torch.bitwise_right_shift(spread.view(torch.int8), 8 - bits)[..., :n]
+    return torch.bitwise_right_shift(reinterpreted(spread, torch.int8), 8 - bits)[..., :n]
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ def pack_bits(bits: Tensor) -> Tensor:
     >>> pack_bits(torch.tensor([1, 0, -1], dtype=torch.int8))
     tensor([5], dtype=torch.uint8)
     """
-    eights = _padded(bits, 8).view(torch.int64) & _ONES
+    eights = reinterpreted(_padded(bits, 8), torch.int64) & _ONES
     return torch.bitwise_right_shift(eights * _GATHER, 56).to(torch.uint8)
 
 
@@ -114,7 +116,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     tensor([1, 0, 1], dtype=torch.uint8)
     """
     eights = packed.to(torch.int64) * _ONES & _DIAGONAL  # bit i in byte i
-    return (torch.bitwise_right_shift(eights + _BELOW_TOP, 7) & _ONES).view(torch.uint8)[..., :n]
+    return reinterpreted(torch.bitwise_right_shift(eights + _BELOW_TOP, 7) & _ONES, torch.uint8)[..., :n]
 
 
 def is_negative(x: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def is_negative(x: Tensor) -> Tensor:
     tensor([ 0, -1], dtype=torch.int8)
     """
     bits = 8 * x.element_size()
-    return torch.bitwise_right_shift(x.contiguous().view(_INTEGERS[bits]), bits - 1).to(torch.int8)
+    return torch.bitwise_right_shift(reinterpreted(x.contiguous(), _INTEGERS[bits]), bits - 1).to(torch.int8)
 
 
 def _padded(q: Tensor, multiple: int) -> Tensor:

@@ -58,8 +58,8 @@ class qsgd(Codec):
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)
-        # In float64: squares of float32 overflow and underflow.
-        norm = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float64).to(blocks.dtype)
+        # In float64: squares of float32 overflow and underflow. (torch 2.11 traces it wrongly without keepdim.)
+        norm = torch.linalg.vector_norm(blocks, dim=-1, keepdim=True, dtype=torch.float64).squeeze(-1).to(blocks.dtype)
         q = blocks * inverse(norm / self.levels).unsqueeze(-1)
         q = (q + key.uniform(q.shape, like=q)).floor().clamp(-self.levels, self.levels)
         return {"norm": norm, "q": pack(q.to(torch.int8), self._bits)}

@@ -78,7 +78,7 @@ SUITES = {
         " fail_without or cannot_be or step_without or backward_without or reaches or errors_of) and not compiled"
         " and not (failing_rank_fails and (at_end or no or 0 or 4)) and not (carries and 4)",
     ),
-    "memory": Suite(("fnddp/memory/*.py",), PURE, ON_TWO),
+    "memory": Suite(("fnddp/memory/*.py",), (*PURE, "tests/test_memory.py"), ON_TWO),
     "transforms": Suite(("fnddp/transforms/*.py",), PURE, ON_TWO),
     "module": Suite(
         ("fnddp/adapters/module/*.py",),
