@@ -58,8 +58,8 @@ def value_and_grad(
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
         ValueError: At the call: a leaf or its gradient is sparse.
-        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients; or inference mode is on, with a
-            torch older than 2.13.
+        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients; or inference mode is on, and
+            torch is older than 2.13.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
