@@ -93,11 +93,11 @@ def check(
                 raise
 
 
-def check_on_rank(rank: int, sync: Sync, grads: Grads) -> None:
-    """What each rank does in a `check`."""
+def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = None) -> None:
+    """What each rank does in a `check`; with `traces` that it shares with others, if there are some."""
     for law in LAWS:
         if applies(law, sync) and (law is not law_5_lossless_is_exact or loses_nothing(rank, sync, grads)):
-            law(rank, sync, grads)
+            law(rank, sync, grads, **({"traces": traces} if law in LOWERED else {}))
 
 
 def applies(law: Law, sync: Sync) -> bool:
@@ -426,6 +426,9 @@ LAWS: tuple[Law, ...] = (
     law_10_simulated_is_real,
     law_11_weighted_is_pooled,
 )
+
+LOWERED: tuple[Law, ...] = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact)
+"""Those that lower, which takes longer than all the rest, and so may be given traces."""
 
 
 def run(

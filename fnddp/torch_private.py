@@ -161,19 +161,21 @@ def is_mapped(tensor: Tensor) -> bool:
     return is_batchedtensor(tensor) and maybe_get_level(tensor) == maybe_current_level()
 
 
-_MAPS_VIEWS = DIFFERENTIATES_INFERENCE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-# The second: whether torch.func gives gradients in inference mode. In torch 2.11 it gives zeros.
+_IS_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+DIFFERENTIATES_INFERENCE = _IS_2_13
+"""Whether torch.func gives gradients in inference mode. In torch 2.11 it gives zeros."""
 
 
 def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.view(dtype)`, also under vmap in versions of torch that have no rule for it there."""
-    return tensor.view(dtype) if _MAPS_VIEWS or not is_batching() else _Reinterpreted.apply(tensor, dtype)
+    return tensor.view(dtype) if _IS_2_13 or not is_batching() else _Reinterpreted.apply(tensor, dtype)
 
 
 class _Reinterpreted(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tensor.contiguous().view(dtype)
+        return tensor.view(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

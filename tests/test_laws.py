@@ -14,6 +14,7 @@ from fnddp import tree as trees_of
 from fnddp.laws import (
     DONATIONS,
     LAWS,
+    LOWERED,
     STEPS,
     Grads,
     Law,
@@ -35,7 +36,7 @@ from fnddp.ranks import run_threads
 from fnddp.sync import registry
 from tests.pipelines import EXAMPLES, LOSSLESS, TREES, grads, nestings
 from tests.ranks import on_ranks
-from tests.traces import LOWERED, TracesOfThreads
+from tests.traces import TracesOfThreads
 
 PARTS = 5  # of the registry: each test has a time limit
 ABOUT_RANKS = [

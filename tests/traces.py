@@ -4,15 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from fnddp.laws import (
-    LAWS,
-    Grads,
-    applies,
-    law_5_lossless_is_exact,
-    law_6_lowered_is_eager,
-    law_7_resuming_an_engine_is_exact,
-    loses_nothing,
-)
+from fnddp.laws import Grads, check_on_rank
 from fnddp.plan.draft import Draft, Request, copied
 from fnddp.plan.lower import Traces
 from fnddp.plan.passes.trace import sizes_of, trace
@@ -62,15 +54,6 @@ class TracesOfThreads(Traces):
         """Others may still ask."""
 
 
-LOWERED = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact)
-
-
 def check_laws(n: int, sync: Sync, grads: Grads) -> None:
     """`fnddp.laws.check` on `n` ranks, with one trace for all of them and for all laws."""
-    run_threads(n, _check_on_rank, sync, grads, TracesOfThreads(), seconds=300)
-
-
-def _check_on_rank(rank: int, sync: Sync, grads: Grads, traces: TracesOfThreads) -> None:
-    for law in LAWS:
-        if applies(law, sync) and (law is not law_5_lossless_is_exact or loses_nothing(rank, sync, grads)):
-            law(rank, sync, grads, **({"traces": traces} if law in LOWERED else {}))
+    run_threads(n, check_on_rank, sync, grads, TracesOfThreads(), seconds=300)

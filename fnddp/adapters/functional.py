@@ -78,12 +78,12 @@ def value_and_grad(
         def loss_of(leaves: Leaves, *batch: Any) -> Any:
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
 
-        # In inference mode autograd records nothing, but torch.func does.
         if torch.is_inference_mode_enabled() and not DIFFERENTIATES_INFERENCE:
             raise RuntimeError(
                 f"value_and_grad: in inference mode torch {torch.__version__} gives zeros for gradients; leave it, or "
                 "install torch 2.13 or later"
             )
+        # In inference mode autograd records nothing, but torch.func does.
         if torch.compiler.is_compiling() or is_transforming() or torch.is_inference_mode_enabled():
             # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
             grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)
