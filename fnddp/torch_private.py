@@ -447,6 +447,13 @@ FOREACH: dict[Any, tuple[Any, Any]] = {
 }
 """For operations those on lists of tensors: one that makes new ones, and one that writes over the first list."""
 
+QUICK: dict[Any, Any] = {
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.bmm.default: torch.bmm,
+    torch.ops.aten.transpose.int: torch.transpose,
+}
+"""The same operations, called in half the time. Plans of many small leaves call them once or more for each."""
+
 foreach_copy: Any = torch._foreach_copy_
 """Copies a list of tensors to others."""
 

@@ -98,7 +98,9 @@ class Planned:
         self._means = {path: registers.of(name) for path, name in plan.means.items()}
         self._state = [(registers.of(part), None) if isinstance(part, Name) else (None, part) for part in plan.state]
         self._memories = {path: registers.of(name) for path, name in plan.memories.items()}
-        self._parts, self._results, self._ranks = registers.all(Part), registers.all(Mean), registers.all(Ranks)
+        overwrites = frozenset(plan.overwrites_state)
+        self._parts = [(register, part.index, part.index in overwrites) for register, part in registers.all(Part)]
+        self._results, self._ranks = registers.all(Mean), registers.all(Ranks)
         self._lying = [each for kind in (Sent, Received, Span) for each in registers.all(kind)]
         scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
         self._constants = registers.filled({**plan.constants, **scratch})
@@ -108,11 +110,12 @@ class Planned:
         self._leaves = [
             (path, leaf, register_of.get(path), path in plan.overwrites) for path, leaf in plan.leaves.items()
         ]
-        # As most gradients are, and what is to be done with them: nothing but to keep them.
+        # As most gradients are, and what is to be done with them: nothing but to keep them, if nobody else does where
+        # they are written over.
         self._plain = [
-            (path, register, (leaf.shape, leaf.dtype, leaf.device, leaf.stride))
-            if register is not None and self._stream is None and not (is_overwritten and clones_shared)
-            else (path, 0, None)
+            (path, register, (leaf.shape, leaf.dtype, leaf.device, leaf.stride), is_overwritten and clones_shared)
+            if register is not None and self._stream is None
+            else (path, 0, None, False)
             for path, leaf, register, is_overwritten in self._leaves
         ]
         needed = {path: i for i, segment in enumerate(self._segments) for path in segment.needs}
@@ -155,9 +158,9 @@ class Planned:
             values[register] = ranks[group.group]
         for register, mean in self._results:
             values[register] = self._memory.take_mean(mean.path, plan.leaves[mean.path])
-        for register, part in self._parts:
-            value = parts[part.index]
-            is_read = part.index in plan.overwrites_state and storage_use_count(value) > 1  # by somebody else
+        for register, index, is_overwritten in self._parts:
+            value = parts[index]
+            is_read = is_overwritten and storage_use_count(value) > 1  # by somebody else
             values[register] = value.clone() if is_read else value
         self._values = values
         self._next, self._to_send = 0, len(self._collectives)
@@ -256,10 +259,10 @@ class Planned:
         with torch.no_grad(), self._on_side_stream():
             values, missing, plain = self._values, self._missing, self._plain
             for position, grad in noted:
-                path, register, like = plain[position]
+                path, register, like, is_cloned = plain[position]
                 if (grad.shape, grad.dtype, grad.device, grad.stride()) == like and path in missing:
                     del missing[path]
-                    values[register] = grad
+                    values[register] = grad.clone() if is_cloned and storage_use_count(grad) > 1 else grad
                 else:
                     self._take_over(position, grad)
 

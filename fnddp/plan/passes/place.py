@@ -22,7 +22,7 @@ from fnddp.wire.in_order import SUM, SUM_INTO
 aten: Any = torch.ops.aten
 
 # What can write its result into given memory.
-PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out, SUM: SUM_INTO}
+PRODUCTS: dict[Any, Any] = {aten.mm.default: torch.mm, SUM: SUM_INTO}
 COPIES = {aten._to_copy.default, aten.clone.default}
 
 
