@@ -108,7 +108,9 @@ def has_tangent(tensor: Tensor) -> bool:
 
 def storage_use_count(tensor: Tensor) -> int:
     """How many tensors, views included, share the memory of `tensor`, as torch's CUDA graph trees ask it."""
-    storage = tensor.untyped_storage()  # which is one more
+    if _C._storage_Use_Count(_C._storage_address(tensor)) == 1:
+        return 1
+    storage = tensor.untyped_storage()  # which is one more, and stays there: an object for Python's collector
     return _C._storage_Use_Count(storage._cdata) - 1
 
 
