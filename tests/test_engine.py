@@ -1,0 +1,360 @@
+"""An engine by itself, on a wire on which all ranks hand over the same: what it keeps, what it learns, who goes first."""
+
+import gc
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnddp
+from fnddp import allgather, allreduce, error_feedback, every, fp16, powersgd
+from fnddp.laws import bits
+from fnddp.plan.draft import Donation
+from fnddp.plan.ir import LeafSpec
+from fnddp.run import engine as engines
+from fnddp.run.engine import Engine, Engines
+from fnddp.run.inbox import Inbox
+from fnddp.sync import Sync
+from tests.wires import AloneWire
+
+NAMES = ("a", "b", "c")
+
+
+def leaves(value: float = 1.0) -> dict[str, Tensor]:
+    return {path: torch.full((4,), value * (1 + i)) for i, path in enumerate(NAMES)}
+
+
+def make(sync: Sync = allreduce, wire: AloneWire | None = None, **options: Any) -> Engine:
+    specs = {path: LeafSpec.of(leaf) for path, leaf in leaves().items()}
+    given = {"donation": Donation(), "learns_order": False, **options}
+    return Engine(sync, specs, state=sync.init(leaves()), wire=wire or AloneWire(), **given)
+
+
+def step(engine: Engine, order: str = "cba", value: float = 1.0, **options: Any) -> dict[str, list[float]]:
+    engine.start(**options)
+    for path in order:
+        engine.feed(path, leaves(value)[path])
+    return {path: mean.tolist() for path, mean in engine.finish().mean.items()}
+
+
+WHOLE = {path: leaf.tolist() for path, leaf in leaves().items()}
+
+
+# What it keeps
+
+
+def test_a_step_is_counted_when_it_begins_and_when_it_has_ended():
+    engine = make()
+    assert (engine.begun, engine.steps, engine.failed_steps, engine.is_open) == (0, 0, 0, False)
+    assert (engine.plan, engine.missing, engine.has_sent) == (None, frozenset(), False)
+    engine.start()
+    assert (engine.begun, engine.steps, engine.is_open, engine.missing) == (1, 0, True, frozenset(NAMES))
+    engine.feed("c", leaves()["c"])
+    assert (engine.missing, engine.has_sent) == (frozenset("ab"), False)
+    engine.feed_all({path: leaves()[path] for path in "ba"})
+    assert (engine.missing, engine.has_sent) == (frozenset(), True)
+    engine.finish()
+    assert (engine.begun, engine.steps, engine.failed_steps, engine.is_open) == (1, 1, 0, False)
+    engine.start()
+    assert not engine.has_sent
+    engine.fail(ZeroDivisionError())
+    engine.fail(ZeroDivisionError())  # no step is open
+    assert (engine.begun, engine.steps, engine.failed_steps, engine.is_open) == (2, 1, 1, False)
+    assert step(engine) == WHOLE
+
+
+def test_a_plan_for_each_phase_is_made_once_and_the_oldest_goes(monkeypatch):
+    plans = []
+    engine = make(error_feedback(powersgd(allreduce, min_compression_rate=0, refresh=3, alternate=True)))
+    for _ in range(6):
+        step(engine)
+        plans.append(engine.plan)
+    assert len({id(plan) for plan in plans}) == 3
+    assert all(plans[i] is plans[i + 3] for i in range(3))
+    monkeypatch.setattr(engines, "MAX_PHASES", 2)
+    few = make(error_feedback(powersgd(allreduce, min_compression_rate=0, refresh=3, alternate=True)))
+    for _ in range(4):
+        step(few)
+        assert len(few._prepared) <= 2
+
+
+def test_a_plan_is_made_before_the_first_step_on_request():
+    engine = make(every(2, allreduce))
+    plan = engine.prepare()
+    step(engine)
+    assert engine.plan is plan
+    step(engine)
+    assert engine.plan is not plan  # the other phase's
+
+
+def test_the_state_is_the_users():
+    sync = error_feedback(fp16(allreduce))
+    engine = make(sync, donation=Donation("yes", state=True))
+    start = engine.state
+    before = bits(start)
+    step(engine, value=1 / 3)
+    assert bits(start) == before
+    after = engine.state
+    held = bits(after)
+    assert held != before
+    engine.start()
+    assert bits(engine.state) == held
+    with pytest.raises(RuntimeError, match="the state cannot be set while a step is open"):
+        engine.state = start
+    engine.run(leaves(1 / 3))
+    assert bits(after) == held
+    engine.state = start
+    step(engine, value=1 / 3)
+    assert bits(engine.state) == held
+    with pytest.raises(ValueError, match="got nothing; load a saved one"):
+        engine.state = ()
+    assert bits(engine.hand_over()) == held
+
+
+def test_engines_are_those_of_leaves_and_a_state_of_such_shapes(monkeypatch):
+    monkeypatch.setattr(engines, "MAX_PHASES", 2)
+    of = Engines(allreduce, donation=Donation(), learns_order=False, wire=AloneWire())
+    one, other, third = ({"w": torch.ones(size)} for size in (1, 2, 3))
+    first = of.of(one, ())
+    assert of.last is first
+    second = of.of(other, ())
+    assert second is not first
+    assert of.of({"w": torch.zeros(1)}, ()) is first  # and so it is not the oldest any more
+    assert of.of({"w": torch.ones(1, dtype=torch.float64)}, ()) is not first
+    assert of.of(one, ()) is first
+    assert of.of(other, ()) is not second
+    assert of.of(third, {"v": torch.ones(1)}) is not of.of(third, {"v": torch.ones(2)})
+    assert of.of(third, {"v": 1}) is of.of(third, {"v": 2})  # a counter
+    assert of.of(third, {"v": 1}) is not of.of(third, {"u": 1})
+
+
+# What it learns
+
+
+def test_an_order_that_is_as_expected_needs_no_other_plan():
+    engine = make(learns_order=True)
+    step(engine, "cba")
+    plan = engine.plan
+    step(engine, "acb")  # learnt is that of the first step
+    assert engine.plan is plan
+    assert plan is not None
+    assert list(plan.buckets) == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_order_of_the_first_step_is_the_one_of_later_ones(learns):
+    engine = make(learns_order=learns, bucket_caps=(1,))
+    for order in ("bc", "cab"):
+        assert step(engine, order) == {**WHOLE, **({"a": [0.0] * 4} if order == "bc" else {})}
+    assert engine.plan is not None
+    assert [c.payloads[0].label for c in engine.plan.collectives] == (["b", "c", "a"] if learns else ["c", "b", "a"])
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_leaves_unused_in_the_first_step_are_left_out_where_it_may(drops):
+    engine = make(learns_order=True, drops_unused=drops)
+    step(engine, "ba")
+    first = engine.plan
+    step(engine, "ba")
+    assert first is not None
+    assert engine.plan is not None
+    assert (first.wire_bytes, engine.plan.wire_bytes) == (48, 32 if drops else 48)
+    assert drops or step(engine) == WHOLE
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_who_is_asked_about_unused_leaves_may_end_the_step(checks):
+    asked = []
+
+    def check(unused: frozenset[str]) -> None:
+        asked.append(unused)
+        if unused:
+            raise LookupError(f"{sorted(unused)}")
+
+    engine = make(check_unused=check if checks else None)
+    if checks:
+        with pytest.raises(LookupError, match=r"\['a'\]"):
+            step(engine, "cb")
+        assert (engine.is_open, engine.steps, engine.failed_steps) == (False, 0, 1)
+    else:
+        step(engine, "cb")
+    assert step(engine) == WHOLE
+    assert asked == ([{"a"}, frozenset()] if checks else [])
+
+
+def test_a_step_without_gradients_is_none_where_it_may_be():
+    engine = make(skips_unused=True, check_unused=lambda unused: pytest.fail(f"{unused}"))
+    engine.start(weight=2.0)
+    assert engine.finish() == ({}, frozenset(NAMES))
+    assert (engine.steps, engine.failed_steps, engine.is_open) == (0, 0, False)
+    assert engine._next_weighing is not None  # the weight is for a step
+    assert make().start() is None
+    without = make()
+    without.start()
+    assert without.finish().unused == frozenset(NAMES)
+    assert without.steps == 1
+
+
+# What it is given
+
+
+@pytest.mark.parametrize("donation", [Donation("yes"), Donation("at_end"), Donation()])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_gradients_to_keep_are_not_written_over(donation, at_once):
+    engine = make(error_feedback(fp16(allreduce)), donation=donation)
+    grads = leaves(1 / 3)
+    before = bits(grads)
+    for _ in range(2):
+        engine.start()
+        if at_once:
+            engine.feed_all(grads, keep=True)
+        else:
+            for path, grad in grads.items():
+                engine.feed(path, grad, keep=True)
+        engine.finish()
+    assert bits(grads) == before
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_scaled_gradients_stay_what_they_are(keep):
+    engine = make(error_feedback(fp16(allreduce)), donation=Donation("yes"))
+    grads = leaves()
+    engine.start(scale=0.5)
+    assert engine.inbox is None  # which would take them as they are
+    engine.feed_all(grads, keep=keep)
+    mean = engine.finish().mean
+    assert {path: (2 * leaf).tolist() for path, leaf in mean.items()} == WHOLE
+    assert bits(grads) == bits(leaves())
+    assert step(engine) == WHOLE
+
+
+def test_a_weight_is_for_the_next_step_and_can_be_forgotten():
+    engine = make()
+    engine.weigh(3.0)  # as all ranks: the mean is the mean
+    assert step(engine) == WHOLE
+    engine.weigh(0.0)
+    engine.forget_weight()
+    assert step(engine) == WHOLE
+    engine.fail_if_weighed(ZeroDivisionError())
+    assert engine.failed_steps == 0
+    engine.weigh(1.0)
+    engine.fail_if_weighed(ZeroDivisionError())
+    assert (engine.failed_steps, engine.is_open) == (1, False)
+    assert step(engine) == WHOLE
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_a_slow_lowering_is_told_of(monkeypatch, caplog, seconds):
+    monkeypatch.setattr(engines, "SLOW_SECONDS", seconds)
+    with caplog.at_level(logging.WARNING, "fnddp"):
+        step(make())
+    told = [re.match(r"lowered allreduce for 3 leaves in ([\d.]+) s, ", message) for message in caplog.messages]
+    assert [float(each[1]) < 60 for each in told if each] == [True] * (seconds == 0)
+
+
+# Who goes first
+
+
+def pair(first: Sync = allreduce, then: Sync = allgather) -> tuple[AloneWire, Engine, Engine]:
+    wire = AloneWire()
+    return wire, make(first, wire), make(then, wire)
+
+
+def test_a_step_that_began_later_sends_nothing_before_the_other_is_over():
+    wire, first, then = pair()
+    first.start()
+    then.start()
+    then.feed_all(leaves())
+    then.catch_up()
+    assert not then.has_sent
+    first.feed_all(leaves())
+    assert wire.log == ["all_reduce 0"]
+    first.finish()
+    then.finish()
+    assert wire.log == ["all_reduce 0", "vote", "all_gather 0", "vote"]
+    wire.log.clear()
+    then.start()  # it is the first now
+    first.start()
+    then.feed_all(leaves())
+    assert wire.log == ["all_gather 0"]
+    then.finish()
+    first.run(leaves())
+
+
+def test_a_step_that_ends_first_carries_on_the_one_in_front():
+    wire, first, then = pair()
+    first.start()
+    then.start()
+    first.inbox.put(0, leaves()["a"])  # what nobody has looked at
+    first.inbox.put(1, leaves()["b"])
+    first.inbox.put(2, leaves()["c"])
+    then.feed_all(leaves())
+    then.finish()
+    assert wire.log == ["all_reduce 0", "all_gather 0", "vote"]
+    first.finish()
+
+
+def test_engines_on_other_wires_do_not_wait():
+    first, then = make(), make()
+    first.start()
+    then.start()
+    assert step_of(then) == WHOLE
+    assert step_of(first) == WHOLE
+
+
+def step_of(engine: Engine) -> dict[str, list[float]]:
+    return {path: mean.tolist() for path, mean in engine.run(leaves()).mean.items()}
+
+
+def test_who_waits_for_a_step_that_fails_fails_with_it():
+    _, first, then = pair()
+    first.start()
+    then.start()
+    first.fail(ZeroDivisionError())
+    assert (first.is_open, then.is_open) == (False, False)
+    assert step(first) == step(then) == WHOLE
+    first.start()
+    then.start()
+    then.fail(ZeroDivisionError())
+    assert (first.is_open, then.is_open) == (False, False)
+    assert step(first) == step(then) == WHOLE
+
+
+def test_who_waited_and_is_gone_is_not_missed():
+    _, first, then = pair()
+    first.start()
+    then.start()
+    del then
+    gc.collect()
+    first.fail(ZeroDivisionError())
+    assert step(first) == WHOLE
+
+
+# What hooks write to
+
+
+def test_an_inbox_says_when_it_is_time_to_look():
+    inbox = Inbox([0, 0, 1], [2, 1], None, is_polled=False)
+    assert not inbox.is_open
+    inbox.open()
+    grads = [torch.tensor(float(i)) for i in range(3)]
+    assert [inbox.put(0, grads[0]), inbox.put(1, grads[1]), inbox.put(2, grads[2])] == [False, True, True]
+    assert [position for position, _ in inbox.noted] == [0, 1, 2]
+    inbox.uncount(2)
+    assert inbox.lacking == [0, 1]
+    inbox.close()
+    assert (inbox.is_open, inbox.noted, inbox.lacking) == (False, [], [])
+    inbox.open()
+    assert inbox.lacking == [2, 1]
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_an_inbox_of_many_leaves_asks_for_a_look_now_and_then(polled):
+    inbox = Inbox([0] * 100, [101], None, is_polled=polled)
+    for _ in range(2):
+        inbox.open()
+        looks = [i for i in range(100) if inbox.count(i)]
+        assert looks == ([31, 63, 95] if polled else [])
