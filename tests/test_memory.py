@@ -1,6 +1,5 @@
 """Memory against numpy written from the papers, against torch's own SGD, and what each promises of what is lost."""
 
-import copy
 from functools import partial
 
 import numpy as np
@@ -113,15 +112,6 @@ def test_the_mean_estimate_drifts_by_float32_roundings_only():
     for dtype in (torch.float32, torch.bfloat16):
         assert max(run_threads(3, lambda rank, dtype=dtype: drift(ef21(topk(allgather, k=20)), dtype))) < 5e-6
     assert min(run_threads(3, lambda rank: drift(ef21(bf16(allreduce)), torch.float32))) > 1e-3
-
-
-def test_what_is_done_to_an_output_does_not_reach_the_state():
-    for eta in (1.0, 0.5):
-        sync = ef21(allreduce, eta=eta)
-        mean, state = sync({"w": torch.ones(3)}, sync.init({"w": torch.ones(3)}))
-        before = copy.deepcopy(state)
-        mean["w"].zero_()
-        assert fnddp.laws.bits(state) == fnddp.laws.bits(before)
 
 
 # Momentum correction
@@ -257,6 +247,7 @@ def test_residuals_of_another_number_of_ranks_are_named():
         (lambda: ef21(allgather, eta=1.5), ValueError, r"got 1.5"),
         (lambda: ef21(fnddp.all_reduce(op="max")), TypeError, "estimates do not add up"),
         (lambda: momentum_correction(allgather, momentum=1.0), ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+        (lambda: momentum_correction(allgather, momentum=-0.1), ValueError, r"got -0.1"),
         (lambda: momentum_correction(fnddp.all_reduce(op="min")), TypeError, "losses do not add up"),
     ],
 )

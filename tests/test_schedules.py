@@ -118,7 +118,11 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize(("kind", "options"), [("module", {}), ("register", {"find_unused_parameters": True})])
 @pytest.mark.parametrize(
-    "text", ["delayed(allreduce)", "error_feedback(every(2, allreduce))", "error_feedback(topk(allgather, k=1))"]
+    "text",
+    [
+        *("delayed(allreduce)", "error_feedback(every(2, allreduce))", "error_feedback(topk(allgather, k=1))"),
+        *("ef21(topk(allgather, k=1))", "momentum_correction(topk(allgather, k=1))"),
+    ],
 )
 @on_ranks(2)
 def test_what_comes_later_comes_for_leaves_that_no_rank_uses_then(

@@ -25,11 +25,12 @@ from fnddp import (
     warmup,
 )
 from fnddp.buckets import MB
+from fnddp.laws import bits
 from fnddp.random import normal
 from fnddp.ranks import run_threads
 from fnddp.sync import registry
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
-from tests.pipelines import EXAMPLES
+from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
 
 
@@ -136,6 +137,7 @@ def test_device_meshes(gloo):
             ValueError,
             "bucketize: cap_mb must be a finite number, got inf",
         ),
+        (lambda: bucketize(allreduce, first_cap_mb=0), ValueError, "must be positive"),
         (lambda: powersgd(allreduce, rank=2.0), TypeError, "powersgd: rank must be an int, got 2.0"),
         (lambda: powersgd(allreduce, seed=[1]), TypeError, "powersgd: seed must be an int"),
         (lambda: powersgd(allreduce, seed=2**64), ValueError, "seed must fit 64 bits"),
@@ -144,7 +146,8 @@ def test_device_meshes(gloo):
         (lambda: cast(allreduce, "float8_e4m3fn"), ValueError, "dtype must be one of float16"),
         (lambda: powersgd(allreduce, rank=0), ValueError, "rank must be at least 1, got 0"),
         (lambda: powersgd(allreduce, orthogonalization="svd"), ValueError, "got 'svd'"),
-        (lambda: powersgd(allreduce, epsilon=-1), ValueError, "at least 0"),
+        (lambda: powersgd(allreduce, epsilon=-0.1), ValueError, "at least 0"),
+        (lambda: powersgd(allreduce, min_compression_rate=-0.1), ValueError, "at least 0"),
         (lambda: powersgd(fp16(all_reduce(op="max"))), TypeError, "factors P and Q must add"),
         (lambda: error_feedback(allreduce, decay=1.5), ValueError, r"decay must be in \[0, 1\], got 1.5"),
         (lambda: error_feedback(allreduce, decay=-0.5), ValueError, r"decay must be in \[0, 1\], got -0.5"),
@@ -161,6 +164,53 @@ def test_device_meshes(gloo):
 def test_bad_options_are_named_at_construction(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_options_at_the_end_of_their_range_are_taken():
+    for sync in (
+        *(error_feedback(allreduce, decay=0), error_feedback(allreduce, decay=1), fnddp.ef21(allreduce, eta=1)),
+        *(fnddp.momentum_correction(allreduce, momentum=0), fnddp.clip_by_global_norm(allreduce, max_norm=0.5)),
+        *(bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5), powersgd(allreduce, refresh=2)),
+        powersgd(allreduce, min_compression_rate=0, epsilon=0),
+    ):
+        assert fnddp.parse(repr(sync)) == sync
+
+
+def test_options_that_nobody_gives_are_those_of_the_docs():
+    """What users run changes with them."""
+    given = {
+        bucketize: {"cap_mb": 25, "first_cap_mb": 1},
+        cast: {"dtype": torch.float16, "check": False},
+        error_feedback: {"decay": 1},
+        fnddp.ef21: {"eta": 1},
+        fnddp.momentum_correction: {"momentum": 0.9, "masking": True},
+        powersgd: {"rank": 1, "warm_start": True, "min_compression_rate": 2, "orthogonalization": "cholesky"}
+        | {"epsilon": 1e-6, "seed": 0, "alternate": False, "refresh": 0},
+    }
+    for make, options in given.items():
+        own = {"dtype": torch.float16} if make is cast else {}
+        assert make(allreduce, **own) == make(allreduce, **options)
+    drawn = {"ratio": 0.5, "unbiased": False, "seed": 0}
+    assert fnddp.random_k(allreduce, ratio=0.5) == fnddp.random_k(allreduce, k=None, **drawn)
+    assert fnddp.random_block(allreduce, ratio=0.5) == fnddp.random_block(allreduce, block=None, **drawn)
+    for short, dtype in ((fp16, "float16"), (bf16, "bfloat16")):
+        assert short(allreduce) == cast(allreduce, dtype, check=False)
+
+
+@pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_done_to_an_output_reaches_neither_the_state_nor_an_input(text):
+    sync = fnddp.parse(text)
+    leaves = grads("model", 0, 0)
+    state = sync.init(leaves)
+    for _ in range(2):
+        mean, sent, state = sync.exchange(leaves, state)
+        before = bits(state)
+        given = {leaf.data_ptr() for leaf in leaves.values()}  # `sent` may be what was given, as it is
+        for leaf in (*mean.values(), *sent.values()):
+            if leaf is not None and leaf.data_ptr() not in given:
+                leaf.fill_(7)
+        assert bits(state) == before
+        assert bits(leaves) == bits(grads("model", 0, 0))
 
 
 @pytest.mark.parametrize("text", EXAMPLES.values())
