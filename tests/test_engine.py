@@ -3,6 +3,7 @@
 import gc
 import logging
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from fnddp.run import engine as engines
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.inbox import Inbox
 from fnddp.sync import Sync
-from tests.wires import AloneWire
+from fnddp.wire.protocol import CollectiveError
+from tests.wires import AloneWire, ReadyWork
 
 NAMES = ("a", "b", "c")
 
@@ -129,6 +131,69 @@ def test_engines_are_those_of_leaves_and_a_state_of_such_shapes(monkeypatch):
     assert of.of(third, {"v": torch.ones(1)}) is not of.of(third, {"v": torch.ones(2)})
     assert of.of(third, {"v": 1}) is of.of(third, {"v": 2})  # a counter
     assert of.of(third, {"v": 1}) is not of.of(third, {"u": 1})
+
+
+# When it goes on
+
+
+class Lost(ReadyWork):
+    def wait(self) -> bool:
+        raise RuntimeError("connection closed")
+
+
+class LosingWire(AloneWire):
+    """Loses collectives, or votes, of some steps."""
+
+    loses = ""
+
+    def start(self, *given: Any, **options: Any) -> ReadyWork:
+        work = super().start(*given, **options)
+        return Lost() if "collective" in self.loses else work
+
+    def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, ReadyWork]:
+        told, work = super().vote(flags, group)
+        return told, Lost() if "vote" in self.loses else work
+
+
+@pytest.mark.parametrize(
+    ("sync", "loses"), [(allreduce, "collective"), (allreduce, "vote"), (fp16(allreduce, check=True), "vote")], ids=str
+)
+def test_a_rank_that_may_be_out_of_step_goes_no_further(sync, loses):
+    wire = LosingWire()
+    engine = make(sync, wire)
+    step(engine)
+    wire.loses = loses
+    engine.start()
+    with pytest.raises(CollectiveError, match=r"connection closed.*Another rank has failed, left, or not called"):
+        engine.run(leaves())
+    assert (engine.is_open, engine.steps, engine.failed_steps) == (False, 1, 1)
+    wire.loses = ""
+    for go_on in (engine.start, partial(engine.weigh, 1.0), engine.refuse_after_failure):
+        with pytest.raises(RuntimeError, match=r"an earlier step failed on this rank \(CollectiveError: .*out of step"):
+            go_on()
+
+
+def test_a_failure_of_which_others_are_told_is_over_with_the_step():
+    wire = LosingWire()
+    engine = make(wire=wire, bucket_caps=(1,))
+    engine.start()
+    engine.feed("c", leaves()["c"])
+    wire.log.clear()
+    engine.fail(ZeroDivisionError())  # and sends zeros where others wait for it
+    assert wire.log[:3] == ["all_reduce 1", "all_reduce 2", "vote"]
+    assert step(engine) == WHOLE
+    engine.start()
+    wire.loses = "vote"
+    engine.fail(ZeroDivisionError())
+    with pytest.raises(RuntimeError, match="out of step"):
+        engine.start()
+
+
+def test_who_is_refused_from_now_on_is_refused():
+    engine = make()
+    engine.refuse_from_now_on(ZeroDivisionError("buffers"))
+    with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError: buffers\)"):
+        engine.start()
 
 
 # What it learns
