@@ -1,4 +1,4 @@
-"""An engine by itself, on a wire on which all ranks hand over the same: what it keeps, what it learns, who goes first."""
+"""An engine by itself, on a wire where all ranks hand over the same: what it keeps, what it learns, who goes first."""
 
 import gc
 import logging
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fnddp
 from fnddp import allgather, allreduce, error_feedback, every, fp16, powersgd
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
@@ -281,6 +280,21 @@ def test_gradients_to_keep_are_not_written_over(donation, at_once):
                 engine.feed(path, grad, keep=True)
         engine.finish()
     assert bits(grads) == before
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_gradients_that_are_handed_over_are_written_over(at_once):
+    """Or a step would need other memory for them."""
+    engine = make(error_feedback(fp16(allreduce)), donation=Donation("yes"))
+    grads = leaves(1 / 3)
+    engine.start()
+    if at_once:
+        engine.feed_all(grads)
+    else:
+        for path, grad in grads.items():
+            engine.feed(path, grad)
+    engine.finish()
+    assert all(not torch.equal(grad, leaves(1 / 3)[path]) for path, grad in grads.items())
 
 
 @pytest.mark.parametrize("keep", [True, False])
