@@ -121,7 +121,7 @@ class Sometimes(nn.Module):
     "text",
     [
         *("delayed(allreduce)", "error_feedback(every(2, allreduce))", "error_feedback(topk(allgather, k=1))"),
-        *("ef21(topk(allgather, k=1))", "momentum_correction(topk(allgather, k=1))"),
+        *("ef21(topk(allgather, k=1), eta=0.5)", "momentum_correction(topk(allgather, k=1))"),
     ],
 )
 @on_ranks(2)

@@ -397,6 +397,7 @@ def test_what_is_compressed():
         "empty": torch.ones(0, 40),
     }
     assert list(powersgd(allreduce, rank=2).init(gradients).q) == ["matrix"]
+    assert not powersgd(allreduce).init({"as much": torch.ones(4, 4)}).q  # 8 * 2 = 16
     assert list(powersgd(allreduce, rank=2, min_compression_rate=1).init(gradients).q) == ["matrix", "small"]
     assert list(powersgd(allreduce, rank=100, min_compression_rate=0).init(gradients).q) == [
         "matrix",

@@ -69,10 +69,6 @@ FEW_LAWS = (
     " and not (test_registry and (-3] or -4])) and not (test_lossless and (-3] or -4]))"
     " and not (test_registry and -2] and (law_1_ or law_3 or law_9))"
 )
-IN_A_STEP = (
-    *("tests/test_engine.py", "tests/test_mutants.py", "tests/test_stats.py", "tests/test_functional.py"),
-    *("tests/test_weights.py", "tests/test_backward.py", "tests/test_module.py", "tests/test_schedules.py"),
-)
 IN_FEW_STEPS = (
     "not compile and not other_structures and not (adam and True-2) and not that_ends and not skips_a_step"
     " and not timeout and not does_not_go_on and not never_c and not (test_failures and 3-) and not other_world"
@@ -94,8 +90,9 @@ SUITES = {
     "run": Suite(
         ("fnddp/run/*.py",),
         (
-            *IN_A_STEP,
-            *("tests/test_step.py", "tests/test_kinds.py", "tests/test_wire.py", "tests/test_backends.py"),
+            *("tests/test_engine.py", "tests/test_mutants.py", "tests/test_stats.py", "tests/test_weights.py"),
+            *("tests/test_functional.py", "tests/test_backward.py", "tests/test_step.py", "tests/test_backends.py"),
+            *("tests/test_kinds.py", "tests/test_wire.py", "tests/test_module.py", "tests/test_schedules.py"),
             *("tests/test_user_collectives.py", "tests/test_debug.py", "tests/test_execute.py", "tests/test_plan.py"),
             *(
                 "tests/test_failures.py",
@@ -125,9 +122,14 @@ SUITES = {
     "module": Suite(
         ("fnddp/adapters/module/*.py",),
         (
-            *IN_A_STEP,
-            *("tests/drop_in", "tests/test_user_collectives.py", "tests/test_debug.py", "tests/test_state.py"),
-            *("tests/test_agreement.py", "tests/test_checkpoint.py", "tests/test_failures.py"),
+            *("tests/test_stats.py", "tests/test_backward.py", "tests/drop_in/test_names.py", "tests/test_mutants.py"),
+            *("tests/drop_in/test_tools.py", "tests/drop_in/test_changes_after_wrapping.py"),
+            *("tests/drop_in/test_state.py", "tests/test_functional.py", "tests/test_weights.py"),
+            *("tests/drop_in/test_hooks.py", "tests/drop_in/test_arguments.py", "tests/test_module.py"),
+            *("tests/drop_in/test_models_of_all_kinds.py", "tests/drop_in/test_no_sync_and_join.py"),
+            *("tests/test_user_collectives.py", "tests/test_debug.py", "tests/test_state.py"),
+            *("tests/test_agreement.py", "tests/test_checkpoint.py", "tests/test_schedules.py"),
+            *("tests/test_failures.py", "tests/drop_in/test_checkpoints.py"),
         ),
         f"{IN_FEW_STEPS} and not another_number_of_ranks",
     ),
