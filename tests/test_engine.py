@@ -15,6 +15,7 @@ from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
 from fnddp.run import engine as engines
+from fnddp.run import planned
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.inbox import Inbox
 from fnddp.sync import Sync
@@ -193,6 +194,73 @@ def test_who_is_refused_from_now_on_is_refused():
     engine.refuse_from_now_on(ZeroDivisionError("buffers"))
     with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError: buffers\)"):
         engine.start()
+
+
+class SlowWork(ReadyWork):
+    def __init__(self, wire: "SlowWire") -> None:
+        self.wire = wire
+
+    def is_completed(self) -> bool:
+        return self.wire.is_done
+
+
+class SlowWire(AloneWire):
+    is_done = False
+
+    def start(self, *given: Any, **options: Any) -> ReadyWork:
+        super().start(*given, **options)
+        return SlowWork(self)
+
+
+def test_a_second_round_leaves_when_somebody_looks_now_and_then(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(planned, "perf_counter", lambda: clock[0])
+    wire, grads = SlowWire(), {"w": torch.ones(6, 5)}
+    sync = powersgd(allreduce, min_compression_rate=0)
+    specs = {"w": LeafSpec.of(grads["w"])}
+    options = {"state": sync.init(grads), "donation": Donation(), "learns_order": False, "wire": wire}
+    engine = Engine(sync, specs, **options)
+    engine.poll_now_and_then()  # no step is open
+    engine.start()
+    engine.poll_now_and_then()
+    engine.feed("w", grads["w"])
+    assert engine.is_polled
+    for look in (engine.poll, engine.poll_now_and_then):
+        clock[0] += 1
+        look()
+        assert wire.log == ["all_reduce 0"]
+    wire.is_done = True
+    engine.poll_now_and_then()  # somebody has looked a moment ago
+    assert wire.log == ["all_reduce 0"]
+    clock[0] += planned.POLL_SECONDS
+    engine.poll_now_and_then()
+    assert wire.log == ["all_reduce 0", "all_reduce 1"]
+    clock[0] += 1
+    engine.poll_now_and_then()  # nothing is left but to commit
+    wire.is_done = False
+    torch.testing.assert_close(engine.finish().mean, grads)
+    assert not make().is_polled
+    once = make()
+    step(once)
+    assert not once.is_polled  # what one round needs is no collective's
+
+
+def test_who_cannot_wait_for_somebody_to_look_carries_on():
+    wire, grads = SlowWire(), {"w": torch.ones(6, 5), "v": torch.ones(6, 5)}
+    sync = powersgd(allreduce, min_compression_rate=0)
+    specs = {path: LeafSpec.of(leaf) for path, leaf in grads.items()}
+    options = {"state": sync.init(grads), "donation": Donation(), "learns_order": False, "bucket_caps": (1,)}
+    engine = Engine(sync, specs, wire=wire, **options)
+    engine.start()
+    engine.feed("v", grads["v"])
+    assert wire.log == ["all_reduce 0"]
+    engine.catch_up()  # with what is there
+    assert wire.log == ["all_reduce 0"]
+    engine.feed("w", grads["w"])
+    engine.catch_up()
+    assert engine.plan is not None
+    assert wire.log == [f"all_reduce {i}" for i in range(len(engine.plan.collectives))]
+    torch.testing.assert_close(engine.finish().mean, grads)
 
 
 # What it learns
