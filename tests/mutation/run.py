@@ -124,7 +124,8 @@ SUITES = {
         (
             *("tests/test_stats.py", "tests/test_backward.py", "tests/drop_in/test_names.py", "tests/test_mutants.py"),
             *("tests/drop_in/test_tools.py", "tests/drop_in/test_changes_after_wrapping.py"),
-            *("tests/drop_in/test_state.py", "tests/test_functional.py", "tests/test_weights.py"),
+            *("tests/test_module_refusals.py", "tests/drop_in/test_state.py", "tests/test_functional.py"),
+            "tests/test_weights.py",
             *("tests/drop_in/test_hooks.py", "tests/drop_in/test_arguments.py", "tests/test_module.py"),
             *("tests/drop_in/test_models_of_all_kinds.py", "tests/drop_in/test_no_sync_and_join.py"),
             *("tests/test_user_collectives.py", "tests/test_debug.py", "tests/test_state.py"),
@@ -138,7 +139,12 @@ SUITES = {
         (
             *("tests/drop_in/test_names.py", "tests/drop_in/test_state.py", "tests/drop_in/test_hooks.py"),
             *("tests/drop_in/test_arguments.py", "tests/drop_in/test_no_sync_and_join.py"),
-            *("tests/drop_in/test_tools.py", "tests/drop_in/test_changes_after_wrapping.py", "tests/test_stats.py"),
+            *(
+                "tests/test_module_refusals.py",
+                "tests/drop_in/test_tools.py",
+                "tests/drop_in/test_changes_after_wrapping.py",
+                "tests/test_stats.py",
+            ),
             *("tests/drop_in/test_models_of_all_kinds.py", "tests/drop_in/test_checkpoints.py", "tests/test_module.py"),
         ),
         "not compile and not same_bits_as_the and not another_number_of_ranks",

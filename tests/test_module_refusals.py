@@ -1,0 +1,170 @@
+"""What a wrapped module refuses, with what words, and that it goes on as if nothing had been."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fnddp
+from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, error_feedback, fp16
+from fnddp.adapters.module.gradients import Gradients
+from fnddp.laws import gather
+from fnddp.wire import control
+from tests.ranks import on_ranks
+
+X = torch.ones(3, 4)
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(4, 2), **options)
+
+
+def require_mean(model: DistributedDataParallel, rank: int, ranks: int) -> None:
+    """A backward gives the mean over the ranks: of a loss that is as large as its number."""
+    model.zero_grad()
+    ((1 + rank) * model(X).sum()).backward()
+    mean = sum(range(1, ranks + 1)) / ranks
+    assert model.module.bias.grad is not None
+    assert model.module.bias.grad.tolist() == [3 * mean] * 2
+
+
+def stand_ins(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+
+
+@on_ranks(2)
+def test_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
+    model = wrapped()
+    with model.join():
+        with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(1.0):
+            pass
+        with pytest.raises(RuntimeError, match=r"cannot follow torch.func or .*wrapped with: weight, bias"):
+            torch.func.functional_call(model, stand_ins(model), (X,))
+        for _ in range(2 + rank):
+            model(X).sum().backward()
+    require_mean(model, rank, 2)
+
+
+def test_a_backward_synchronizes_parameters_or_what_stands_for_them():
+    model = wrapped()
+    tensors = stand_ins(model)
+    other = torch.func.functional_call(model, tensors, (X,)).sum()
+    both = model(X).sum() + other
+    with pytest.raises(RuntimeError, match="tensors that stand for parameters cannot be a part of one that synchron"):
+        both.backward()
+    assert model.sync_stats()["steps"] == 0
+    require_mean(model, 0, 1)
+    assert model.sync_stats()["failed_steps"] == 1
+
+
+@on_ranks(2)
+def test_what_one_rank_alone_asks_for_cannot_be_returned(rank: int) -> None:
+    model = wrapped()
+    asked = [model.module.weight] if rank == 0 else [model.module.weight, model.module.bias]
+    loss = model(X).sum()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"grad was asked on other ranks for bias, which this rank has not used"):
+            torch.autograd.grad(loss, asked)
+    else:
+        assert [grad.shape for grad in torch.autograd.grad(loss, asked)] == [(2, 4), (2,)]
+    require_mean(model, rank, 2)
+
+
+@on_ranks(2)
+def test_an_error_among_weights_ends_the_step_on_all(rank: int) -> None:
+    model = wrapped()
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError), model.weight(3):
+            raise ZeroDivisionError("no data")
+    else:
+        with pytest.raises(StepFailedError, match="rank 1 failed with ZeroDivisionError: no data"), model.weight(3):
+            model(X).sum().backward()
+    require_mean(model, rank, 2)
+    with model.weight(1 + rank):  # in the order of ranks: 1 * 1 and 2 * 2 over 3
+        model.zero_grad()
+        ((1 + rank) * model(X).sum()).backward()
+    torch.testing.assert_close(model.module.bias.grad, torch.full((2,), 3 * 5 / 3))
+
+
+def test_a_backward_that_is_running_has_not_finished():
+    model = wrapped()
+    found: list[str] = []
+
+    def look(grad: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="has not finished"):
+            model._check_reducer_finalized()
+        found.append("open")
+
+    model.module.bias.register_post_accumulate_grad_hook(look)
+    require_mean(model, 0, 1)
+    model._check_reducer_finalized()
+    assert found == ["open"]
+
+
+@on_ranks(2)
+def test_without_its_hooks_gradients_are_the_ranks_own(rank: int) -> None:
+    model = wrapped()
+    require_mean(model, rank, 2)
+    model._remove_autograd_hooks()
+    model.zero_grad()
+    ((1 + rank) * model(X).sum()).backward()
+    assert model.module.bias.grad.tolist() == [3.0 * (1 + rank)] * 2
+
+
+def test_buffers_that_cannot_be_made_equal(monkeypatch):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.BatchNorm1d(4))
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("connection closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "broadcast", gone)
+        with pytest.raises(CollectiveError, match=r"could not be made equal in forward: connection closed\. Another"):
+            model(X)
+    with pytest.raises(RuntimeError, match=r"CollectiveError|connection closed"):
+        model(X)
+
+
+def test_a_state_dict_with_the_pipelines_state_takes_a_prefix():
+    model = wrapped(sync=error_feedback(fp16(fnddp.allreduce)))
+    names = ["sync_state.local/residual.weight", "sync_state.local/residual.bias"]
+    assert list(model.state_dict(sync_state=True, prefix="net.")) == [
+        *("net.module.weight", "net.module.bias"),
+        *(f"net.{name}" for name in names),
+    ]
+    assert list(model.state_dict(sync_state=True)) == ["module.weight", "module.bias", *names]
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+
+
+def test_gradients_that_are_put_back():
+    """In place where there was one: it may be a part of a flat buffer."""
+    parameters = {name: nn.Parameter(torch.zeros(2, 2)) for name in ("none", "kept", "gone", "sparse", "was_sparse")}
+    kept, sparse = torch.ones(2, 2), torch.eye(2).to_sparse()
+    parameters["kept"].grad, parameters["gone"].grad = kept, torch.full((2, 2), 2.0)
+    parameters["sparse"].grad, parameters["was_sparse"].grad = copy.deepcopy(sparse), copy.deepcopy(sparse)
+    before = Gradients(parameters, ["kept"])
+    assert before.unsynchronized == {"kept"}
+    kept.fill_(7)
+    parameters["none"].grad, parameters["gone"].grad = torch.ones(2, 2), None
+    parameters["sparse"].grad, parameters["was_sparse"].grad = 3 * sparse, torch.ones(2, 2)
+    before.put_back()
+    assert parameters["none"].grad is None
+    assert parameters["kept"].grad is kept
+    assert kept.tolist() == [[1, 1], [1, 1]]
+    assert parameters["gone"].grad.tolist() == [[2, 2], [2, 2]]
+    for name in ("sparse", "was_sparse"):
+        assert parameters[name].grad.is_sparse
+        assert torch.equal(parameters[name].grad.to_dense(), torch.eye(2))
+
+
+@on_ranks(2)
+def test_ranks_that_are_not_alike_are_told_apart(rank: int) -> None:
+    for options in ({"bucket_cap_mb": 1 + rank}, {"static_graph": rank == 0}):
+        with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about options: rank 0: buckets"):
+            wrapped(**options)
+    model = DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1 + rank, init_sync=False)  # nobody looks
+    assert gather(model.bucket_bytes_cap) == [2**20, 2**21]
