@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fnddp
 from fnddp import (
@@ -164,6 +165,30 @@ def test_device_meshes(gloo):
 def test_bad_options_are_named_at_construction(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+WRAPPERS = {
+    **{make.__name__: make for make in (fp16, bucketize, squared, powersgd, batched_powersgd, error_feedback)},
+    **{make.__name__: make for make in (fnddp.delayed, fnddp.ef21, fnddp.momentum_correction)},
+    "random_k": lambda inner: fnddp.random_k(inner, k=1),
+    "random_block": lambda inner: fnddp.random_block(inner, block=1),
+    "clip_by_global_norm": lambda inner: fnddp.clip_by_global_norm(inner, 1.0),
+    "partition": lambda inner: partition({"a": allreduce, "*": inner}),
+    "warmup": lambda inner: warmup(allreduce, 1, before=inner),
+    "every": lambda inner: fnddp.every(2, inner),
+    "switch": lambda inner: fnddp.switch({0: allreduce, 3: inner}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_cannot_be_lowered_says_so_however_deep_it_is(name):
+    grads = {"a": torch.ones(3), "w": torch.ones(4, 4)}
+    assert WRAPPERS[name](allreduce).traceable
+    for inner in (from_hook(allreduce_hook), fp16(allreduce, check=True)):
+        sync = WRAPPERS[name](inner)
+        assert not sync.traceable
+        with pytest.raises(fnddp.LoweringError, match="`traceable` is False"):
+            fnddp.lower(sync, grads)
 
 
 def test_options_at_the_end_of_their_range_are_taken():

@@ -77,8 +77,8 @@ SUITES = {
     "plan": Suite(
         ("fnddp/plan/**/*.py",),
         (
-            *("fnddp/plan", "tests/test_mutants.py", "tests/test_period.py", "tests/test_engine.py"),
-            *("tests/test_show.py", "tests/test_kinds.py", "tests/test_plan.py", "tests/test_carriers.py"),
+            *("fnddp/plan", "tests/test_mutants.py", "tests/test_plan.py", "tests/test_engine.py"),
+            *("tests/test_period.py", "tests/test_show.py", "tests/test_kinds.py", "tests/test_carriers.py"),
             *("tests/test_cost.py", "tests/test_step.py", "tests/test_stats.py", "tests/test_powersgd.py"),
             *("tests/test_backends.py", "tests/test_place.py", "tests/test_plan_cli.py"),
             *("tests/test_hierarchical.py", "tests/test_laws.py::test_registry_lowered"),
