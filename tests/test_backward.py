@@ -533,3 +533,38 @@ def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int) -
     model.sync = fnddp.all_reduce(op="sum")
     y.backward()
     assert model.module.w.grad.item() == 2 * MEAN
+
+
+def test_plain_gradients_are_only_counted(monkeypatch):
+    """From the second step on, which has learnt their order; those that are the user's are fed one by one."""
+    model = fnddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    fed: list[str] = []
+    feed = model._steps.engine.feed
+    monkeypatch.setattr(model._steps.engine, "feed", lambda path, *a, **k: (fed.append(path), feed(path, *a, **k)))
+    x = torch.ones(3, 4)
+    model(x).sum().backward()
+    assert sorted(fed) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    first, fed[:] = [p.grad.clone() for p in model.parameters()], []
+    model.zero_grad()
+    model(x).sum().backward()
+    assert fed == []
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), first, strict=True))
+    model.module[0].weight.grad = None
+    model(x).sum().backward()
+    assert sorted(fed) == ["0.bias", "1.bias", "1.weight"]
+
+
+def test_a_gradient_that_is_taken_away_within_backward_is_none():
+    model = fnddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+
+    def take_away(grad: torch.Tensor) -> None:
+        model.module[1].zero_grad()
+
+    for takes_away in (False, True):
+        model.zero_grad()
+        middle = model.module[0](torch.ones(3, 4))
+        if takes_away:
+            middle.register_hook(take_away)
+        model._steps.arm()
+        model.module[1](middle).sum().backward()
+    assert [p.grad is None for p in model.module.parameters()] == [False, False, True, True]

@@ -14,13 +14,15 @@ from fnddp import allgather, allreduce, error_feedback, every, fp16, powersgd
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
+from fnddp.plan.lower import lower
 from fnddp.run import engine as engines
 from fnddp.run import planned
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.inbox import Inbox
+from fnddp.run.memory import Memory
 from fnddp.sync import Sync
 from fnddp.wire.protocol import CollectiveError
-from tests.wires import AloneWire, ReadyWork
+from tests.wires import AloneWire, LostWork, ReadyWork
 
 NAMES = ("a", "b", "c")
 
@@ -136,11 +138,6 @@ def test_engines_are_those_of_leaves_and_a_state_of_such_shapes(monkeypatch):
 # When it goes on
 
 
-class Lost(ReadyWork):
-    def wait(self) -> bool:
-        raise RuntimeError("connection closed")
-
-
 class LosingWire(AloneWire):
     """Loses collectives, or votes, of some steps."""
 
@@ -148,11 +145,11 @@ class LosingWire(AloneWire):
 
     def start(self, *given: Any, **options: Any) -> ReadyWork:
         work = super().start(*given, **options)
-        return Lost() if "collective" in self.loses else work
+        return LostWork() if "collective" in self.loses else work
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, ReadyWork]:
         told, work = super().vote(flags, group)
-        return told, Lost() if "vote" in self.loses else work
+        return told, LostWork() if "vote" in self.loses else work
 
 
 @pytest.mark.parametrize(
@@ -185,6 +182,20 @@ def test_a_failure_of_which_others_are_told_is_over_with_the_step():
     engine.start()
     wire.loses = "vote"
     engine.fail(ZeroDivisionError())
+    with pytest.raises(RuntimeError, match="out of step"):
+        engine.start()
+
+
+def test_weights_that_nobody_tells_end_the_step():
+    wire = LosingWire()
+    engine = make(wire=wire)
+    wire.loses = "vote"
+    engine.start(weight=2.0)
+    wire.loses = ""
+    with pytest.raises(
+        CollectiveError, match=r"could not tell each other their weights: connection closed\. All ranks"
+    ):
+        engine.run(leaves())
     with pytest.raises(RuntimeError, match="out of step"):
         engine.start()
 
@@ -478,6 +489,46 @@ def test_who_waited_and_is_gone_is_not_missed():
     gc.collect()
     first.fail(ZeroDivisionError())
     assert step(first) == WHOLE
+
+
+# What it computes in
+
+
+def test_of_buffers_that_somebody_holds_there_is_another():
+    (collective,) = lower(allreduce, leaves(), world_size=2).collectives
+    memory = Memory()
+    first = memory.take(collective, views_apart=False)
+    assert memory.take(collective, views_apart=False) is first
+    held = first.receive[1:]
+    second = memory.take(collective, views_apart=False)
+    assert second is not first
+    del held
+    held = second.receive[1:]
+    assert memory.take(collective, views_apart=False) is first  # who holds each mean for a step needs two
+    holds = [held, first.receive[1:]]
+    assert memory.take(collective, views_apart=False) not in (first, second)
+    holds.clear()
+    del held
+    assert memory.take(collective, views_apart=False) is second  # and no more than two are kept
+    memory.clear()
+    assert memory.take(collective, views_apart=False) not in (first, second)
+
+
+def test_of_means_that_somebody_holds_there_is_another():
+    memory, leaf = Memory(), LeafSpec.of(torch.empty(3, 2, dtype=torch.float64))
+    new = memory.take_mean("a", leaf)
+    assert (new.shape, new.dtype, new.device) == (leaf.shape, leaf.dtype, leaf.device)
+    given = [torch.ones(3, 2) for _ in range(3)]
+    where = [each.data_ptr() for each in given]
+    for each in given:
+        memory.give_mean("a", each)
+    held = given[2][1:]
+    del each
+    assert memory.take_mean("a", leaf) is given[1]
+    assert memory.take_mean("a", leaf).data_ptr() not in where  # the last one is held, and the first one forgotten
+    del held
+    assert memory.take_mean("a", leaf) is given[2]
+    assert memory.take_mean("b", leaf).data_ptr() not in where
 
 
 # What hooks write to

@@ -382,6 +382,9 @@ def test_a_mean_of_many_small_leaves_is_a_few_operations_a_bucket(text):
     buckets = len(set(plan.buckets.values()))
     assert buckets == 2
     assert plan.operations <= 4 * buckets
+    divisions = [each for segment in plan.segments for each in segment.operations if each.function == "div"]
+    whole = [Span(c.index, 0, len(c.payloads) - 1) for c in plan.collectives]
+    assert [each.made for each in divisions] == whole  # of a buffer, whatever the shapes in it
 
 
 def test_the_algebra_of_many_factors_does_not_grow_with_them():

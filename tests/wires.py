@@ -112,6 +112,13 @@ class ReadyWork:
         return True
 
 
+class LostWork(ReadyWork):
+    """What has lost a rank."""
+
+    def wait(self) -> bool:
+        raise RuntimeError("connection closed")
+
+
 class AloneWire:
     """One rank of a world in which all ranks hand over the same: every work is ready, and what is launched recorded."""
 

@@ -63,8 +63,13 @@ def test_public_attributes_are_there(rank: int) -> None:
 
 
 def check_option(rank: int, options: dict[str, Any]) -> None:
-    with pytest.warns(FutureWarning) if {"broadcast_buffers", "check_reduction"} & set(options) else nullcontext():
-        ours, theirs = DDP(normed(), **options), TorchDDP(normed(), **options)
+    deprecated = next((name for name in ("broadcast_buffers", "check_reduction") if name in options), None)
+    models = []
+    for cls in (DDP, TorchDDP):  # each of them
+        with pytest.warns(FutureWarning, match=deprecated) if deprecated else nullcontext() as warned:
+            models.append(cls(normed(), **options))
+        assert not warned or warned[0].filename == __file__  # where the user wraps the module
+    ours, theirs = models
     for i in range(4):
         for model in (ours, theirs):
             step(model, batch(rank, i))
