@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fnddp import allgather, allreduce, error_feedback, every, fp16, powersgd
+from fnddp import all_reduce, allgather, allreduce, error_feedback, every, fp16, none, powersgd
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
@@ -198,6 +198,24 @@ def test_weights_that_nobody_tells_end_the_step():
         engine.run(leaves())
     with pytest.raises(RuntimeError, match="out of step"):
         engine.start()
+
+
+@pytest.mark.parametrize(("sync", "group"), [(allreduce, None), (all_reduce(group="7"), "7"), (none, None)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_cannot_begin_may_have_begun_on_others(monkeypatch, sync, group, ranks):
+    wire = AloneWire()
+    monkeypatch.setattr(wire, "size", lambda asked: ranks if asked == group else 1)
+    engine = make(sync, wire)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_lower", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.start()
+    assert not engine.is_open
+    if ranks == 1:
+        engine.start()
+    else:
+        with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError: .*out of step"):
+            engine.start()
 
 
 def test_who_is_refused_from_now_on_is_refused():
