@@ -13,6 +13,7 @@ from fnddp import Exchange, Replicated, State, Sync, allreduce, laws
 from fnddp.plan import graph
 from fnddp.ranks import run_threads
 from tests.pipelines import EXAMPLES, TREES
+from tests.traces import TracesOfThreads
 
 FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x + x.T": lambda x, y: x + x.t(),
@@ -66,11 +67,11 @@ def test_operations_that_read_their_operand_elsewhere(folded, how, donation):
     run_threads(2, partial(laws.law_6_lowered_is_eager, donation=donation), folded(allreduce, how), squares)
 
 
-@pytest.mark.parametrize("donation", laws.DONATIONS[1:], ids=str)
-@pytest.mark.parametrize("part", range(4))
-def test_what_is_returned_does_not_lie_where_the_next_step_writes(monkeypatch, donation, part):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_returned_does_not_lie_where_the_next_step_writes(monkeypatch, name):
     """Large results of operations lie in memory that steps share; here all of them are large."""
     monkeypatch.setitem(graph.LIGHT, "cpu", 0)
-    law = partial(laws.law_6_lowered_is_eager, donation=donation)
-    for text in list(EXAMPLES.values())[part::4]:
-        run_threads(2, law, fnddp.parse(text), TREES["model"])
+    sync, traces = fnddp.parse(EXAMPLES[name]), TracesOfThreads()
+    for donation in laws.DONATIONS[1:]:
+        law = partial(laws.law_6_lowered_is_eager, donation=donation, traces=traces)
+        run_threads(2, law, sync, TREES["model"])

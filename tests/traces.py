@@ -3,13 +3,16 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from fnddp.laws import Grads, check_on_rank
 from fnddp.plan.draft import Draft, Request, copied
-from fnddp.plan.lower import Traces
+from fnddp.plan.lower import Traces, planned
 from fnddp.plan.passes.trace import sizes_of, trace
+from fnddp.plan.plan import Plan
 from fnddp.ranks import run_threads
 from fnddp.sync import Sync
+from fnddp.wire.groups import rank, within
 
 Pass = Callable[[Draft], Draft]
 
@@ -28,8 +31,17 @@ def in_turn(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     return tuple(map(locked, passes))
 
 
+class _Shared(NamedTuple):
+    """A trace, the rank that it is for (None for all), and the plans made of it, by what they were asked for."""
+
+    owner: int | None
+    sizes: Mapping[str | None, int]
+    traced: Draft
+    plans: dict[Any, Plan]
+
+
 class TracesOfThreads(Traces):
-    """Traces of one pipeline that threaded ranks share, where it does not ask on which rank it is.
+    """Traces and plans of one pipeline that threaded ranks share, where it does not ask on which rank it is.
 
     Where it does, each rank has its own. Ranks on gloo trace for themselves, whatever the pipeline. Passes over what is
     shared must be `in_turn`, as conftest.py makes them.
@@ -38,22 +50,36 @@ class TracesOfThreads(Traces):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._made: list[tuple[int | None, Mapping[str | None, int], Draft]] = []
+        self._made: list[_Shared] = []
 
     def of(self, request: Request) -> Draft:
-        sizes, me = sizes_of(request), threading.get_ident()
         with self._lock:
-            for owner, of_sizes, made in self._made:
-                if owner in (None, me) and of_sizes == sizes and made.phase.holds_for(request.state, sizes):
-                    return copied(made, request)
-            traced = trace(request)
-            self._made.append((me if traced.is_of_rank else None, sizes, replace(traced, request=request)))
-            return copied(traced, request)
+            return copied(self._shared(request).traced, request)
+
+    def plan(self, request: Request) -> Plan:
+        asked = tuple(request.buckets.items()), request.donation, request.dropped, request.backend
+        with self._lock:
+            shared = self._shared(request)
+            if asked not in shared.plans:
+                shared.plans[asked] = planned(copied(shared.traced, request))
+            return shared.plans[asked]
+
+    def _shared(self, request: Request) -> _Shared:
+        sizes = sizes_of(request)
+        with within(request.world):
+            me = rank(None)  # not the thread: its number becomes that of another one
+        for shared in self._made:
+            is_for_me = shared.owner in (None, me) and shared.sizes == sizes
+            if is_for_me and shared.traced.phase.holds_for(request.state, sizes):
+                return shared
+        traced = trace(request)
+        self._made.append(_Shared(me if traced.is_of_rank else None, sizes, replace(traced, request=request), {}))
+        return self._made[-1]
 
     def clear(self) -> None:
         """Others may still ask."""
 
 
 def check_laws(n: int, sync: Sync, grads: Grads) -> None:
-    """`fnddp.laws.check` on `n` ranks, with one trace for all of them and for all laws."""
+    """`fnddp.laws.check` on `n` ranks, with one trace for all of them and for all laws, and plans of it."""
     run_threads(n, check_on_rank, sync, grads, TracesOfThreads(), seconds=300)

@@ -125,10 +125,7 @@ def lower_leaves(
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
     request = Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend)
     with _without_gc():
-        draft = trace(request) if traces is None else traces.of(request)
-        for step in PASSES:
-            draft = step(draft)
-        return _finished(draft)
+        return planned(trace(request)) if traces is None else traces.plan(request)
 
 
 @contextmanager
@@ -159,9 +156,20 @@ class Traces:
             self._sizes = sizes
         return copied(self._last, request)
 
+    def plan(self, request: Request) -> Plan:
+        """The plan for `request`."""
+        return planned(self.of(request))
+
     def clear(self) -> None:
         """Forgets it."""
         self._last = None
+
+
+def planned(draft: Draft) -> Plan:
+    """What passes make of a trace, which they change."""
+    for step in PASSES:
+        draft = step(draft)
+    return _finished(draft)
 
 
 def _finished(draft: Draft) -> Plan:

@@ -6,7 +6,7 @@ asking again what an operation makes that has been asked for another leaf of the
 
 import operator
 from types import NoneType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -41,6 +41,9 @@ class Recorder(TorchDispatchMode):
         held: Tensors with values that were met on the way, by the names of their `get_attr` nodes.
     """
 
+    _shared: ClassVar[dict[Any, Any]] = {}
+    """What torch's own operations make, by what is known of their arguments: in all traces the same."""
+
     def __init__(self, fakes: Fakes) -> None:
         super().__init__()
         self._fakes = fakes
@@ -52,7 +55,8 @@ class Recorder(TorchDispatchMode):
         self._detached: list[Tensor] = []  # tensors that have the node of another
         self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
         self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
-        self._results: dict[Any, Any] = {}  # what operations make, by what is known of their arguments
+        self._own: dict[Any, Any] = {}  # what operations make of what is of this trace alone, by their arguments
+        self._is_own = False  # whether an argument was such a thing
         self._owners: dict[int, int] = {}  # how many of the tensors share a storage
 
     def add_input(self, value: Any) -> fx.Node:
@@ -103,21 +107,26 @@ class Recorder(TorchDispatchMode):
         makes_view = makes_one_view(func)
         if not makes_view and not makes_one_tensor(func):
             return func(*args, **kwargs)
-        key = func, self._like(args), self._like(tuple(sorted(kwargs.items())))
-        known = self._results.get(key)
+        self._is_own = func.namespace != "aten"  # others may ask for more than their arguments
+        key = func, self._like(args), self._like(tuple(sorted(kwargs.items()))), torch.get_default_dtype()
+        results = self._own if self._is_own else self._shared
+        known = results.get(key)
         if known is not None:
             return self._fakes.view(args[0], *known) if makes_view else self._fakes.dense(*known)
         made = func(*args, **kwargs)
         if makes_view and is_fake_view(made, args[0]):
-            self._results[key] = made.shape, made.stride(), made.storage_offset() - args[0].storage_offset()
+            results[key] = made.shape, made.stride(), made.storage_offset() - args[0].storage_offset()
         elif not makes_view and is_dense_fake(made):
-            self._results[key] = made.shape, made.stride(), made.dtype, made.device
+            results[key] = made.shape, made.stride(), made.dtype, made.device
         return made
 
     def _like(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
-            return self._likes.get(id(argument)) or (id(argument),)
+            like = self._likes.get(id(argument))
+            self._is_own |= like is None
+            return like or (id(argument),)
         if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self._is_own = True
             return argument.node.expr
         if isinstance(argument, tuple | list):
             return tuple(map(self._like, argument))
