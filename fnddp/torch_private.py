@@ -369,7 +369,7 @@ def device_of_fake(tensor: Tensor) -> torch.device | None:
 
 
 def like_of(tensor: Tensor) -> Any:
-    """Equal for fake tensors that operations treat alike; None for one that is like no other, such as one with values."""
+    """Equal for fake tensors that operations treat alike; None for one like no other, such as a tensor with values."""
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout != torch.strided:
         return None
     bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad

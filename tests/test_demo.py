@@ -28,10 +28,10 @@ PARAMETERS = 85_002
 SECONDS = 150  # for a demo of a few steps, on a machine that is busy with other things
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+def start(*arguments: object, python: str = sys.executable) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHON_EXEC": python}
     return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
+        [python, *map(str, arguments)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -122,8 +122,9 @@ def test_starts_its_own_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_uses_the_ranks_of_torchrun(tmp_path: Path) -> None:
-    code, said, errors = finish(start(*TORCHRUN, *DEMO, "--steps", 30, "--out", tmp_path, "--pipelines", *PIPELINES))
+def test_uses_the_ranks_of_torchrun(tmp_path: Path, python: str) -> None:
+    demo = (*DEMO, "--steps", 30, "--out", tmp_path, "--pipelines", *PIPELINES)
+    code, said, errors = finish(start(*TORCHRUN, *demo, python=python))
     assert code == 0, errors
     assert said.count("62.5x") == 1  # rank 0 alone reports
     check_files(tmp_path, steps=30)

@@ -63,9 +63,9 @@ def test_doctor_on_ranks_of_its_own(model: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_doctor_on_the_ranks_of_an_mpi(model: str, tmp_path: Path) -> None:
+def test_doctor_on_the_ranks_of_an_mpi(model: str, python: str) -> None:
     """As mpirun starts them: nothing says where they meet, but all are on one host."""
-    command = [sys.executable, "-m", "fnddp", "doctor", "--model", model, "--device", "cpu", "--json"]
+    command = [python, "-m", "fnddp", "doctor", "--model", model, "--device", "cpu", "--json"]
     ranks = [
         subprocess.Popen(
             command,
@@ -99,15 +99,16 @@ def test_doctor_on_the_ranks_of_an_mpi(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_doctor_under_torchrun(model: str) -> None:
+def test_doctor_under_torchrun(model: str, python: str) -> None:
     """One rank tells what all have found."""
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launch = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     said = subprocess.run(
         [*launch, "-m", "fnddp", "doctor", "--model", model, "--device", "cpu"],
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=True,
+        env={**os.environ, "PYTHON_EXEC": python},
     ).stdout
     for expected in (
         "installed: python ",
