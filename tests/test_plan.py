@@ -695,3 +695,27 @@ def test_a_plan_for_the_learnt_order_needs_no_other_trace(monkeypatch):
     monkeypatch.undo()
     assert shown == [plan(order, step, None) for step in (0, 1, 2, 3) for order in orders]
     assert len(set(shown)) == 4
+
+
+def test_what_another_trace_has_asked_does_not_hold_for_another_default_dtype(own_transforms):
+    @fnddp.transform
+    class scaled_by_ones(fnddp.Sync):
+        inner: fnddp.Sync
+
+        def init(self, grads):
+            return self.inner.init(grads)
+
+        def exchange(self, grads, state):
+            return self.inner.exchange({path: g * torch.ones(7).sum().to(g.dtype) for path, g in grads.items()}, state)
+
+    def dtypes() -> set[torch.dtype]:
+        plan = lower(scaled_by_ones(allreduce), {"w": torch.ones(7, dtype=torch.float16)}, world_size=2)
+        return {each.spec.dtype for segment in plan.segments for each in segment.operations if each.spec is not None}
+
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert dtypes() == {torch.float16, dtype}
+    finally:
+        torch.set_default_dtype(before)
