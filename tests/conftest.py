@@ -2,8 +2,6 @@
 
 import gc
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -15,6 +13,7 @@ from fnddp import ranks
 from fnddp.cli import launch
 from fnddp.plan import lower
 from fnddp.sync import registry
+from tests.cores import OnOneCore
 from tests.forks import forks
 from tests.interpreter import forked_python
 from tests.ranks import GlooPool
@@ -70,21 +69,9 @@ def _threads_may_share_traces() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_that_are_threads_share_a_core() -> Iterator[None]:
-    """One of them computes at a time; on several cores they wake each other at every operation, which takes longer."""
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(os, "sched_setaffinity"):
-            patch.setattr(ranks, "threading", SimpleNamespace(Thread=_OnOneCore))
+        patch.setattr(ranks, "threading", SimpleNamespace(Thread=OnOneCore))
         yield
-
-
-class _OnOneCore(threading.Thread):
-    """A thread that stays on a core: each worker of xdist has its own, as far as there are."""
-
-    def run(self) -> None:
-        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-        cores = sorted(os.sched_getaffinity(os.getpid()))
-        os.sched_setaffinity(0, {cores[worker % len(cores)]})  # of this thread alone
-        super().run()
 
 
 @pytest.fixture

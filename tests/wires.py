@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fnddp.ranks import RankFailed
 from fnddp.wire.kinds import ALL_GATHER, Kind
+from tests.cores import OnOneCore
 
 SECONDS = 20
 
@@ -159,7 +160,7 @@ def over_threads(n: int, fn: Callable[..., Any], *arguments: Any, delay: float =
 
     if not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()  # or torch crashes once the thread that traced first has ended
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n)]
+    threads = [OnOneCore(target=body, args=(rank,), daemon=True) for rank in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:
