@@ -3,7 +3,7 @@
 Outside CI (pytest does not collect it). It needs cosmic-ray, whose operators it uses, beside the test dependencies:
 
     pip install cosmic-ray
-    python tests/mutation/run.py                        # a sample of every folder: some 80 minutes on one core
+    python tests/mutation/run.py                        # a sample of every folder: some 105 minutes on one core
     python tests/mutation/run.py plan run --sample 100 --seed 7 --out results.jsonl
     python tests/mutation/run.py --again results.jsonl  # those that survived, once more
 
@@ -13,8 +13,8 @@ with which `fnddp` cannot be imported says nothing about tests and is left out, 
 it again where less else runs. Those that `equivalent.txt` lists change nothing that can be observed and are left out of
 the score, too. What only CUDA runs is changed as well, and survives here.
 
-A mutant dies after 1 to 30 seconds, most of them in less than 5; one that survives meets all tests of its folder, which
-takes 1 to 3 minutes. So 10 mutants of a folder take 1 to 8 minutes, on cores that others use, too.
+A mutant dies after 1 to 30 seconds, rarely more; one that survives meets all tests of its folder, which takes 1 to 3.5
+minutes. So 10 mutants of a folder take 1 to 8 minutes, on cores that others use, too.
 """
 
 import argparse
