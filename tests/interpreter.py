@@ -1,14 +1,18 @@
 """A `python` for tests of commands that start many processes: each is forked from one that has imported torch.
 
 It takes `-m MODULE`, `-c CODE` or a script, as python does. Whoever starts it sees one process: the fork has the
-arguments, environment, folder, standard streams and namespaces that it was given; signals go on to the fork; and either
-ends as the other ends. What a fresh interpreter does, importing, is not tested by it.
+arguments, environment, folder, standard streams and namespaces that it was given; SIGINT, SIGTERM and SIGUSR1 go on to
+the fork; and either ends as the other ends. What a fresh interpreter does is not tested by it: importing, reading its
+own variables (but for OMP_NUM_THREADS), a hash seed of its own.
 """
 
 import atexit
 import ctypes
+import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -20,6 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.forks import forks
 
@@ -35,7 +41,8 @@ socket.send_fds(server, [len(given).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(given)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, _: server.send(bytes([number])))
-ended = int.from_bytes(server.recv(1), "big", signed=True)
+told = server.recv(2)
+ended = int.from_bytes(told, "big", signed=True) if told else 1  # whoever should tell has died
 if ended < 0:
     signal.signal(-ended, signal.SIG_DFL) if -ended != signal.SIGKILL else None
     os.kill(os.getpid(), -ended)
@@ -52,7 +59,7 @@ def forked_python() -> Iterator[str]:
         listener.listen(64)
         program.write_text(CLIENT.format(python=sys.executable, address=address))
         program.chmod(0o755)
-        process: Any = forks().Process(target=_serve, args=(listener,), daemon=True)
+        process: Any = forks().Process(target=_serve, args=(listener, folder), daemon=True)
         process.start()
         try:
             yield str(program)
@@ -62,15 +69,17 @@ def forked_python() -> Iterator[str]:
             process.close()
 
 
-def _serve(listener: socket.socket) -> None:
+def _serve(listener: socket.socket, folder: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for forks
-    while True:
+    tests: Any = multiprocessing.parent_process()
+    while listener in multiprocessing.connection.wait([listener, tests.sentinel]):
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os._exit(_run_for(client))
         client.close()
+    shutil.rmtree(folder, ignore_errors=True)  # the tests were killed
 
 
 def _run_for(client: socket.socket) -> int:
@@ -96,7 +105,7 @@ def _run_for(client: socket.socket) -> int:
     threading.Thread(target=pass_signals_on, daemon=True).start()
     _, status = os.waitpid(fork, 0)
     with suppress(OSError):
-        client.send(os.waitstatus_to_exitcode(status).to_bytes(1, "big", signed=True))
+        client.send(os.waitstatus_to_exitcode(status).to_bytes(2, "big", signed=True))
     return 0
 
 
@@ -110,6 +119,9 @@ def _be_python(arguments: list[str], environment: dict[str, str], folder: str, p
     os.environ.update(environment)
     if action := environment.get("PYTHONWARNINGS"):
         warnings.simplefilter(action)  # pyright: ignore
+    multiprocessing.current_process().daemon = False  # it may have children
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _run(arguments)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def test_a_hang_is_ended_and_shows_where():
 def test_the_python_that_forks_is_like_python(python: str, tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "WORD": "given"}
-        return subprocess.run([python, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment)
+        options: Any = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment, "timeout": 60}
+        return subprocess.run([python, *arguments], **options)
 
     (tmp_path / "script.py").write_text("import os, sys; print(os.environ['WORD'], os.getcwd(), sys.argv); sys.exit(3)")
     for arguments, argv in (("-u", "script.py", "1"), ["script.py", "1"]), (("-m", "script"), None):
@@ -77,6 +79,8 @@ def test_the_python_that_forks_is_like_python(python: str, tmp_path: Path) -> No
         assert done.stdout.startswith(f"given {tmp_path} [")
         assert argv is None or str(argv) in done.stdout
     assert run("-c", "import os; os.kill(os.getpid(), 9)").returncode == -signal.SIGKILL
+    assert run("-c", "import sys; sys.exit(200)").returncode == 200
+    assert run("-c", "import os; os.kill(os.getppid(), 9)").returncode == 1  # of the one who waits for it
     failed = run("-c", "1 / 0")
     assert (failed.returncode, failed.stderr.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
 
@@ -85,10 +89,13 @@ def test_the_python_that_forks_is_like_python(python: str, tmp_path: Path) -> No
 def test_a_fork_ends_with_the_process_that_it_stands_for(python: str, number: signal.Signals) -> None:
     sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     with subprocess.Popen([python, "-c", sleeps], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        fork = int(process.stdout.readline())
-        process.send_signal(number)
-        assert process.wait(timeout=60) == -number
+        try:
+            assert process.stdout is not None
+            fork = int(process.stdout.readline())
+            process.send_signal(number)
+            assert process.wait(timeout=60) == -number
+        finally:
+            process.kill()
     deadline = time.monotonic() + 60
     while is_alive(fork) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -110,10 +110,10 @@ class Fed:
         self.leaves = {"a": LeafSpec.of(torch.empty(3)), "b": LeafSpec.of(torch.empty(5))}
 
 
-def log_a_step(record: log.Log, engine: Fed, clock: list[int]) -> None:
+def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, engine: Fed, clock: list[int]) -> None:
     """At these times: forward begins, backward begins, the first collective is issued, backward ends, all is over."""
     times = iter(clock)
-    log.time = SimpleNamespace(time_ns=lambda: next(times))  # type: ignore[assignment]
+    patch.setattr(log, "time", SimpleNamespace(time_ns=lambda: next(times)))
     record.forward_starts()
     record.backward_starts()
     engine.has_sent = False
@@ -126,11 +126,10 @@ def log_a_step(record: log.Log, engine: Fed, clock: list[int]) -> None:
 
 
 def test_times_are_those_of_the_last_sampled_step_and_their_means(monkeypatch):
-    monkeypatch.setattr(log, "time", log.time)
     record, engine = log.Log({"world_size": 2}), Fed()
     assert record.data() == {"iteration": 0, "world_size": 2}
     assert not record.has_stepped
-    log_a_step(record, engine, [100, 110, 115, 130, 170])
+    log_a_step(monkeypatch, record, engine, [100, 110, 115, 130, 170])
     assert record.has_stepped
     first = record.data()
     assert (
@@ -151,19 +150,18 @@ def test_times_are_those_of_the_last_sampled_step_and_their_means(monkeypatch):
             "iteration": 0,
         }.items()
     )
-    log_a_step(record, engine, [200, 230, 231, 232, 233])
+    log_a_step(monkeypatch, record, engine, [200, 230, 231, 232, 233])
     second = record.data()
     assert (second["iteration"], second["forward_compute_time"], second["avg_forward_compute_time"]) == (1, 30, 20)
     assert (second["backward_compute_time"], second["avg_backward_compute_time"]) == (2, 11)
 
 
 def test_of_later_steps_some_are_sampled(monkeypatch):
-    monkeypatch.setattr(log, "time", log.time)
     record, engine = log.Log({}), Fed()
     record.sample_rate = 7
     sampled = []
     for i in range(30):
-        log_a_step(record, engine, [i * 10 + k for k in range(5)])
+        log_a_step(monkeypatch, record, engine, [i * 10 + k for k in range(5)])
         if record.data()["iteration"] == i:
             sampled.append(i)
     assert sampled == [*range(11), 14, 21, 28]

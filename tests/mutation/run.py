@@ -5,7 +5,7 @@ Outside CI (pytest does not collect it). It needs cosmic-ray, whose operators it
     pip install cosmic-ray
     python tests/mutation/run.py                        # a sample of every folder: some 105 minutes on one core
     python tests/mutation/run.py plan run --sample 100 --seed 7 --out results.jsonl
-    python tests/mutation/run.py --again results.jsonl  # those that survived, once more
+    python tests/mutation/run.py --again results.jsonl  # those that survived or ran out of time, once more
 
 One warm process has imported torch; each mutant is a fork of it that imports the changed module and runs the tests of
 its folder up to the first failure, file after file. The gloo pool is forked too, so that the ranks run the mutant. One
@@ -74,7 +74,7 @@ FEW_LAWS = (
     " and not (test_registry and -2] and (law_1_ or law_3 or law_9))"
 )
 IN_FEW_STEPS = (
-    "not compile and not other_structures and not (adam and True-2) and not that_ends and not skips_a_step"
+    "not compile and not other_structures and not (adam and True-2) and not a_rank_that_ends and not skips_a_step"
     " and not timeout and not does_not_go_on and not never_c and not (test_failures and 3-) and not other_world"
 )
 SUITES = {
@@ -91,7 +91,7 @@ SUITES = {
         ),
         "not compile and not inductor_gives and not test_laws[ and not (hierarchical and gloo) and not wire_bytes_are"
         " and not (every_pass and mixed) and not (offline and not (error_feedback or two_shot or allgather))"
-        " and not (returned_does and at_end) and not (registry and (-1- or -3- or -4-))",
+        " and not (registry and (-1- or -3- or -4-))",
     ),
     "run": Suite(
         ("fnddp/run/*.py",),
@@ -370,7 +370,9 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=40, help="mutants for each folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where a line of JSON for each mutant is added")
-    parser.add_argument("--again", type=Path, help="the mutants that survived in this file, instead of a sample")
+    parser.add_argument(
+        "--again", type=Path, help="the mutants of this file that no test has killed, instead of a sample"
+    )
     parser.add_argument("--trusted", action="store_true", help="do not first see whether tests pass without a mutant")
     given = parser.parse_args()
     names = given.suites or list(SUITES)
@@ -382,7 +384,7 @@ def main() -> None:
     known = operators()
     if given.again:
         lines = [json.loads(line) for line in given.again.read_text().splitlines()]
-        mutants = [Mutant(**line["mutant"]) for line in lines if line["result"].startswith("survived")]
+        mutants = [Mutant(**line["mutant"]) for line in lines if line["result"].startswith(("survived", "timed out"))]
         mutants = [mutant for mutant in mutants if mutant.suite in names]
     else:
         mutants = sample(names, known, given.sample, given.seed)
