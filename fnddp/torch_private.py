@@ -363,6 +363,12 @@ def is_dense_fake(made: Any) -> bool:
     return is_plain and not (made.is_conj() or made.is_neg() or made.storage_offset())
 
 
+def has_symbolic_size(tensor: Tensor) -> bool:
+    """Whether a size or stride of `tensor` is a symbol."""
+    private: Any = tensor
+    return private._has_symbolic_sizes_strides
+
+
 def device_of_fake(tensor: Tensor) -> torch.device | None:
     """Where a fake tensor says that it is, which dispatches when it is asked; None for another."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else None
@@ -448,13 +454,6 @@ FOREACH: dict[Any, tuple[Any, Any]] = {
     torch.ops.aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
 }
 """For operations those on lists of tensors: one that makes new ones, and one that writes over the first list."""
-
-QUICK: dict[Any, Any] = {
-    torch.ops.aten.mm.default: torch.mm,
-    torch.ops.aten.bmm.default: torch.bmm,
-    torch.ops.aten.transpose.int: torch.transpose,
-}
-"""The same operations, called in half the time. Plans of many small leaves call them once or more for each."""
 
 foreach_copy: Any = torch._foreach_copy_
 """Copies a list of tensors to others."""

@@ -679,6 +679,27 @@ def test_what_cannot_be_traced_has_no_plan_and_runs(name):
         assert torch.equal(mean["w"], 2 * grads["w"])
 
 
+class Grown(Applied):
+    """Multiplied by a number in the state: the sum of as many ones."""
+
+    def init(self, grads: Any) -> Any:
+        return 2
+
+    def exchange(self, grads: Any, state: Any) -> fnddp.Exchange:
+        grown = {path: leaf * torch.ones(state).sum() for path, leaf in grads.items()}
+        return self.inner.exchange(grown, ())._replace(state=state + 1)
+
+
+def test_tensors_as_large_as_a_number_in_the_state_have_no_plan_and_run():
+    sync, grads = Grown(None), {"w": torch.tensor([1.0, 2.0])}
+    with pytest.raises(LoweringError, match="cannot be lowered: it makes a tensor whose size is a number in the state"):
+        lower(sync, grads, world_size=2)
+    step, state = fnddp.jit(sync), 2
+    for factor in (2, 3):
+        mean, state = step(grads, state)
+        assert torch.equal(mean["w"], factor * grads["w"])
+
+
 def test_operations_in_place_on_tensors_of_their_own_have_a_plan():
     """Of several tensors of one shape, and again and again on one: each is what it was before."""
     sync = Applied(lambda x: torch.zeros_like(x).copy_(x).mul_(2).mul_(2))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fnddp.laws import Grads, check_on_rank
 from fnddp.plan.draft import Draft, Request, copied
-from fnddp.plan.lower import Traces, planned
+from fnddp.plan.lower import Traces, plan_of
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.plan import Plan
 from fnddp.ranks import run_threads
@@ -61,7 +61,7 @@ class TracesOfThreads(Traces):
         with self._lock:
             shared = self._shared(request)
             if asked not in shared.plans:
-                shared.plans[asked] = planned(copied(shared.traced, request))
+                shared.plans[asked] = plan_of(copied(shared.traced, request))
             return shared.plans[asked]
 
     def _shared(self, request: Request) -> _Shared:

@@ -125,7 +125,7 @@ def lower_leaves(
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
     request = Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend)
     with _without_gc():
-        return planned(trace(request)) if traces is None else traces.plan(request)
+        return plan_of(trace(request)) if traces is None else traces.plan(request)
 
 
 @contextmanager
@@ -158,14 +158,14 @@ class Traces:
 
     def plan(self, request: Request) -> Plan:
         """The plan for `request`."""
-        return planned(self.of(request))
+        return plan_of(self.of(request))
 
     def clear(self) -> None:
         """Forgets it."""
         self._last = None
 
 
-def planned(draft: Draft) -> Plan:
+def plan_of(draft: Draft) -> Plan:
     """What passes make of a trace, which they change."""
     for step in PASSES:
         draft = step(draft)

@@ -18,6 +18,7 @@ from fnddp.torch_private import (
     constant_of,
     decomposed,
     device_of_fake,
+    has_symbolic_size,
     is_dense_fake,
     is_fake_view,
     like_of,
@@ -30,6 +31,7 @@ from fnddp.torch_private import (
 
 aten: Any = torch.ops.aten
 
+_MANY = 10_000  # results that are kept for later traces
 _CONSTANTS = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -42,7 +44,7 @@ class Recorder(TorchDispatchMode):
     """
 
     _shared: ClassVar[dict[Any, Any]] = {}
-    """What torch's own operations make, by what is known of their arguments: in all traces the same."""
+    """What torch's own operations make, by what is known of their arguments: in all traces. One runs at a time."""
 
     def __init__(self, fakes: Fakes) -> None:
         super().__init__()
@@ -56,7 +58,6 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
         self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
         self._own: dict[Any, Any] = {}  # what operations make of what is of this trace alone, by their arguments
-        self._is_own = False  # whether an argument was such a thing
         self._owners: dict[int, int] = {}  # how many of the tensors share a storage
 
     def add_input(self, value: Any) -> fx.Node:
@@ -107,9 +108,12 @@ class Recorder(TorchDispatchMode):
         makes_view = makes_one_view(func)
         if not makes_view and not makes_one_tensor(func):
             return func(*args, **kwargs)
-        self._is_own = func.namespace != "aten"  # others may ask for more than their arguments
         key = func, self._like(args), self._like(tuple(sorted(kwargs.items()))), torch.get_default_dtype()
-        results = self._own if self._is_own else self._shared
+        # An operation of somebody else's may look at more than its arguments.
+        is_own = func.namespace != "aten" or self._is_own((args, kwargs))
+        results = self._own if is_own else self._shared
+        if len(self._shared) > _MANY:
+            self._shared.clear()
         known = results.get(key)
         if known is not None:
             return self._fakes.view(args[0], *known) if makes_view else self._fakes.dense(*known)
@@ -122,15 +126,24 @@ class Recorder(TorchDispatchMode):
 
     def _like(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
-            like = self._likes.get(id(argument))
-            self._is_own |= like is None
-            return like or (id(argument),)
+            return self._likes.get(id(argument)) or (id(argument),)
         if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
-            self._is_own = True
             return argument.node.expr
         if isinstance(argument, tuple | list):
             return tuple(map(self._like, argument))
         return type(argument), argument  # 1, 1.0 and True are not the same
+
+    def _is_own(self, argument: Any) -> bool:
+        """Whether what an operation makes of `argument` says nothing about other traces."""
+        if isinstance(argument, Tensor):
+            return self._likes.get(id(argument)) is None
+        if isinstance(argument, torch.device):  # the current one, whichever that is
+            return argument.index is None and argument.type not in ("cpu", "meta")
+        if isinstance(argument, tuple | list):
+            return any(map(self._is_own, argument))
+        if isinstance(argument, dict):
+            return any(map(self._is_own, argument.values()))
+        return isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool)
 
     def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
         packet = getattr(function, "overloadpacket", function)
@@ -139,6 +152,8 @@ class Recorder(TorchDispatchMode):
         return node
 
     def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
+        if has_symbolic_size(tensor):
+            raise LoweringError("it makes a tensor whose size is a number in the state")
         self._likes[id(tensor)] = like_of(tensor)
         if id(tensor) in self._nodes:  # it was written to
             self._nodes[id(tensor)][0] = node

@@ -13,9 +13,15 @@ from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received,
 from fnddp.plan.passes.foreach import is_in_place, is_whole, operand_of
 from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
 from fnddp.plan.script import Script, Variable
-from fnddp.torch_private import FOREACH, QUICK, foreach_copy
+from fnddp.torch_private import FOREACH, foreach_copy
 
 aten: Any = torch.ops.aten
+# The same operations, called faster: plans of many small leaves call them once or more for each.
+_QUICK: dict[Any, Any] = {
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
+    aten.transpose.int: torch.transpose,
+}
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what they compute
 
 
@@ -244,7 +250,7 @@ def _spans(places: Iterable[Any]) -> Iterator[Span]:
 
 
 def _target(node: fx.Node) -> Any:
-    return QUICK.get(node.target, node.target)
+    return _QUICK.get(node.target, node.target)
 
 
 def _function(node: fx.Node) -> str:
