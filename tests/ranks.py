@@ -112,6 +112,8 @@ def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str) -> None:
                 prefixed = dist.PrefixStore(f"job{job}", store)
                 seconds = timedelta(seconds=POOL_SECONDS / 2)
                 dist.init_process_group("gloo", rank=rank, world_size=n, store=prefixed, timeout=seconds)
+                prefixed.set(f"rank {rank} has begun", "")  # none ends before others are connected
+                prefixed.wait([f"rank {other} has begun" for other in range(n)], seconds)
                 fn, arguments = pickle.loads(payload)
                 result = fn(rank, *arguments)
             except BaseException as raised:
