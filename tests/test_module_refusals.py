@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fnddp
-from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, error_feedback, fp16
+from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, error_feedback, fp16
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.laws import gather
 from fnddp.wire import control
@@ -33,6 +33,17 @@ def require_mean(model: DistributedDataParallel, rank: int, ranks: int) -> None:
 
 def stand_ins(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+
+
+@on_ranks(1)
+def test_a_pipeline_is_no_device_and_a_module_on_the_cpu_has_none(rank: int) -> None:
+    wrong: Any = fp16(allreduce)
+    with pytest.raises(TypeError, match=r"second argument is device_ids.*sync=fp16\(allreduce\)"):
+        DistributedDataParallel(nn.Linear(4, 2), wrong)
+    for given in ({"device_ids": [0]}, {"output_device": 0}):
+        with pytest.raises(ValueError, match=r"device_ids .* are for modules on one GPU, got parameters on \['cpu'\]"):
+            wrapped(**given)
+    require_mean(wrapped(), rank, 1)
 
 
 @on_ranks(2)
