@@ -231,9 +231,8 @@ def test_what_is_done_to_an_output_reaches_neither_the_state_nor_an_input(text):
         mean, sent, state = sync.exchange(leaves, state)
         before = bits(state)
         given = {leaf.data_ptr() for leaf in leaves.values()}
-        own = [
-            leaf for leaf in sent.values() if leaf is not None and leaf.data_ptr() not in given
-        ]  # it may be an input
+        # What is sent may be an input, as it is; so may the mean of what is not reduced.
+        own = [leaf for leaf in sent.values() if leaf is not None and leaf.data_ptr() not in given]
         own += [] if text in ("none", "unreduced()") else [leaf for leaf in mean.values() if leaf is not None]
         for leaf in own:
             leaf.fill_(7)

@@ -112,11 +112,11 @@ class Recorder(TorchDispatchMode):
         # An operation of somebody else's may look at more than its arguments.
         is_own = func.namespace != "aten" or self._is_own((args, kwargs))
         results = self._own if is_own else self._shared
-        if len(self._shared) > _MANY:
-            self._shared.clear()
         known = results.get(key)
         if known is not None:
             return self._fakes.view(args[0], *known) if makes_view else self._fakes.dense(*known)
+        if len(self._shared) > _MANY:
+            self._shared.clear()
         made = func(*args, **kwargs)
         if makes_view and is_fake_view(made, args[0]):
             results[key] = made.shape, made.stride(), made.storage_offset() - args[0].storage_offset()
