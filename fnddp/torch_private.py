@@ -72,7 +72,7 @@ def is_within_backward() -> bool:
     return current_backward() != -1
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
+def at_end_of_backward(callback: Callable[[], object]) -> None:
     """Has the backward that runs call `callback` when it is over, unless it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
@@ -245,6 +245,21 @@ def backend_timeout(group: dist.ProcessGroup) -> timedelta:
     """After how long a collective of `group` on the CPU fails."""
     backend: Any = group._get_backend(torch.device("cpu"))
     return backend.options._timeout
+
+
+def connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Connect the ranks of `group` over gloo once more, as a process group called `name`; blocks until all have come.
+
+    `dist.new_group` gives no choice of the name, under which ranks find each other: it counts the groups of a rank.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    helper: Any = c10d._new_process_group_helper
+    _, store = c10d._world.pg_map[group]
+    connected: Any = helper(
+        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=backend_timeout(group)
+    )[0]
+    c10d._world.pg_group_ranks[connected] = {rank: position for position, rank in enumerate(ranks)}
+    return connected
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], nbytes: int, source: int) -> None:

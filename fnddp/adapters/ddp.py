@@ -294,6 +294,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
 
     agree(set_up, group)
     (handle,) = handles
+    handle._engine.connect()  # pyright: ignore[reportPrivateUsage]
     model.register_comm_hook(handle, fnddp_hook)
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
     return handle

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.ending import end_with_backward
 from fnddp.agreement import agree, description
 from fnddp.group import group_name
 from fnddp.parse import parse
@@ -130,7 +131,7 @@ class Replicas:
             self._failure = None
             self._engine.start()
             # Behind FSDP's own, which is queued before or after this.
-            torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._finish))
+            torch_private.at_end_of_backward(lambda: end_with_backward(self._engine, self._finish))
 
     def _feed(self, name: str) -> None:
         if not self._is_armed:
@@ -247,6 +248,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
     agree(set_up, group)
     (replicas,) = made
+    replicas._engine.connect()  # pyright: ignore[reportPrivateUsage]
     control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)
     for name, parameter in replicas._parameters.items():  # pyright: ignore[reportPrivateUsage]
         parameter.register_post_accumulate_grad_hook(_Feed(replicas, name))

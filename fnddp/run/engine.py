@@ -4,6 +4,7 @@ It owns the pipeline's state, keeps a plan for each phase, learns the order in w
 step on all ranks alike: either all of them have the result, or all of them raise.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -34,7 +35,7 @@ from fnddp.show.trace import debug_level, observer, observing, profiled
 from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync, groups_of, require_weighable
 from fnddp.tree import Leaves
-from fnddp.wire.c10d import C10D, apart
+from fnddp.wire.c10d import C10D, with_dedicated_groups
 from fnddp.wire.groups import World, identity
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import scaled
@@ -43,6 +44,9 @@ SLOW_SECONDS = 2
 """A lowering that takes longer is told of, since the step that waits for it looks like one that hangs."""
 
 MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
+
+
+_numbers = itertools.count()
 
 
 class Synchronized(NamedTuple):
@@ -92,6 +96,7 @@ class Engine:
         traces: Of this pipeline and such leaves, where several engines share them.
 
     Attributes:
+        number: Higher than those of the engines that were made before it.
         positions: Of the leaves, by path.
         is_open: Whether a step has begun and not ended.
         begun: How many steps have begun.
@@ -118,6 +123,7 @@ class Engine:
         traces: Traces | None = None,
     ) -> None:
         self.sync = sync
+        self.number = next(_numbers)
         self.leaves = dict(leaves)
         self.positions = {path: position for position, path in enumerate(self.leaves)}
         self.is_open = False
@@ -300,7 +306,7 @@ class Engine:
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
-        if self.is_open and self._current is not None and not self._holds:
+        if self.is_open and self._current is not None and not self.is_held:
             self._current.runner.advance()
 
     @property
@@ -316,7 +322,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
-        if self.is_open and self._current is not None and not self._holds:
+        if self.is_open and self._current is not None and not self.is_held:
             self._current.runner.advance(block=True)
 
     def is_followed_by(self, engine: "Engine") -> None:
@@ -399,6 +405,17 @@ class Engine:
         self._broken = None
         return True
 
+    def connect(self) -> None:
+        """Connect the groups that steps use, if that is still to be done. All ranks call it where they set up.
+
+        In the first step it could be too late: models that share a backward begin theirs in another order elsewhere.
+
+        Raises:
+            CollectiveError: See `with_dedicated_groups`.
+        """
+        if self._device.type != "cuda":
+            with_dedicated_groups(self._wire, self._groups)
+
     def prepare(self) -> Plan | None:
         """Makes the plan for the state that is there, which the first step would wait for."""
         parts, self._structure = tree.flatten_any(self._state)
@@ -469,8 +486,8 @@ class Engine:
         return Synchronized(mean, unused)
 
     @property
-    def _holds(self) -> bool:
-        """Whether another engine's step goes first on a process group of this one."""
+    def is_held(self) -> bool:
+        """Whether the step of another engine goes first on a process group of this one."""
         return bool(self._ahead) and bool(self._in_front())
 
     def _in_front(self) -> "list[Engine]":
@@ -537,9 +554,7 @@ class Engine:
 
     def _prepare(self, plan: Plan) -> _Prepared:
         groups = tuple(dict.fromkeys([*plan.groups, *self._groups]))
-        on_cuda = self._device.type == "cuda"
-        # With a second round, the moment of a launch is a matter of polling. (CUDA is not polled.)
-        wire = apart(self._wire, groups) if plan.rounds > 1 and not on_cuda else self._wire
+        wire = self._wire if self._device.type == "cuda" else with_dedicated_groups(self._wire, groups)
         vote = Vote(plan.leaves, wire, groups, self._device)
         # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
         runner = Planned(
@@ -595,7 +610,10 @@ class Engines:
         kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
         world = [identity(group) for group in self._groups] if self._wire is C10D else []
         key = (likes, structure, kinds, tuple(world))
-        engine = self._engines.pop(key, None) or self._make(_dense_specs(leaves))
+        engine = self._engines.pop(key, None)
+        if engine is None:
+            engine = self._make(_dense_specs(leaves))
+            engine.connect()
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
         self.last = engine
         return engine

@@ -137,13 +137,3 @@ class Quick:
                 inbox.noted.append((position, grad))
         for position, parameter in unusual:
             self._takes[position](parameter)
-
-
-class Ending:
-    """The callback at the end of a backward. It lives as long as that is going on."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def __call__(self) -> None:
-        self._run()

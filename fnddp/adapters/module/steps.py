@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.module.autograd import Ending, Quick, Requests, WeakHook
+from fnddp.adapters.ending import end_with_backward
+from fnddp.adapters.module.autograd import Quick, Requests, WeakHook
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -195,9 +196,7 @@ class Steps:
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
             self._quick.open(self._task, self.engine.inbox, {self.engine.positions[name] for name in self._kept})
         self._log.backward_starts()
-        ending = Ending(self._finish)
-        self._ending = weakref.ref(ending)
-        torch_private.at_end_of_backward(ending)
+        self._ending = end_with_backward(self.engine, self._finish)
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step because of `error`."""

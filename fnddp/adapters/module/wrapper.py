@@ -163,6 +163,7 @@ class DistributedDataParallel(TorchNames):
         super().__init__(module, trained, given)
         self._wire, self._backend = wire, backend
         self._install(*self._agreed(sync, verify=init_sync))
+        self._steps.engine.connect()
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()
             control.broadcast([t.detach() for t in [*parameters, *buffers]], self._group, wire=wire)
@@ -189,6 +190,7 @@ class DistributedDataParallel(TorchNames):
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
         self._go_on(*self._agreed(sync, verify=True))
+        self._steps.engine.connect()  # another pipeline may have other groups
 
     @property
     def sync_state(self) -> State:
