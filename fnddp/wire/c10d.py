@@ -41,7 +41,7 @@ class C10d:
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`."""
         live = self._live(group, send.device)
-        steps = faster(kind, send, receive, op, live, tag)
+        steps = faster(kind, send, receive, op, live)
         return kind.start(send, receive, op, live) if steps is None else Messages(steps)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
