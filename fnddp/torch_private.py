@@ -541,6 +541,11 @@ def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+def is_in_torchs_ddp() -> bool:
+    """Return whether the forward of torch's class is running."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
 def comm_hooks_of(model: DistributedDataParallel) -> list[Any]:
     """The hooks in the slot of `model`, with their states."""
     return model._comm_hooks

@@ -315,6 +315,8 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if torch_private.is_in_torchs_ddp():
+            raise _shared_with_torch("it, or a module that has it as a part,")
         self._slots.require_known(self.module)
         if not self._log.has_stepped:
             take_over_optimizers(self._trained.parameters.values())
@@ -490,9 +492,19 @@ TorchDDP.register(DistributedDataParallel)
 
 def _trained(module: nn.Module, ignored: set[str]) -> Trained:
     """What to synchronize. Parameters of a wrapped part of the module are synchronized by that part."""
+    for name, part in module.named_modules():
+        if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
+            raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
     parts = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
     theirs = {parameter for part in parts for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
     return Trained.of(module, ignored, theirs)
+
+
+def _shared_with_torch(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{OWNER}: {what} is wrapped in torch's DistributedDataParallel, too, and each would take gradients from the "
+        "other; wrap it in one of the two only"
+    )
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:
