@@ -257,17 +257,19 @@ class Engine:
             ValueError: There is no such leaf, it has arrived already, or it is not like the leaf; on all ranks: their
                 weights are none.
         """
-        if self._knows_scale():
-            self._take(path, grad, keep)
-        else:
+        scale = self._known_scale()
+        if scale is None:
             self._held.append((path, grad, keep))
+            if self._asks:
+                self._take(path, grad, keep, 0.0)
+        else:
+            self._take(path, grad, keep, scale)
 
-    def _take(self, path: str, grad: Tensor, keep: bool) -> None:
+    def _take(self, path: str, grad: Tensor, keep: bool, scale: float) -> None:
         assert self._current is not None
-        assert self._scale is not None
         if self._arriving is not None:
             self._arriving.append(path)
-        grad, is_new = (grad, False) if self._scale == 1 else (scaled(grad, self._scale), True)
+        grad, is_new = (grad, False) if scale == 1 else (scaled(grad, scale), True)
         if self._current.runner.feed(path, grad, keep=keep and not is_new):
             self.poll()
 
@@ -447,26 +449,26 @@ class Engine:
         runner.start(parts, {group: self._wire.size(group) for group in groups})
         return vote
 
-    # Weights. Ranks cannot know whether others have one. So the first step with weights begins as one without: ranks
-    # that have a weight send zeros, and say so in the vote. If all did, the step is run again; it and all later ones
-    # begin with an exchange of weights, in which a rank without one says that. So steps pair whoever gives a weight,
-    # and who never does sends nothing for it.
+    # Weights. A rank cannot know whether the others give one. So the first step with weights begins as one without:
+    # ranks that have a weight send zeros, and say so in the vote. If all do, the step is run again. From then on each
+    # step begins with an exchange of weights, in which a rank without one says that. So the collectives of ranks match
+    # whoever gives a weight, and ranks that never do send nothing for it.
 
     def _weigh(self) -> None:
         """Start the exchange of weights, if the step has one that has not been started."""
         if self._scale is None and not self._asks and self._weighing is None:
             self._weighing = Weighing(self._weight or NO_WEIGHT, self._wire, self._groups, self._device)
 
-    def _knows_scale(self, *, at_end: bool = False) -> bool:
-        """Whether gradients can be scaled: wait for weights under way, but not for other engines or the vote.
+    def _known_scale(self, *, at_end: bool = False) -> float | None:
+        """What gradients are scaled by: wait for weights under way, but not for other engines or the vote.
 
         Raises:
             ValueError: The weights are invalid, and all ranks raise before any has sent a gradient.
         """
         if self._scale is not None:
-            return True
+            return self._scale
         if self._asks or (self._holds and not at_end):
-            return False
+            return None
         self._weigh()
         assert self._weighing is not None
         try:
@@ -482,8 +484,8 @@ class Engine:
         self._scale = self._plain_scale if scale is None else scale
         held, self._held = self._held, []
         for path, grad, keep in held:
-            self._take(path, grad, keep)
-        return True
+            self._take(path, grad, keep, self._scale)
+        return self._scale
 
     def _have_valid_weights(self) -> bool:
         """Whether other ranks go on with a step that fails on this one: they do not if its weights are invalid."""
@@ -507,8 +509,9 @@ class Engine:
         assert self._current is not None
         runner, vote = self._current
         assert vote is not None
-        runner.abort()
-        vote.cast(self.missing, weight=self._weight)
+        absent = self.missing
+        runner.drain()
+        vote.cast(absent, weight=self._weight)
         self._has_voted = True
         runner.wait()
         try:
@@ -530,7 +533,7 @@ class Engine:
             engine.catch_up()
         if self._asks:
             self._ask()
-        self._knows_scale(at_end=True)
+        self._known_scale(at_end=True)
         absent = frozenset(runner.missing)
         runner.drain()
         unused = frozenset[str]()  # without a vote nobody knows: the zeros of this rank count as gradients
