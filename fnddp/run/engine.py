@@ -255,7 +255,7 @@ class Engine:
 
         Raises:
             ValueError: There is no such leaf, it has arrived already, or it is not like the leaf; on all ranks: their
-                weights are none.
+                weights are invalid.
         """
         scale = self._known_scale()
         if scale is None:
