@@ -90,7 +90,7 @@ def test_a_block_may_hold_what_no_sync_accumulates_and_forwards_without_gradient
             loss(model, rank).backward()
         loss(model, rank).backward()
     assert grad(model) == pytest.approx(2 * weighted(2))
-    with model.weight(rank + 1), torch.no_grad():
+    with torch.no_grad(), model.weight(rank + 1):
         loss(model, rank)
     require_steps(model, rank)
 
@@ -164,6 +164,9 @@ def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
         if misuse == "no_sync":
             with model.no_sync():
                 loss(model, rank).backward()
+        elif misuse == "no_grad":
+            with torch.no_grad():
+                loss(model, rank)
         elif misuse == "nested":
             with model.weight(7):
                 loss(model, rank).backward()
@@ -173,7 +176,7 @@ def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("misuse", ["no_sync", "nothing", "nested", "raises"])
+@pytest.mark.parametrize("misuse", ["no_sync", "nothing", "no_grad", "nested", "raises"])
 @on_ranks(2)
 def test_a_weight_for_no_step_is_an_error_on_all_ranks(rank: int, misuse: str, alone: bool) -> None:
     model = wrapped()

@@ -42,12 +42,13 @@ class Weight:
             number = math.nan if isinstance(given, str | bytes) else float(given)
         except Exception:  # of anybody's __float__: the step fails on all ranks, not on this one alone
             number = math.nan
+        if number >= 0 and math.isfinite(number):
+            return cls(number, repr(number).removesuffix(".0"))
         try:
             text = " ".join(repr(given).split())
         except ValueError:  # an int of more digits than Python writes
             text = f"a {type(given).__name__}"
-        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-        return cls(number if number >= 0 and math.isfinite(number) else math.nan, text)
+        return cls(math.nan, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
 
 
 NO_WEIGHT = Weight(-1.0, "none")

@@ -42,7 +42,7 @@ class Block:
     Attributes:
         weight: It.
         has_stepped: Whether a step has begun in it.
-        may_step: Whether a forward ran in it that synchronizes, or that makes no gradients.
+        may_step: Whether a forward ran in it whose backward synchronizes.
     """
 
     weight: Weight

@@ -265,7 +265,7 @@ class DistributedDataParallel(TorchNames):
         Raises:
             RuntimeError: Within `join`, where ranks without inputs give none; within another such block; at the end,
                 if there was nothing to weigh in it, such as a backward within `no_sync` only. Other ranks raise
-                `StepFailedError`.
+                `StepFailedError`. (A block under `torch.no_grad()` does nothing.)
             ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; the
                 pipeline takes no mean.
         """
@@ -279,16 +279,17 @@ class DistributedDataParallel(TorchNames):
         self._steps.settle()
         self._steps.require_same_world()
         self._steps.block = block = Block(Weight.of(count))
+        is_for_steps = torch.is_grad_enabled()  # and not for a forward alone
         try:
             yield
-            if not (block.has_stepped or block.may_step):
+            if is_for_steps and not (block.has_stepped or block.may_step):
                 raise RuntimeError(
                     f"{OWNER}: the weight {block.weight.text} was given for nothing: no backward that synchronizes "
                     "began in its block, nor did the forward of one run there. A weight is for a whole step, with all "
                     "that no_sync has accumulated: put the last backward into the block"
                 )
         except BaseException as error:
-            if not block.has_stepped:
+            if is_for_steps and not block.has_stepped:
                 self._steps.leave_out(error)
             raise
         finally:
@@ -359,11 +360,11 @@ class DistributedDataParallel(TorchNames):
         with on(self.device):
             self._sync_buffers(HookLocation.POST_FORWARD)
         self._buffers_of_module.is_due = self._synchronizes
-        block, told = self._steps.block, self._told
+        told = self._told
         if torch.is_grad_enabled():
             self._steps.is_armed, self._steps.told = self._synchronizes and not has_stand_ins, told
-        if block is not None:
-            block.may_step |= self._synchronizes or not torch.is_grad_enabled()
+        if self._steps.block is not None:
+            self._steps.block.may_step |= self._synchronizes
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
             for tensor in _tensors_in(output):
