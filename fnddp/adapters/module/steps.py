@@ -7,7 +7,8 @@ hands its gradient over, in one of two ways: as `parameter.grad`, once it is acc
 
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,22 @@ from fnddp.sync import State, Sync
 from fnddp.torch_private import has_other_hooks, optimizers_in_backward
 from fnddp.tree import Leaves
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
+from fnddp.wire.weights import Weight
+
+
+@dataclass(eq=False)
+class Block:
+    """A block in which this rank's gradients have a weight.
+
+    Attributes:
+        weight: It.
+        has_stepped: Whether a step has begun in it.
+        may_step: Whether a forward ran in it whose backward synchronizes.
+    """
+
+    weight: Weight
+    has_stepped: bool = False
+    may_step: bool = False
 
 
 class Steps:
@@ -52,6 +69,8 @@ class Steps:
     Attributes:
         is_armed: Whether the next backward is one that synchronizes.
         scale: What gradients are multiplied by on their way.
+        block: The block with a weight that runs now.
+        told: The weight of the block in which the last forward ran.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
     """
 
@@ -87,6 +106,9 @@ class Steps:
         )
         self.is_armed = False
         self.scale = 1.0
+        self.block: Block | None = None
+        self.told: Weight | None = None
+        self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
         self._world = World(group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._wire, self._log = wire, log
@@ -154,30 +176,26 @@ class Steps:
         """No step is taken any more because of `error`, which leaves this rank out of step with the others."""
         self.engine.refuse_from_now_on(error)
 
-    def weigh(self, weight: float) -> None:
-        """See `Engine.weigh`."""
-        self.settle()
-        self.require_same_world()
-        with self._log.errors():
-            self.engine.weigh(weight)
-
-    def fail_if_weighed(self, error: BaseException) -> None:
-        """See `Engine.fail_if_weighed`."""
-        self.engine.fail_if_weighed(error)
-
-    def forget_weight(self) -> None:
-        """See `Engine.forget_weight`."""
-        self.engine.forget_weight()
+    def leave_out(self, error: BaseException) -> None:
+        """Ends the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
+        with suppress(RuntimeError):  # in a step that cannot begin nobody waits for this rank
+            self.engine.fail_next(error)
+        self._close()
 
     def arm(self) -> None:
         """The next backward synchronizes."""
         self.is_armed = True
 
-    def start(self, _: Tensor | None = None) -> None:
-        """At the beginning of a backward."""
+    def start_of(self, told: Weight | None, _: Tensor) -> None:
+        """At the beginning of a backward, at what a forward has returned that ran in a block of the weight `told`."""
         if self._successor is not None:
-            self._successor.start()
+            self._successor.start_of(told, _)
             return
+        self.start(told)
+        self._require_one_weight(told)
+
+    def start(self, told: Weight | None) -> None:
+        """At the beginning of a backward."""
         self._fail_if_stale()
         if self.engine.is_open:
             return
@@ -189,7 +207,7 @@ class Steps:
         self._found = Gradients(self.parameters, self.unsynchronized) if isinstance(self._wire, Elastic) else None
         self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
-        self._begin()
+        self._begin(told)
         if self._asked:
             self._require_updates("torch.autograd.grad")
         elif not torch.is_grad_enabled() and not any(map(has_other_hooks, self.parameters.values())):
@@ -212,11 +230,11 @@ class Steps:
 
     def shadow(self) -> None:
         """Takes part in a step in which this rank has no gradients, and keeps nothing of it but the state."""
-        self._step({})
+        self._step({}, None)
         self._at_end()
 
-    def synchronize(self, grads: Mapping[str, Tensor]) -> Leaves:
-        """The means of gradients that are all there, of a step outside of backward's hooks."""
+    def synchronize(self, grads: Mapping[str, Tensor], told: Weight | None) -> Leaves:
+        """The means of gradients that are all there, of a step outside of backward's hooks; see `start_of`."""
         self._fail_if_stale()
         if self.engine.is_open:
             raise RuntimeError(
@@ -226,10 +244,11 @@ class Steps:
         _refuse_compiled_autograd()
         if self.sync.skips:
             raise _cannot_skip(self.sync, "torch.func, and parameters that are not those that were wrapped")
-        return self._step(grads).mean
+        return self._step(grads, told).mean
 
-    def _step(self, grads: Mapping[str, Tensor]) -> Synchronized:
-        self._begin()
+    def _step(self, grads: Mapping[str, Tensor], told: Weight | None) -> Synchronized:
+        self._begin(told)
+        self._require_one_weight(told)
         try:
             for name in reversed(self.parameters):
                 if name in grads:
@@ -247,10 +266,22 @@ class Steps:
             self.detach()  # for who wraps the module again
             raise
 
-    def _begin(self) -> None:
+    def _begin(self, told: Weight | None) -> None:
         self.require_same_world()
+        self._weight = told
+        if self.block is not None:
+            self._weight, self.block.has_stepped = self.block.weight, True
         with self._log.errors():
-            self.engine.start(scale=self.scale)
+            self.engine.start(weight=self._weight, scale=self.scale)
+
+    def _require_one_weight(self, told: Weight | None) -> None:
+        """Fails the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
+        if told != self._weight and (told is not None or self.block is None):
+            given = [weight.text for weight in (self._weight, told) if weight is not None]
+            one = " and ".join(given) if len(given) > 1 else f"{given[0]} for some of its forward passes only"
+            error = RuntimeError(f"{OWNER}: a backward was given the weights {one}; put the backward into one block")
+            self.fail(error)
+            raise error
 
     def detach(self, successor: "Steps | None" = None) -> None:
         """Lets go of the parameters: from now on their gradients are nobody's, or those of `successor`."""
@@ -262,6 +293,7 @@ class Steps:
         if successor is not None:
             self._successor = successor
             successor.is_armed, successor.scale = self.is_armed, self.scale
+            successor.block, successor.told = self.block, self.told
             successor.unsynchronized |= self.unsynchronized
 
     def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
@@ -269,7 +301,7 @@ class Steps:
         if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
             return None
         if self.is_armed:  # or it began with what the module returned
-            self.start()
+            self.start(self.told)
         if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
             return None
         return self._feed_with_placeholder(name, grad)
