@@ -456,7 +456,7 @@ class Engine:
         self._asks = has_weight and has_peers and not self._exchanges_weights
         self._plain_scale = scale
         self._scale = None if has_weight or (self._exchanges_weights and has_peers) else scale
-        if not self._holds:
+        if not self.is_held:
             self._weigh()
 
     def _start_runner(self) -> Vote | None:
@@ -474,7 +474,9 @@ class Engine:
     def _weigh(self) -> None:
         """Start the exchange of weights, if the step has one that has not been started."""
         if self._scale is None and not self._asks and self._weighing is None:
-            self._weighing = Weighing(self._weight or NO_WEIGHT, self._wire, self._groups, self._device)
+            vote = None if self._current is None else self._current.vote
+            wire = self._wire if vote is None else vote.wire
+            self._weighing = Weighing(self._weight or NO_WEIGHT, wire, self._groups, self._device)
 
     def _known_scale(self, *, at_end: bool = False) -> float | None:
         """What gradients are scaled by: wait for weights under way, but not for other engines or the vote.
@@ -484,7 +486,7 @@ class Engine:
         """
         if self._scale is not None:
             return self._scale
-        if self._asks or (self._holds and not at_end):
+        if self._asks or (self.is_held and not at_end):
             return None
         self._weigh()
         assert self._weighing is not None

@@ -37,10 +37,13 @@ class Vote:
         wire: Who carries it.
         groups: The process groups that must agree. Where several have other ranks, they are asked one after the other.
         device: Where their payloads live.
+
+    Attributes:
+        wire: As given.
     """
 
     def __init__(self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
-        self._wire = wire
+        self.wire = wire
         self._all_groups = tuple(dict.fromkeys(groups))
         self._device = device
         self._on_cuda = device.type == "cuda"
@@ -53,7 +56,7 @@ class Vote:
     @property
     def groups(self) -> list[str | None]:
         """The groups that have other ranks: as many as there are now."""
-        return [group for group in self._all_groups if self._wire.size(group) > 1]
+        return [group for group in self._all_groups if self.wire.size(group) > 1]
 
     @property
     def has_peers(self) -> bool:
@@ -108,7 +111,7 @@ class Vote:
         if failed:
             raise StepFailedError(self._explanation(None))
         if is_mixed:
-            raise refusal(self._weight or NO_WEIGHT, self._wire, self.groups[0], self._device)
+            raise refusal(self._weight or NO_WEIGHT, self.wire, self.groups[0], self._device)
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
     def explain(self, error: BaseException) -> None:
@@ -121,7 +124,7 @@ class Vote:
         """`value` as the first rank has it. Every rank must ask."""
         with _named_failures(), self._on_device():
             for group in self.groups:
-                value = first_over(self._wire, value, group, self._device)
+                value = first_over(self.wire, value, group, self._device)
         return value
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -129,7 +132,7 @@ class Vote:
         return torch.cuda.device(self._device) if self._on_cuda else nullcontext()
 
     def _start(self, flags: Tensor, group: str | None) -> None:
-        self._flags, self._work = self._wire.vote(flags, group)
+        self._flags, self._work = self.wire.vote(flags, group)
 
     def _waited(self) -> Tensor:
         """Each flag as it is on some rank."""
@@ -152,7 +155,7 @@ class Vote:
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
         with _named_failures(), self._on_device():
             for group in self.groups:
-                told = gather_over(self._wire, reasons, group, self._device)
+                told = gather_over(self.wire, reasons, group, self._device)
                 named = {(i if who is None else who, why) for i, some in enumerate(told) for who, why in some}
                 reasons = sorted(named, key=str)
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
