@@ -165,7 +165,7 @@ class _Mirror:
 
     def initial_state(self) -> State:
         leaves = {path: leaf.empty().zero_() for path, leaf in self._plan.leaves.items()}
-        with within(World(size=max(self.sizes.values(), default=1))):
+        with within(World(self)):
             return self._plan.sync.init(leaves)
 
     def size(self, group: str | None) -> int:

@@ -70,7 +70,7 @@ def tune(
         tell: Called after each training.
 
     Raises:
-        ValueError: A pipeline does not parse, does not fit, or takes no mean; there is no step or no seed; `within` is
+        ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no seed; `within` is
             negative.
         LoweringError: A pipeline has no plan.
     """
@@ -106,6 +106,11 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
 
 
 def _require_mean(sync: Sync) -> None:
+    if named := [group for group in sync.groups or () if group is not None]:
+        raise ValueError(
+            f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but the virtual ranks of tune are one group; "
+            "leave it out, or cost the pipeline with lower(sync, params, world_size={...}).predict(link, compute)"
+        )
     if not sync.ops:
         raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train apart; name one with a reducer in it")
 
