@@ -98,7 +98,9 @@ def test_on_gloo_processes(rank: int) -> None:
         check_lowered(rank, text, 2, 2)
 
 
-@pytest.mark.parametrize("inner", ["error_feedback(powersgd(fp16(all_reduce('across'))))", "sign(two_shot(group='across'))"])
+@pytest.mark.parametrize(
+    "inner", ["error_feedback(powersgd(fp16(all_reduce('across'))))", "sign(two_shot(group='across'))"]
+)
 def test_a_plan_of_given_sizes_is_that_of_real_ranks(inner):
     text, leaves = f"hierarchical({inner}, intra='inside')", {"w": torch.empty(40, 12), "b": torch.empty(5)}
 
@@ -142,7 +144,7 @@ def test_wrong_sizes(sizes, message):
 def test_one_number_where_it_is_clear():
     params = {"w": torch.empty(8, 2)}
     assert {c.world_size for c in fnddp.lower(fnddp.parse(LOSSY[0]), params, world_size=1).collectives} == {1}
-    assert [c.world_size for c in fnddp.lower(hierarchical(none, intra="a"), params, world_size=4).collectives] == [4, 4]
+    assert {c.world_size for c in fnddp.lower(hierarchical(none, intra="a"), params, world_size=4).collectives} == {4}
     assert fnddp.lower(fnddp.all_reduce("a"), params, world_size={"a": 4}).collectives[0].world_size == 4
 
 

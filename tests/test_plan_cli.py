@@ -248,7 +248,10 @@ def test_sizes_of_groups_are_printed(models: str, capsys: pytest.CaptureFixture[
         (["--ranks", "node=8,across=2,rack=2"], "no pipeline here reduces over group 'rack'; there are group 'across'"),
         (["--ranks", "8,node=8,across=2"], "no pipeline here reduces over the default group"),
         (["--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
-        (["--ranks", "node=8,across=2", "--link", "node=1gbit"], "--link node=1gbit: nothing is given for group 'across'"),
+        (
+            ["--ranks", "node=8,across=2", "--link", "node=1gbit"],
+            "--link node=1gbit: nothing is given for group 'across'",
+        ),
         (["--ranks", "node=8,across=2", "--link", "node=1gbit,across=x"], "--link: 'x' is no link"),
     ],
 )

@@ -139,8 +139,8 @@ class dct_topk(Codec):
 def _ranked(magnitudes: Tensor) -> Tensor:
     """Return integers by which the largest are chosen: magnitudes to 12 bits, and equal ones by their place.
 
-    Coefficients that are sums of the same 16-bit numbers are often equal, and products tell them apart by their rounding
-    alone, which is another one where the rows of many ranks are multiplied at once.
+    Coefficients that are sums of the same 16-bit numbers are often equal, and products tell them apart by their
+    rounding alone, which is another one where the rows of many ranks are multiplied at once.
     """
     # The bits of floats that are not negative are in the order of the floats: the upper ones are rounded to nearest,
     # the lower ones replaced.
