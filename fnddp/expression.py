@@ -41,14 +41,6 @@ class Expression:
         """The same expression on another process group: see `Sync.over`."""
         return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
 
-    @property
-    def groups(self) -> frozenset[str | None] | None:
-        """The names of the process groups it reduces over; None if a reducer inside, such as a hook, does not say."""
-        inner: list[frozenset[str | None] | None] = [child.groups for child in self._children()]
-        known = [groups for groups in inner if groups is not None]
-        none: frozenset[str | None] = frozenset()  # Dynamo traces no call of frozenset[...]
-        return none.union(*known) if inner and known == inner else None
-
     def _children(self) -> Iterator[Any]:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             yield from _expressions_in(getattr(self, field.name))

@@ -160,6 +160,14 @@ class Sync(Expression, abc.ABC):
         return frozenset[str]().union(*(child.ops for child in self.children()))
 
     @property
+    def groups(self) -> frozenset[str | None] | None:
+        """The names of the process groups it reduces over; None if a reducer inside, such as a hook, does not say."""
+        inner = [child.groups for child in self.children()]
+        known = [groups for groups in inner if groups is not None]
+        none: frozenset[str | None] = frozenset()  # Dynamo traces no call of frozenset[...]
+        return none.union(*known) if inner and known == inner else None
+
+    @property
     def traceable(self) -> bool:
         """Whether `exchange` can run on tensors without values. False for what reads values or runs foreign code.
 
