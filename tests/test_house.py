@@ -34,6 +34,7 @@ ORDER = [
         "show",
         "plan/plan",
         "plan/passes",
+        "plan/world",
         "plan/lower",
         "plan/period",
     ),

@@ -9,10 +9,11 @@ from fnddp import tree
 from fnddp.outer.contract import Outer
 from fnddp.plan.lower import lower as lower_sync
 from fnddp.plan.plan import Plan
+from fnddp.plan.world import planned_world
 from fnddp.show.text import count
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves, Tree
-from fnddp.wire.groups import World, within
+from fnddp.wire.groups import WorldSize, within
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class OuterPlan:
         return "\n".join(lines)
 
 
-def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> OuterPlan:
+def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) -> OuterPlan:
     """What `outer` does in a period: found by running it on tensors without values, exchange by exchange.
 
     Nothing is sent. The plan of each exchange prints, draws and costs itself: `plan.exchanges[0].plan.estimate(link)`.
@@ -94,10 +95,11 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
     Args:
         outer: The outer step.
         params: Any pytree of parameters; meta tensors will do.
-        world_size: Plan for groups of this size, without a process group; None for the groups that there are.
+        world_size: As `fnddp.lower` takes it: of the group, or of each by name, {"node": 8, None: 1024}.
 
     Raises:
         LoweringError: A pipeline reads values or runs foreign code, so it has no static schedule.
+        ValueError: `world_size` does not give the size of each group.
 
     >>> from fnddp import outer, quantize, two_shot
     >>> params = {f"layers.{i}.weight": torch.empty(256, 256, device="meta") for i in range(4)}
@@ -115,7 +117,7 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
     the leaves themselves, in each step: 10,485,760 B, 66.9x as much
     """
     leaves = {path: torch.empty_like(leaf, device="meta") for path, leaf in tree.flatten(params)[0].items()}
-    world = World(size=world_size)
+    world = planned_world(outer, outer.groups, world_size)
     noted = _Noted()
     with torch.no_grad(), within(world):
         state = outer.init(leaves)
@@ -129,7 +131,7 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
             each.name,
             each.starts - outer.lead,
             each.ends - outer.lead,
-            lower_sync(each.sync, each.leaves, state=each.state, world_size=world_size),
+            lower_sync(each.sync, each.leaves, state=each.state, world_size=world.size_of(each.sync.groups)),
         )
         for each in sorted(noted.done, key=lambda each: (each.starts, each.ends))
         if first <= each.starts < first + outer.period
