@@ -1,4 +1,4 @@
-"""Reentrant activation checkpoints that would lose gradients without an error."""
+"""Backwards that a custom autograd function runs within its own: autograd does not see the parameters they reach."""
 
 import threading
 from collections import Counter
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
 # torch looks the class up in its module at each checkpoint, for all threads; ranks may be threads.
@@ -17,11 +19,11 @@ _refusing = Counter[int]()
 
 
 @contextmanager
-def refuse_lost_gradients() -> Generator[None]:
-    """Has this thread's reentrant checkpoints raise where none of their inputs requires grad.
+def refuse_reentrant_checkpoints() -> Generator[None]:
+    """Raise at each of torch's reentrant checkpoints that this thread reaches while gradients are enabled.
 
-    Such a checkpoint hides the parameters inside it from autograd: torch warns once and gives them no gradient.
-    torch.func.grad refuses all reentrant checkpoints.
+    They work only in a backward that accumulates the gradients of all leaves, the batch included. One whose inputs do
+    not require grad hides its parameters from that, too: torch warns once and gives them no gradient.
     """
     me = threading.get_ident()
     with _lock:
@@ -39,11 +41,26 @@ def refuse_lost_gradients() -> Generator[None]:
 
 class _Refusing:
     @staticmethod
-    def apply(function: Any, preserve_rng_state: bool, *inputs: Any) -> Any:
-        needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        if _refusing[threading.get_ident()] and torch.is_grad_enabled() and not needs_grad:
+    def apply(*arguments: Any) -> Any:
+        if _refusing[threading.get_ident()] and torch.is_grad_enabled():
             raise RuntimeError(
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=True) on inputs that do not require grad gives "
-                "the parameters used inside it no gradient; pass use_reentrant=False"
+                "torch.utils.checkpoint with use_reentrant=True runs a backward of its own, of which value_and_grad "
+                "cannot be sure to have all gradients; pass use_reentrant=False"
             )
-        return _torchs.apply(function, preserve_rng_state, *inputs)
+        return _torchs.apply(*arguments)
+
+
+def custom_functions(loss: Tensor) -> list[GradientEdge]:
+    """Return the custom autograd functions (`torch.autograd.Function`) that the graph of `loss` contains.
+
+    Given as `inputs` of its backward, each of them runs, even if autograd finds no parameter behind it.
+    """
+    root = loss.grad_fn
+    found: set[Any] = {root}
+    todo = list(found)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                todo.append(node)
+    return [GradientEdge(node, 0) for node in found if isinstance(node, BackwardCFunction)]
