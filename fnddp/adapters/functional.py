@@ -144,6 +144,8 @@ def _backward(
     def take(path: str, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
+        if path in held:
+            grad = grad.data  # a hook of the caller's may hold the other one, which only its own storage can tell
         if grad.layout != torch.strided:
             raise ValueError(
                 f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "

@@ -299,6 +299,7 @@ class Steps:
             return
         if name not in self._kept:
             parameter.grad = None  # so that its memory is free once it is on its way
+            grad = grad.data  # a hook of the user's may hold the other one, which only its own storage can tell
         self._feed(name, grad, keep=name in self._kept)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
