@@ -196,6 +196,21 @@ def test_a_backward_within_the_loss_function_is_an_error():
         fnddp.value_and_grad(loss, allreduce)({name: torch.ones(2) for name in "wv"}, ())
 
 
+def test_a_synchronization_within_the_loss_function_is_an_error_unless_it_is_a_constant():
+    inner = fnddp.value_and_grad(lambda q, v: (q["w"] * v).sum(), allreduce)
+
+    def loss(p, *, constant):
+        with torch.set_grad_enabled(not constant):
+            value, grads, _ = inner({"w": p["w"]}, (), p["v"])
+        return value + (grads["w"] * p["w"]).sum()
+
+    step, p = fnddp.value_and_grad(loss, allreduce), {"w": torch.ones(2), "v": torch.full((2,), 3.0)}
+    with pytest.raises(RuntimeError, match="cannot run inside the loss_fn of another one"):
+        step(p, (), constant=False)
+    _, grads, _ = step(p, (), constant=True)
+    assert (grads["w"].tolist(), grads["v"].tolist()) == ([3.0, 3.0], [0.0, 0.0])
+
+
 class Module(nn.Module):
     def __init__(self, function: type[torch.autograd.Function] | None) -> None:
         super().__init__()

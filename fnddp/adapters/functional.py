@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fnddp import tree
-from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints
+from fnddp.adapters.reentrant import custom_functions, is_within_loss, refuse_reentrant_checkpoints
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync, require_sync
@@ -59,8 +59,10 @@ def value_and_grad(
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
         ValueError: At the call: a leaf or its gradient is sparse.
-        RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, or calls `backward()` on
-            parameters; or inference mode is on, and torch is older than 2.13.
+        RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, calls `backward()` on parameters,
+            or calls another `value_and_grad` while gradients are enabled; a parameter is used both inside and outside a
+            custom autograd function that runs a backward of its own (raised once: later calls expect it); or inference
+            mode is on, and torch is older than 2.13.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -92,6 +94,11 @@ def value_and_grad(
             grads, state = over(wire, sync)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
+        if is_within_loss() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
+                "derivative is not defined; call it within torch.no_grad() if its results are constants"
+            )
         engine = engines.of(leaves, state)
         engine.start(state)
         try:
@@ -183,9 +190,10 @@ def _backward(
         raise TypeError(f"value_and_grad: loss_fn must return a scalar tensor, got {shown}; take its sum or mean")
     if loss.requires_grad:  # otherwise no parameter is in it, and all gradients are zero
         functions = custom_functions(loss)
+        # Without inputs torch would accumulate gradients in leaves of the caller, too.
+        inputs: list[Any] = [*variables.values(), *functions]
         with loss.register_hook(begin):
-            # Of all leaves, torch would also accumulate gradients in those of the caller.
-            torch.autograd.backward(loss, inputs=[*variables.values(), *functions])
+            torch.autograd.backward(loss, inputs=inputs)
         left = {path: leaf for path, leaf in (held | variables).items() if leaf.grad is not None}
         missing = engine.missing if left else frozenset[str]()
         for path, leaf in left.items():

@@ -22,8 +22,8 @@ _refusing = Counter[int]()
 def refuse_reentrant_checkpoints() -> Generator[None]:
     """Raise at each of torch's reentrant checkpoints that this thread reaches while gradients are enabled.
 
-    They work only in a backward that accumulates the gradients of all leaves, the batch included. One whose inputs do
-    not require grad hides its parameters from that, too: torch warns once and gives them no gradient.
+    They work only in a backward that accumulates the gradients of all leaves, the caller's included. One whose inputs
+    do not require grad hides its parameters from that, too: torch warns once and gives them no gradient.
     """
     me = threading.get_ident()
     with _lock:
@@ -39,13 +39,18 @@ def refuse_reentrant_checkpoints() -> Generator[None]:
                 checkpoint.CheckpointFunction = _torchs
 
 
+def is_within_loss() -> bool:
+    """Return whether `refuse_reentrant_checkpoints` is in force in this thread."""
+    return bool(_refusing[threading.get_ident()])
+
+
 class _Refusing:
     @staticmethod
     def apply(*arguments: Any) -> Any:
-        if _refusing[threading.get_ident()] and torch.is_grad_enabled():
+        if is_within_loss() and torch.is_grad_enabled():
             raise RuntimeError(
-                "torch.utils.checkpoint with use_reentrant=True runs a backward of its own, of which value_and_grad "
-                "cannot be sure to have all gradients; pass use_reentrant=False"
+                "value_and_grad: torch.utils.checkpoint with use_reentrant=True hides the parameters inside it from "
+                "autograd, so their gradients may be lost; pass use_reentrant=False"
             )
         return _torchs.apply(*arguments)
 
@@ -63,4 +68,4 @@ def custom_functions(loss: Tensor) -> list[GradientEdge]:
             if node is not None and node not in found:
                 found.add(node)
                 todo.append(node)
-    return [GradientEdge(node, 0) for node in found if isinstance(node, BackwardCFunction)]
+    return [GradientEdge(node, 0) for node in found if issubclass(type(node), BackwardCFunction)]
