@@ -247,6 +247,16 @@ def test_a_wrapped_module_is_right_or_raises_on_all_ranks(rank, function):
 
 
 @on_ranks(2)
+def test_a_reentrant_checkpoint_that_would_be_computed_with_other_parameters_is_an_error(rank):
+    model = DistributedDataParallel(Module(None))
+    stand_ins = {f"module.{name}": torch.ones(2, requires_grad=True) for name in "wv"}
+    with pytest.raises(RuntimeError, match="DistributedDataParallel: .* pass use_reentrant=False"):
+        torch.func.functional_call(model, stand_ins, (batch(rank), "i"))
+    model(batch(rank), "i").backward()
+    assert model.module.w.grad.tolist() == [1.0, 1.5]
+
+
+@on_ranks(2)
 def test_a_registered_model_is_right_with_a_reentrant_checkpoint(rank):
     model = nn.parallel.DistributedDataParallel(Module(None))
     fnddp.register(model, error_feedback(fp16(allreduce)))

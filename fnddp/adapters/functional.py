@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fnddp import tree
-from fnddp.adapters.reentrant import custom_functions, is_within_loss, refuse_reentrant_checkpoints
+from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync, require_sync
@@ -21,6 +21,8 @@ from fnddp.wire.protocol import Wire
 T = TypeVar("T")  # the tree of parameters
 V = TypeVar("V")  # what a loss function returns
 P = ParamSpec("P")  # of a batch
+
+_OWNER = "value_and_grad"
 
 
 def value_and_grad(
@@ -94,7 +96,7 @@ def value_and_grad(
             grads, state = over(wire, sync)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
-        if is_within_loss() and torch.is_grad_enabled():
+        if refuses_reentrant_checkpoints(_OWNER) and torch.is_grad_enabled():
             raise RuntimeError(
                 "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
                 "derivative is not defined; call it within torch.no_grad() if its results are constants"
@@ -179,7 +181,7 @@ def _backward(
 
         return arrives
 
-    with torch.enable_grad(), refuse_reentrant_checkpoints():
+    with torch.enable_grad(), refuse_reentrant_checkpoints(_OWNER):
         variables = {path: leaf.requires_grad_() for path, leaf in leaves.items()}
         for path, variable in variables.items():
             variable.register_post_accumulate_grad_hook(on_grad(path))

@@ -1,7 +1,6 @@
 """Backwards that a custom autograd function runs within its own: autograd does not see the parameters they reach."""
 
 import threading
-from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -15,41 +14,47 @@ from torch.utils import checkpoint
 # torch looks the class up in its module at each checkpoint, for all threads; ranks may be threads.
 _torchs: Any = checkpoint.CheckpointFunction
 _lock = threading.Lock()
-_refusing = Counter[int]()
+_refusing: dict[int, list[str]] = {}
 
 
 @contextmanager
-def refuse_reentrant_checkpoints() -> Generator[None]:
+def refuse_reentrant_checkpoints(owner: str) -> Generator[None]:
     """Raise at each of torch's reentrant checkpoints that this thread reaches while gradients are enabled.
 
-    They work only in a backward that accumulates the gradients of all leaves, the caller's included. One whose inputs
-    do not require grad hides its parameters from that, too: torch warns once and gives them no gradient.
+    They compute the module again when parameters that stand for its own are gone, and work only in a backward that
+    accumulates the gradients of all leaves, the caller's included. One whose inputs do not require grad hides its
+    parameters from that, too: torch warns once and gives them no gradient.
+
+    Args:
+        owner: Who refuses them, for the error.
     """
     me = threading.get_ident()
     with _lock:
-        _refusing[me] += 1
+        _refusing.setdefault(me, []).append(owner)
         checkpoint.CheckpointFunction = _Refusing
     try:
         yield
     finally:
         with _lock:
-            _refusing[me] -= 1
-            if not _refusing.total():
-                _refusing.clear()
+            _refusing[me].pop()
+            if not _refusing[me]:
+                del _refusing[me]
+            if not _refusing:
                 checkpoint.CheckpointFunction = _torchs
 
 
-def is_within_loss() -> bool:
-    """Return whether `refuse_reentrant_checkpoints` is in force in this thread."""
-    return bool(_refusing[threading.get_ident()])
+def refuses_reentrant_checkpoints(owner: str) -> bool:
+    """Return whether `owner` refuses them in this thread."""
+    return owner in _refusing.get(threading.get_ident(), ())
 
 
 class _Refusing:
     @staticmethod
     def apply(*arguments: Any) -> Any:
-        if is_within_loss() and torch.is_grad_enabled():
+        owners = _refusing.get(threading.get_ident())
+        if owners and torch.is_grad_enabled():
             raise RuntimeError(
-                "value_and_grad: torch.utils.checkpoint with use_reentrant=True hides the parameters inside it from "
+                f"{owners[-1]}: torch.utils.checkpoint with use_reentrant=True hides the parameters inside it from "
                 "autograd, so their gradients may be lost; pass use_reentrant=False"
             )
         return _torchs.apply(*arguments)
