@@ -178,6 +178,11 @@ def test_reentrant_checkpoints_that_hide_nothing_are_torchs():
         in_checkpoint({"w": torch.ones(2, requires_grad=True)}, torch.ones(2))  # outside, as torch does
 
 
+def test_a_loss_may_be_a_parameter():
+    _, grads, _ = fnddp.value_and_grad(lambda p: p["w"], allreduce)({"w": torch.ones(())}, ())
+    assert grads["w"].item() == 1.0
+
+
 def test_a_loss_without_parameters_has_zero_gradients():
     loss, grads, _ = fnddp.value_and_grad(lambda p, x: x.sum(), allreduce)({"w": torch.ones(2)}, (), torch.ones(2))
     assert (loss.item(), grads["w"].tolist()) == (2.0, [0.0, 0.0])

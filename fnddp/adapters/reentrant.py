@@ -65,9 +65,8 @@ def custom_functions(loss: Tensor) -> list[GradientEdge]:
 
     Given as `inputs` of its backward, each of them runs, even if autograd finds no parameter behind it.
     """
-    root = loss.grad_fn
-    found: set[Any] = {root}
-    todo = list(found)
+    todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]  # None of a loss that is a parameter
+    found = set(todo)
     while todo:
         for node, _ in todo.pop().next_functions:
             if node is not None and node not in found:

@@ -111,8 +111,8 @@ class Planned:
             (path, leaf, register_of.get(path), path in plan.overwrites) for path, leaf in plan.leaves.items()
         ]
         # As most gradients are, and what is to be done with them: nothing but to keep them, if nobody else does where
-        # they are written over. (Autograd conjugates complex ones lazily, and negates their imaginary parts: such a
-        # gradient looks like any other if it is complex or has no strides to tell.)
+        # they are written over. Not complex ones, which autograd conjugates lazily, and scalars: it negates imaginary
+        # parts lazily, which are views with gaps otherwise.
         self._plain = [
             (path, register, (leaf.shape, leaf.dtype, leaf.device, leaf.stride), is_overwritten and clones_shared)
             if register is not None and self._stream is None and leaf.shape and not leaf.dtype.is_complex
