@@ -114,6 +114,19 @@ def storage_use_count(tensor: Tensor) -> int:
     return _C._storage_Use_Count(storage._cdata) - 1
 
 
+def is_foreign(tensor: Tensor) -> bool:
+    """Return whether another library owns the memory of `tensor`, or has been given it: numpy, or a DLPack producer.
+
+    torch may not grow such memory, which is how it marks it.
+    """
+    return not tensor.untyped_storage().resizable()
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether something else may read the memory of `tensor`, so that it must not be written over."""
+    return storage_use_count(tensor) > 1 or is_foreign(tensor)
+
+
 # Modes.
 
 

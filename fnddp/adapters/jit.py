@@ -65,10 +65,11 @@ class jit:
         if torch.compiler.is_compiling() or is_transforming():
             return self._eager(grads, state, weight=weight)
         leaves, spec = tree.flatten(grads)
-        engine = self._engines.of(leaves, state)
-        engine.start(state, weight=weight)
-        done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
-        return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+        with torch.inference_mode(False):  # plans, and the memory that they keep, outlive it
+            engine = self._engines.of(leaves, state)
+            engine.start(state, weight=weight)
+            done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
+            return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     def __repr__(self) -> str:
         return f"jit({self.sync!r})"

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fnddp import tree
@@ -87,18 +88,19 @@ def lower(
     leaves, _ = tree.flatten(params)
     require_backend(backend, [leaf.device for leaf in leaves.values()])
     world = planned_world(sync, sync.groups, world_size)
-    with within(world):
-        state = sync.init(leaves) if state is None else state
-    return lower_leaves(
-        sync,
-        {path: LeafSpec.of(leaf) for path, leaf in leaves.items()},
-        state,
-        world=world,
-        arrival=arrival,
-        bucket_caps=(first_bucket_mb * MB, bucket_cap_mb * MB),
-        donation=donation,
-        backend=backend,
-    )
+    with torch.inference_mode(False):  # in which operations are traced as others than they are
+        with within(world):
+            state = sync.init(leaves) if state is None else state
+        return lower_leaves(
+            sync,
+            {path: LeafSpec.of(leaf) for path, leaf in leaves.items()},
+            state,
+            world=world,
+            arrival=arrival,
+            bucket_caps=(first_bucket_mb * MB, bucket_cap_mb * MB),
+            donation=donation,
+            backend=backend,
+        )
 
 
 def lower_leaves(

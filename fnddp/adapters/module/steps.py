@@ -219,6 +219,8 @@ class Steps:
     def fail(self, error: BaseException) -> None:
         """Ends an open step because of `error`."""
         self.engine.fail(error)
+        for name in self._late - self._kept:  # this rank's own, which are not to be added to
+            self.parameters[name].grad = None
         self._close()
 
     def settle_on(self, is_committed: bool) -> None:
@@ -315,8 +317,10 @@ class Steps:
         if not self.engine.is_open:
             self.unsynchronized.add(name)
             return
-        if torch_private.current_backward() != self._task and not self._is_finishing:
-            self._late.add(name)  # a backward within the backward, of reentrant checkpointing: more may be added
+        # A backward within the backward, of reentrant checkpointing or another custom function: more may be added.
+        is_nested = torch_private.current_backward() != self._task
+        if (is_nested or name in self._late) and not self._is_finishing:
+            self._late.add(name)
             return
         if grad.is_sparse:
             self._sparse[name] = grad.sparse_dim()
@@ -326,6 +330,7 @@ class Steps:
             return
         if name not in self._kept:
             parameter.grad = None  # so that its memory is free once it is on its way
+            grad = grad.data  # a hook of the user's may hold the other one, which only its own storage can tell
         self._feed(name, grad, keep=name in self._kept)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
@@ -365,7 +370,10 @@ class Steps:
             with self._named():
                 self._quick.hand_over()
                 waiting = sorted(self._waiting())
+            missing = self.engine.missing if self._late else frozenset[str]()
             for name in waiting:
+                if name in self._late and name not in missing and self.parameters[name].grad is not None:
+                    raise _used_twice(name)
                 self._accumulated(name, self.parameters[name])
             done = self._run()
         except BaseException as error:
@@ -459,7 +467,7 @@ class Steps:
 
     def _close(self) -> None:
         self.is_armed = self._is_finishing = False
-        self._placeholders, self._ending = {}, None
+        self._placeholders, self._late, self._ending = {}, set(), None
         self._quick.close()
 
 
@@ -486,6 +494,14 @@ def _refuse_compiled_autograd() -> None:
             f"{OWNER}: gradients are not synchronized in a backward that compiled autograd runs; turn "
             "torch._dynamo.config.compiled_autograd off (torch.compile of the model works without it)"
         )
+
+
+def _used_twice(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{OWNER}: parameter {name!r} is used both inside and outside a reentrant checkpoint (or another custom "
+        "autograd function whose backward runs a backward of its own), and its gradient was synchronized before that "
+        "ran; checkpoint with use_reentrant=False, or pass the parameter to the function as an input"
+    )
 
 
 def _changed(name: str, grad: Tensor, expected: LeafSpec) -> ValueError:

@@ -25,6 +25,7 @@ from fnddp.adapters.module.torch.join import on
 from fnddp.adapters.module.torch.names import TorchNames
 from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
+from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.agreement import agree, description, fails_alike
 from fnddp.buckets import MB
 from fnddp.group import group_name
@@ -237,7 +238,8 @@ class DistributedDataParallel(TorchNames):
             stand_ins = self._stand_ins()
             tensors = self._cast_parameters(stand_ins)
             if tensors:
-                output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
+                with refuse_reentrant_checkpoints(OWNER):
+                    output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
             else:
                 output = self.module(*inputs, **kwargs)
             self._after_forward(output, has_stand_ins=bool(stand_ins))
