@@ -1,6 +1,5 @@
 """`fnddp bench --codecs`: what it costs to encode and to decode, against copying the same gradients."""
 
-import os
 from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
@@ -10,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.cli.bench_profile import profiled
-from fnddp.cli.checks import check_imports, check_pipeline
-from fnddp.cli.failures import WRONG_ARGUMENTS, WrongArgument, stop
-from fnddp.cli.table import Column, Table
+from fnddp.cli.checks import check_pipeline
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.terminal import Table, progress
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import lower
@@ -77,31 +76,31 @@ class _Steps:
         return float("nan") if plan is None else 8 * plan.wire_bytes / (LEAVES * ELEMENTS)
 
 
-def run(pipelines: Sequence[str], *, imports: Sequence[str] = ()) -> int:
-    """Prints a table, a row for each of `pipelines`: codecs around a carrier; without any, of all that there are."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+def run(pipelines: Sequence[str]) -> int:
+    """Print a table, a row for each of `pipelines`: codecs around a carrier; without any, of all that there are."""
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
+    syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
     try:
-        check_imports(imports)
-        syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
         for sync in syncs if pipelines else ():
             lower(sync, grads, world_size=1)
-    except (WrongArgument, LoweringError) as error:
-        return stop("bench", WRONG_ARGUMENTS, error)
+    except LoweringError as error:
+        raise WrongArgument.of(error) from error
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         copy = _milliseconds_of_a_copy(grads)
-        rows = [_row(sync, grads, copy) for sync in syncs]
+        with progress() as show:
+            rows: list[tuple[str, ...]] = []
+            for i, sync in enumerate(syncs):
+                show(repr(sync), i, len(syncs))
+                rows.append(_row(sync, grads, copy))
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
     caption = CAPTION.format(leaves=LEAVES, elements=ELEMENTS, copy=copy)
-    headings = ("bits", "encode", "of a copy", "decode", "of a copy")
-    weights = (4, 5, 2, 3, 1)
-    columns = [Column(heading, weight) for heading, weight in zip(headings, weights, strict=True)]
-    Table("codec", columns, rows, caption).show()
+    weights = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
+    Table("codec", weights, rows, caption).show()
     return 0
 
 

@@ -1,5 +1,6 @@
 """Where the host's time goes in a step: what torch's profiler sees of each arm, by what it is for."""
 
+import os
 from collections.abc import Iterator
 from statistics import median
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ def profiled(arm: Steps) -> dict[str, float]:
     Each is without the parts within it. "hooks" is what autograd does with the gradient of a parameter that is there,
     and whatever hangs on it: all of torch's own reducer, too. What a wrapper does around a step is in none of them.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says that a profile starts, and ends
     steps = [_step(arm) for _ in range(STEPS)]
     return {key: median([step[key] for step in steps]) for key in (*PARTS, OPERATIONS)}
 

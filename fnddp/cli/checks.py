@@ -1,5 +1,6 @@
-"""What commands check before they start anything."""
+"""What commands check before they start anything. Each check raises a `WrongArgument` for the user."""
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -7,21 +8,29 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fnddp.cli import modules
+from fnddp.cli import models, modules
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.modules import ModuleError
 from fnddp.cost.link import Link
 from fnddp.parse import parse
 from fnddp.show.text import count
 from fnddp.sync import Sync
 
+RANKS_PER_CORE = 8
+
+
+def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
+    """Return the parameters of the model `name`, without values."""
+    workload = models.load(name)
+    if trains:
+        workload.task(models.BATCH_SIZE)
+    parameters = workload.parameters()
+    if not parameters:
+        raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
+    return parameters
+
 
 def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
-    """The pipeline that `text` writes, if it fits `parameters`.
-
-    Raises:
-        WrongArgument: It does not parse, or cannot be initialized.
-    """
+    """Return the pipeline that `text` writes, if it fits `parameters`."""
     try:
         sync = parse(text)
         sync.init(parameters)
@@ -30,29 +39,30 @@ def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
     return sync
 
 
-def check_imports(names: Iterable[str]) -> None:
-    """Imports the modules `names`.
-
-    Raises:
-        WrongArgument: One of them is not there, or raises.
-    """
-    for name in names:
+def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
+    """Import the modules `names` and return them."""
+    for name in names or ():
         try:
             modules.load(name)
-        except ModuleError as error:
+        except modules.WrongArgument as error:
             raise WrongArgument(f"--import: {error}") from error
+    return tuple(names or ())
 
 
-RANKS_PER_CORE = 8
+def check_world(ranks: str) -> int:
+    """Return the number of ranks to plan for that `ranks` writes."""
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise WrongArgument(f"--ranks: must be a whole number of at least 1, got {ranks!r}")
+    return int(ranks)
 
 
 def cores() -> int:
-    """Those that this process may use: a cpuset, of SLURM for example, may have cut them down."""
+    """Return the number of cores that this process may use: a cpuset, of SLURM for example, may have cut it down."""
     return len(os.sched_getaffinity(0))
 
 
 def check_processes(ranks: int) -> None:
-    """Raises a WrongArgument if so many processes are more than this machine can run in a reasonable time."""
+    """Check that so many processes are not more than this machine can run in a reasonable time."""
     most = RANKS_PER_CORE * cores()
     if ranks > most:
         raise WrongArgument(
@@ -62,23 +72,34 @@ def check_processes(ranks: int) -> None:
 
 
 def check_link(text: str) -> Link:
-    """The link that `text` writes.
-
-    Raises:
-        WrongArgument: It is no link.
-    """
+    """Return the link that `text` writes."""
     try:
         return Link.parse(text)
     except ValueError as error:
         raise WrongArgument(f"--link: {error}") from error
 
 
-def check_folder(out: Path) -> None:
-    """Tries to write where `out` is or will be, and leaves nothing there.
+def check_share(text: str) -> float:
+    """Return the share that `text` writes: "1%", or 0.01, or 0."""
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise WrongArgument(f"--within: must be 0 or a positive number, such as 1% or 0.01, got {text!r}")
+    return number / 100 if text.endswith("%") else number
 
-    Raises:
-        WrongArgument: It cannot be written to.
-    """
+
+def check_shaped(link: str) -> str | None:
+    """Return `link` if ranks are to be joined by it; None for loopback."""
+    if link == "loopback":
+        return None
+    check_link(link)
+    return link
+
+
+def check_folder(out: Path) -> None:
+    """Try to write where the folder `out` is or will be, and leave nothing there."""
     try:
         existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
         with tempfile.TemporaryFile(dir=existing):
@@ -88,11 +109,7 @@ def check_folder(out: Path) -> None:
 
 
 def check_file(option: str, file: Path) -> None:
-    """Tries to write where `file` is or will be, and changes nothing there.
-
-    Raises:
-        WrongArgument: It cannot be written.
-    """
+    """Try to write where `file` is or will be, and change nothing there."""
     try:
         if file.exists():
             with file.open("ab"):
