@@ -209,7 +209,7 @@ def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["allreduce", "--against", "bf16_hook"], "--against bf16_hook: no peer is left to compare with; add ddp"),
         (["allreduce", "--backend", "cudagraphs"], "--backend cudagraphs needs --device cuda"),
         (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
-        (["allreduce", "--out", "/dev/null/out"], "cannot write to /dev/null/out: Not a directory"),
+        (["allreduce", "--out", "/dev/null/out"], "--out: cannot write /dev/null/out: Not a directory"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

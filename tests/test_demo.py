@@ -171,7 +171,7 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "file").write_text("")
     assert main.main(["demo", "--out", str(tmp_path / "file" / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"fnddp demo: cannot write to {tmp_path}/file/out: Not a directory; choose another folder with --out\n"
+        f"fnddp demo: --out: cannot write {tmp_path}/file/out: Not a directory; name another\n"
     )
     assert main.main(["demo", "--out", str(tmp_path / "file")]) == 2
 

@@ -75,7 +75,7 @@ def bench(
         launcher.check_device(device, count, at)
     peers, left_out = bench_arms.check_peers(against, device, count)
     if launcher.reports(at):
-        checks.check_folder(out)
+        checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
     setup = bench_arms.Setup(model, syncs, peers, engine, compiled, device, pairs, seed, profile, backend)
     on = "nccl" if device == "cuda" else "gloo"

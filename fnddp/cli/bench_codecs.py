@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.cli.bench_arms import Arm
 from fnddp.cli.bench_profile import profiled
 from fnddp.cli.checks import check_pipeline
 from fnddp.cli.failures import WrongArgument
@@ -48,32 +49,25 @@ CAPTION = (
 )
 
 
-class _Steps:
-    """Steps of one pipeline on a rank alone, as `profiled` takes them."""
+def _arm(sync: Sync, grads: dict[str, Tensor]) -> Arm:
+    """Return steps of one pipeline on a rank alone."""
+    leaves = {path: LeafSpec.of(grad) for path, grad in grads.items()}
+    engine = Engine(sync, leaves, donation=Donation("yes", state=True), learns_order=False)
+    state, fed = sync.init(grads), grads
 
-    def __init__(self, sync: Sync, grads: dict[str, Tensor]) -> None:
-        leaves = {path: LeafSpec.of(grad) for path, grad in grads.items()}
-        self._engine = Engine(sync, leaves, donation=Donation("yes", state=True), learns_order=False)
-        self._grads, self._state = grads, sync.init(grads)
-        self._fed: dict[str, Tensor] = {}
+    def clear() -> None:
+        nonlocal fed
+        fed = {path: grad.clone() for path, grad in grads.items()}
 
-    def clear(self) -> None:
-        """Before a step."""
-        self._fed = {path: grad.clone() for path, grad in self._grads.items()}
+    def step() -> None:
+        nonlocal state
+        engine.start(state)
+        state = None
+        for path, grad in fed.items():
+            engine.feed(path, grad)
+        engine.finish()
 
-    def step(self) -> None:
-        """One step."""
-        self._engine.start(self._state)
-        self._state = None
-        for path, grad in self._fed.items():
-            self._engine.feed(path, grad)
-        self._engine.finish()
-
-    @property
-    def bits(self) -> float:
-        """What a rank sends of each element."""
-        plan = self._engine.plan
-        return float("nan") if plan is None else 8 * plan.wire_bytes / (LEAVES * ELEMENTS)
+    return Arm(step, clear, lambda: 0 if engine.plan is None else engine.plan.wire_bytes)
 
 
 def run(pipelines: Sequence[str]) -> int:
@@ -105,18 +99,12 @@ def run(pipelines: Sequence[str]) -> int:
 
 
 def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> tuple[str, ...]:
-    steps = _Steps(sync, grads)
+    arm = _arm(sync, grads)
     for _ in range(2):  # lowers, and fills memory
-        steps.clear()
-        steps.step()
-    spent = profiled(steps)
-    encode, decode = spent["encode"], spent["decode"]
-    return (
-        repr(sync),
-        f"{steps.bits:.2f}",
-        *_times(encode, copy),
-        *_times(decode, copy),
-    )
+        arm.clear()
+        arm.step()
+    spent, bits = profiled(arm), 8 * arm.wire_bytes() / (LEAVES * ELEMENTS)
+    return (repr(sync), f"{bits:.2f}", *_times(spent["encode"], copy), *_times(spent["decode"], copy))
 
 
 def _times(part: float, copy: float) -> tuple[str, str]:

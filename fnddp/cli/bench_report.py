@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fnddp.cli.bench_arms import Setup
@@ -168,11 +167,7 @@ def profile_table(run: Run) -> Table:
 
 
 def write(out: Path, run: Run) -> None:
-    """Write the picture and the numbers behind it into the folder `out`.
-
-    Raises:
-        OSError: It cannot be written to.
-    """
+    """Write the picture and the numbers behind it into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     picture(run).savefig(out / RATIOS, dpi=150)
     (out / RESULTS).write_text(json.dumps(as_json(run), indent=1) + "\n")
@@ -206,7 +201,6 @@ def picture(run: Run) -> Figure:
     rows = len(run.times)
     widest = max(map(len, run.setup.names))
     figure = Figure(figsize=(1 + 0.08 * widest + 4 * len(run.peers), 1.9 + 0.42 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     panels: Sequence[Axes] = figure.subplots(1, len(run.peers), sharey=True, squeeze=False)[0]
     for axes, peer in zip(panels, run.peers, strict=True):
         ratios = [run.ratio(arm, peer) for arm in range(rows)]

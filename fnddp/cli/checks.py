@@ -98,24 +98,15 @@ def check_shaped(link: str) -> str | None:
     return link
 
 
-def check_folder(out: Path) -> None:
-    """Try to write where the folder `out` is or will be, and leave nothing there."""
+def check_writable(path: Path, option: str, *, is_folder: bool = False) -> None:
+    """Try to write where a file or a folder is or will be, and change nothing there."""
     try:
-        existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-        with tempfile.TemporaryFile(dir=existing):
+        if path.exists() and not is_folder:
+            with path.open("ab"):
+                return
+        whole = path.absolute()
+        made = next(each for each in (whole, *whole.parents) if each.exists()) if is_folder else whole.parent
+        with tempfile.TemporaryFile(dir=made):
             pass
     except OSError as error:
-        raise WrongArgument(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
-
-
-def check_file(option: str, file: Path) -> None:
-    """Try to write where `file` is or will be, and change nothing there."""
-    try:
-        if file.exists():
-            with file.open("ab"):
-                pass
-        else:
-            with tempfile.TemporaryFile(dir=file.absolute().parent):
-                pass
-    except OSError as error:
-        raise WrongArgument(f"{option}: cannot write {file}: {error.strerror}; name another file") from error
+        raise WrongArgument(f"{option}: cannot write {path}: {error.strerror}; name another") from error

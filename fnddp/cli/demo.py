@@ -35,7 +35,7 @@ def demo(
     syncs = [checks.check_pipeline(text, parameters) for text in texts]
     setting = report.Setting(model, count, steps, seed)
     if launcher.reports(at):
-        checks.check_folder(out)
+        checks.check_writable(out, "--out", is_folder=True)
         terminal.say(f"{setting}\n")
     results = launcher.run_on(at, count, train, syncs, model, steps, seed, imports=imported)
     if launcher.reports(at):

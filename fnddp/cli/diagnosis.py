@@ -35,9 +35,9 @@ def _counted(gpus: list[str]) -> str:
 
 def show(findings: Findings, at: RankInfo | None, model: str, device: str) -> None:
     """Print what the ranks have found."""
-    print("\n".join(told(findings, at, device)))
+    say("\n".join(told(findings, at, device)))
     if findings.costs:
-        print()
+        say("")
         table(findings, model).show()
         say(verdict(findings))
 

@@ -16,13 +16,13 @@ def doctor(
     ] = "auto",
     as_json: Json = False,
 ) -> int:
-    """Say what is installed, whether ranks agree, how fast their links are, and what can pay here.
+    """Check what is installed, ranks and their links.
 
     Looks at versions, starts ranks on this machine (or uses those of torchrun, SLURM or MPI), compares what they have,
     checks that they compute the same means to the bit, measures the links between them, and predicts a step of the
-    model with several pipelines. Exits with 1 if ranks disagree.
+    model with several pipelines. Says what can pay here, and exits with 1 if ranks disagree.
     """
-    from fnddp.cli import checks, diagnosis, launcher
+    from fnddp.cli import checks, diagnosis, launcher, terminal
     from fnddp.cli.examination import examine
     from fnddp.cli.launch import RankError
 
@@ -31,7 +31,7 @@ def doctor(
     count = launcher.check_ranks(ranks, at)
     on = launcher.check_device(device, count, at)
     if launcher.reports(at) and not as_json:
-        print("\n".join(diagnosis.installed()), flush=True)
+        terminal.say("\n".join(diagnosis.installed()))
     try:
         backend = "nccl" if on == "cuda" else "gloo"
         found = launcher.run_on(at, count, examine, model, on, backend=backend)[0]

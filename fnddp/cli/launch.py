@@ -5,7 +5,6 @@ import pickle
 import signal
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -15,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fnddp.cli.failures import Failure
-from fnddp.cli.network import Host
+from fnddp.cli.network import Host, signals_held
 from fnddp.cli.rank import LOOPBACK, Done, Raised, Work, run_rank
 
 SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
@@ -53,7 +52,7 @@ def run_ranks(
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
-        with sigint_blocked():
+        with signals_held(signal.SIGINT):  # it is the parent's
             for rank, host in zip(range(world_size), hosts or [None] * world_size, strict=True):
                 pipe, remote = context.Pipe()
                 process = context.Process(
@@ -67,7 +66,7 @@ def run_ranks(
                 pipes.append(pipe)
         yield from _watch(processes, pipes)
     finally:
-        with sigint_blocked():
+        with signals_held(signal.SIGINT):
             for process in processes:
                 process.kill()
             for process in processes:
@@ -80,16 +79,6 @@ def run_ranks(
 def fresh() -> SpawnContext:
     """Return how ranks are started: anew, since a process with threads or a CUDA device must not be forked."""
     return multiprocessing.get_context("spawn")
-
-
-@contextmanager
-def sigint_blocked() -> Generator[None]:
-    """Hold Ctrl-C back until the end of the block. Processes started inside never see it: it is the parent's."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """The `fnddp` command."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,13 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
     return 0
 
 
+def whole() -> None:
+    """Import fnddp where `fnddp_command` has put an empty package in its place."""
+    if sys.modules["fnddp"].__spec__ is None:
+        del sys.modules["fnddp"]
+        importlib.import_module("fnddp")
+
+
 def reported(command: Callable[..., int]) -> Callable[..., int]:
     """Return `command` such that what it raises becomes a line on standard error, and its exit code."""
 
@@ -50,6 +58,7 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
     def run(*arguments: object, **options: object) -> int:
         try:
             try:
+                whole()
                 return command(*arguments, **options)
             finally:
                 sys.stdout.flush()  # here, and not at exit, where nothing could catch the error
@@ -72,8 +81,9 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
 
 
 app = typer.Typer(callback=fnddp, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (demo, plan, bench, tune, trace, doctor, completion):
+for command in (demo, plan, bench, tune, trace, doctor):
     app.command()(reported(command))
+app.command()(completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,11 +74,11 @@ def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
     name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
     with _sigterm_raises():
         try:
-            with _signals_held():
+            with signals_held(signal.SIGINT, signal.SIGTERM):
                 hosts = _make(name, n, parsed)
             yield hosts
         finally:
-            with _signals_held():
+            with signals_held(signal.SIGINT, signal.SIGTERM):
                 _remove(f"{name}-*")
 
 
@@ -148,8 +148,9 @@ def _run(*command: str) -> None:
 
 
 @contextmanager
-def _signals_held() -> Generator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+def signals_held(*held: signal.Signals) -> Generator[None]:
+    """Hold signals back until the end of the block. Processes started inside never see them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
     finally:

@@ -56,10 +56,10 @@ def plan(
     ] = None,
     imports: Imports = None,
 ) -> int:
-    """Compute what pipelines would send and take on a cluster, without one.
+    """Compute what pipelines would send and take on a cluster.
 
     Lowers each pipeline for a model and any number of ranks, and compares bytes, collectives, memory and the time of
-    communication, computed for each link (latency and bandwidth of a ring). Nothing is run.
+    communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
     """
     from fnddp.cli import checks, plan_report, terminal
     from fnddp.cost.step import Compute
@@ -72,7 +72,7 @@ def plan(
         draw = "draws" if len(files) == 1 else "draw"
         raise WrongArgument(f"{' and '.join(files)} {draw} the plan of one pipeline on one link: give one of each")
     for option, file in files.items():
-        checks.check_file(option, file)
+        checks.check_writable(file, option)
     checks.check_imports(imports)
     by_text = {text: checks.check_link(text) for text in links}
     parameters = checks.check_model(model, trains=False)

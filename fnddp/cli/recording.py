@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fnddp
 from fnddp.cli.models import BATCH_SIZE, functional, load, trained
 from fnddp.cli.rank import Stage
-from fnddp.columns import columns
+from fnddp.cli.terminal import Table
 from fnddp.cost.compute import measure_backward, measure_segments
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
@@ -88,8 +88,8 @@ def _profiled(step: Callable[[], None]) -> tuple[str, float]:
         return file.read_text(), seconds
 
 
-def told(recorded: Recorded) -> str:
-    """Return a table of what was measured and predicted."""
+def show(recorded: Recorded) -> None:
+    """Print what was measured and predicted."""
     stats, step = recorded.stats, recorded.predicted
     pairs = {
         "step": (recorded.seconds, step.seconds),
@@ -99,4 +99,5 @@ def told(recorded: Recorded) -> str:
     }
     rows = [(name, duration(measured or 0.0), duration(predicted)) for name, (measured, predicted) in pairs.items()]
     link = "one rank" if recorded.link is None else f"link {recorded.link}"
-    return f"{columns([('', 'measured', 'predicted'), *rows])}\n{link}; wire {stats['wire_bytes']:,} B"
+    caption = f"{link}; wire {stats['wire_bytes']:,} B"
+    Table("part", {"measured": 2, "predicted": 1}, rows, caption).show()

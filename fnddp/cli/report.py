@@ -8,20 +8,19 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from fnddp.cli.models import BATCH_SIZE
 from fnddp.cli.terminal import Table, say
 from fnddp.cli.train import Result
+from fnddp.show import drawing
 from fnddp.show.text import count
 
 CURVES, RESULTS = "curves.png", "results.json"
 DIGITS = "digits"
 SMOOTHING = 15  # steps
-# Okabe and Ito's palette: distinct for colour-blind readers too.
-COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+COLOURS = ("#000000", *drawing.COLOURS, "#F0E442")
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,7 @@ def _score(result: Result) -> str:
 
 
 def write(out: Path, results: Sequence[Result], setting: Setting) -> None:
-    """Write the curves and the numbers behind them into the folder `out`.
-
-    Raises:
-        OSError: It cannot be written to.
-    """
+    """Write the curves and the numbers behind them into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     curves(results, setting).savefig(out / CURVES, dpi=150)
     (out / RESULTS).write_text(json.dumps(as_json(results, setting), indent=1) + "\n")
@@ -112,7 +107,6 @@ def curves(results: Sequence[Result], setting: Setting) -> Figure:
     """Draw training loss against steps, and against bytes sent."""
     score = "test accuracy" if setting.model == DIGITS else "final loss"
     figure = Figure(figsize=(11, 5.4), layout="constrained")
-    FigureCanvasAgg(figure)
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     widest = max(len(result.pipeline) for result in results)
     for i, result in enumerate(results):

@@ -21,10 +21,15 @@ GAP = 2  # columns before each number
 _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after these
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # the command says how it ends; rich would end it with 1
+
+
 def console(stream: TextIO, width: int | None = None) -> Console:
     """Return a console on `stream`, without styles where it is no terminal, NO_COLOR is set, or TERM is dumb."""
     is_terminal = stream.isatty()
-    return Console(
+    return _Console(
         file=stream,
         width=width or (get_terminal_size().columns if is_terminal else WHOLE),
         height=25,  # without it, rich takes a dumb terminal for one of 80 columns
@@ -100,8 +105,8 @@ class Show(Protocol):
 def progress(*, quiet: bool = False) -> Generator[Show]:
     """Show what is done in a line on standard error, on terminals only; it is gone when the block ends."""
     to = console(sys.stderr)
-    bar = BarColumn(bar_width=16)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), bar, TimeElapsedColumn())
+    text = TextColumn("{task.description}", table_column=table.Column(no_wrap=True, overflow="ellipsis"))
+    columns = (SpinnerColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), text)
     is_shown = to.is_terminal and not to.is_dumb_terminal and not quiet
     with Progress(*columns, console=to, transient=True, disable=not is_shown) as line:
         task = line.add_task("", total=None)

@@ -17,7 +17,7 @@ def trace(
     seed: Seed = 0,
     imports: Imports = None,
 ) -> int:
-    """Run a step, and write its timeline and the predicted one, for ui.perfetto.dev.
+    """Record a step and predict it, for ui.perfetto.dev.
 
     Trains on ranks that it starts on this machine (or on those of torchrun, SLURM or MPI), records one step of the
     first rank with torch's profiler, and predicts the same step from its plan, with the link, backward, encoding and
@@ -29,10 +29,10 @@ def trace(
     count = launcher.check_ranks(ranks, at, shaped)
     imported = checks.check_imports(imports)
     sync = checks.check_pipeline(pipeline, checks.check_model(model))
-    checks.check_file("--out", out)
+    checks.check_writable(out, "--out")
     recorded = launcher.run_on(at, count, recording.record, sync, model, seed, link=shaped, imports=imported)
     if launcher.reports(at):
         out.write_text(recorded[0].trace)
-        print(recording.told(recorded[0]))
+        recording.show(recorded[0])
         print(f"Wrote {out}: open it at https://ui.perfetto.dev")
     return 0

@@ -61,8 +61,8 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
     initial, loss_fn = trained(network), functional(network, task.loss)
 
     for index, sync in enumerate(pipelines):
-        name = f"{index + 1} of {len(pipelines)}: {sync!r}"
-        yield Stage(name, 0, steps)
+        place = f"{index + 1} of {len(pipelines)}"
+        yield Stage(f"{place}: {sync!r}", 0, steps)
         params, state = initial, sync.init(initial)
         velocity = {path: torch.zeros_like(p) for path, p in initial.items()}
         verify(sync, params, state)
@@ -79,7 +79,7 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
             losses.append(loss)
             sent.append(counter.wire_bytes)
             if done % 10 == 9:
-                yield Stage(f"{name}, loss {loss.item():.3f}", done + 1, steps)
+                yield Stage(f"{place}, loss {loss.item():.3f}: {sync!r}", done + 1, steps)
         final = f"digest {digest_of(params.values())}"
         agree(partial(dict[str, str], {f"the final parameters of {sync!r}": final}), group=None)
 

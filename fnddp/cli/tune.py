@@ -34,7 +34,7 @@ def tune(
     out: Out = Path("fnddp-tune"),
     imports: Imports = None,
 ) -> int:
-    """Find the pipeline that trains as well as the plain mean, in the shortest step on a link.
+    """Find the fastest pipeline that trains as well as the mean.
 
     Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and prints bytes, time
     and final loss. Encoding, decoding and backward are measured here. The plain mean and 16-bit wires are always among
@@ -46,7 +46,7 @@ def tune(
     from fnddp.tune import tune as search
 
     share, parsed = checks.check_share(within), checks.check_link(link)
-    checks.check_folder(out)
+    checks.check_writable(out, "--out", is_folder=True)
     checks.check_imports(imports)
     asked = problem.problem(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
     parameters = checks.check_model(model, trains=False)

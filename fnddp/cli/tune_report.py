@@ -84,11 +84,7 @@ def _mark(each: Outcome, tuned: Tuned, pareto: tuple[Outcome, ...], good: tuple[
 
 
 def write(out: Path, tuned: Tuned, setting: Setting) -> None:
-    """Write the plot and the numbers behind it into the folder `out`.
-
-    Raises:
-        OSError: It cannot be written to.
-    """
+    """Write the plot and the numbers behind it into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     picture.save(lambda: plot(tuned, setting), out / PLOT)
     (out / RESULTS).write_text(json.dumps(as_json(tuned, setting), indent=1) + "\n")
