@@ -263,18 +263,6 @@ def test_which_network_devices_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(["here", "here"], None) == ["eth0"]
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--pairs", "0"], "Invalid value for '--pairs'"),
-        (["--engine", "horovod"], "'horovod' is not one of 'ddp', 'register', 'value_and_grad'"),
-    ],
-)
-def test_wrong_options(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bench", "allreduce", *option]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
     ours = Times([[2.0, 30.0, 1.0], [1.0, 20.0, 3.0]], wire_bytes=0, link_bytes=[10, 30, 20])
     peer = Times([[4.0, 10.0, 1.0], [1.0, 10.0, 1.0]], wire_bytes=0, link_bytes=[1, 1, 1])

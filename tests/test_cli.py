@@ -97,7 +97,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["pln"], "Did you mean 'plan'?"),
         (["plan", "--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
         (["bench", "allreduce", "--engine", "regster"], "'regster' is not one of 'ddp', 'register', 'value_and_grad'"),
-        (["plan", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
+        (["demo", "--ranks", "0"], "Invalid value for '--ranks'"),
+        (["demo", "--ranks", "two"], "Invalid value for '--ranks'"),
+        (["bench", "allreduce", "--pairs", "0"], "Invalid value for '--pairs'"),
+        (["tune", "--rate", "0"], "Invalid value for '--rate': must be a positive number, got 0"),
+        (["demo", "--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
         (["plan", "--model", "gtp2"], "; did you mean 'gpt2'?"),
         (["plan", "--model", "models.py:Netwrk"], "; did you mean 'Network'?"),
         (["bench", "allreduce", "--model", "digts"], "; did you mean 'digits'?"),
@@ -105,7 +109,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "allreduce", "--against", "dpp"], "; did you mean 'ddp'?"),
     ],
 )
-def test_unknown_names_are_answered_with_what_was_meant(
+def test_wrong_arguments_are_answered_with_what_was_perhaps_meant(
     arguments: list[str], meant: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = wrong(capsys, *arguments)
@@ -113,7 +117,7 @@ def test_unknown_names_are_answered_with_what_was_meant(
     assert len(said.splitlines()) <= 3
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["plan", "--help"], 0), (["plan", "--x"], 2)])
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["plan", "-h"], 0), (["plan", "--x"], 2)])
 def test_help_and_errors_do_not_wait_for_torch(arguments: list[str], code: int) -> None:
     script = "import sys, fnddp_command; print(fnddp_command.main(), {'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)

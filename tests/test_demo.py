@@ -176,28 +176,6 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main.main(["demo", "--out", str(tmp_path / "file")]) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("fp16(allreduc)", "fnddp demo: parse: unknown name 'allreduc'; did you mean 'allreduce'?"),
-        ("powersgd(allreduce, rank=0)", "\n  powersgd(allreduce, rank=0)\n  ^\n"),
-        ("partition({'encoder.*': allreduce})", "fnddp demo: partition: leaf '0.weight' matches none"),
-    ],
-)
-def test_wrong_pipeline(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["demo", "--out", str(tmp_path), "--pipelines", "allreduce", text]) == 2
-    errors = capsys.readouterr().err
-    assert message in errors
-    assert "Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("option", [["--ranks", "0"], ["--ranks", "two"], ["--steps", "-1"], ["--seed", "-1"]])
-def test_wrong_number(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["demo", *option]) == 2
-    assert f"Invalid value for '{option[0]}'" in capsys.readouterr().err
-
-
 def test_ranks_must_be_the_launchers() -> None:
     at = RankInfo("torchrun", rank=1, world_size=4, local_rank=1)
     assert check_ranks(None, at) == check_ranks(4, at) == 4

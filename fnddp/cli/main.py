@@ -80,7 +80,8 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-app = typer.Typer(callback=fnddp, rich_markup_mode=None, pretty_exceptions_enable=False)
+settings = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(callback=fnddp, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
 for command in (demo, plan, bench, tune, trace, doctor):
     app.command()(reported(command))
 app.command()(completion)

@@ -62,7 +62,7 @@ def show(tuned: Tuned, setting: Setting) -> None:
         )
         for each in tuned.outcomes
     ]
-    weights = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "spread": 5, "": 6}
+    weights = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "spread": 5, "mark": 6}
     forward, backward = map(duration, (tuned.compute.forward_seconds, tuned.compute.backward_seconds))
     caption = (
         f"step: with forward {forward}, backward {backward}, and codec, to encode and decode: measured here\n"
