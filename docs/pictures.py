@@ -68,17 +68,17 @@ def curves() -> Figure:
     found = json.loads((ASSETS / "demo.json").read_text())
     results = [
         Result(
-            index=i,
+            pipeline=each["pipeline"],
             parameters=found["parameters"],
             losses=each["loss_by_step"],
             sent=each["bytes_sent_by_step"],
             accuracy=each["test_accuracy"],
             step_seconds=each["step_seconds_median"],
         )
-        for i, each in enumerate(found["pipelines"])
+        for each in found["pipelines"]
     ]
     setting = report.Setting(found["model"], found["ranks"], found["steps"], found["seed"])
-    return report.curves([each["pipeline"] for each in found["pipelines"]], results, setting)
+    return report.curves(results, setting)
 
 
 def anatomy() -> Figure:

@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 import fnddp
 from fnddp import Link
-from fnddp.cli import digits, models, picture, problems
+from fnddp.cli import characters, digits, models, picture
 from fnddp.plan.period import Recurring, period
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
@@ -104,7 +104,7 @@ def digits_task() -> Task:
     return Task(
         make_network,
         digits.loss,
-        partial(problems.images, train, 8),
+        partial(images, train),
         optimizer,
         test_loss,
         "test loss",
@@ -112,9 +112,17 @@ def digits_task() -> Task:
     )
 
 
+def images(train: digits.Digits, n: int, seed: int, steps: int) -> Batches:
+    """8 random ones of each rank's own share."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        drawn = [train.shard(rank, n).batch(8, generator) for rank in range(n)]
+        yield torch.stack([each.x for each in drawn]), torch.stack([each.y for each in drawn])
+
+
 # Characters: a transformer of one block, AdamW, on text that ships with Python.
 
-TEXT = problems.text()
+TEXT = characters.text()
 SYMBOLS = sorted(set(TEXT))
 
 
@@ -144,10 +152,10 @@ class Characters(nn.Module):
 
 def characters_task(context: int = 32, sequences: int | None = None) -> Task:
     """On batches of so many sequences a rank; None for 32 in all."""
-    data = problems.characters()
+    data = characters.characters()
     train, validation = data.tensor_split([len(data) * 9 // 10])
 
-    cut = partial(problems.windows, context=context)
+    cut = partial(characters.windows, context=context)
 
     def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(functional_call(model, params, (x,)).flatten(0, -2), y.flatten())

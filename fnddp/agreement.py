@@ -1,7 +1,7 @@
 """Do the ranks agree? A digest each, compared by all; on a difference every rank raises the same named error."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -153,7 +153,13 @@ def _value(value: Tensor | int) -> str:
         return f" = {value}"
     if value.is_meta:
         return ""
-    data = (
-        value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    )
-    return f" with digest {hashlib.sha256(data).hexdigest()[:16]}"
+    return f" with digest {digest_of([value])}"
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of the bits of `tensors`."""
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        whole.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()[:16]

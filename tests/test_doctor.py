@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from fnddp import Link, Sync
-from fnddp.cli import doctor, examination, launcher, main
+from fnddp.cli import diagnosis, examination, launcher, main
 from fnddp.cli.examination import Findings
+from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import LauncherError, Place
+from fnddp.cli.launcher import RankInfo
 from fnddp.cost.step import Compute, Step
 from fnddp.ranks import run_threads
 from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome
+from fnddp.wire.groups import LAUNCHERS
 from tests.terminals import complaints
 
 SECONDS = 120
@@ -30,7 +32,7 @@ from torch import nn
 def small():
     return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
 """
-VARIABLES = [name for launcher in launcher._LAUNCHERS for name in launcher[1:]]
+VARIABLES = [name for names in LAUNCHERS.values() for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -139,11 +141,12 @@ def test_doctor_ends_quietly_when_nobody_reads_on(model: str) -> None:
 
 
 def test_a_failure_is_told_by_every_rank_and_a_wrong_argument_once_on_each_host(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, ...]] = []
-    for at in (None, Place("SLURM", 0, 4, 0), Place("SLURM", 1, 4, 1), Place("SLURM", 2, 4, 0)):
-        codes = [launcher.stopped(at, "doctor", code, "no") for code in (1, 2)]
+    for at in (None, RankInfo("SLURM", 0, 4, 0), RankInfo("SLURM", 1, 4, 1), RankInfo("SLURM", 2, 4, 0)):
+        monkeypatch.setattr(launcher, "rank_info", lambda at=at: at)
+        codes = [launcher.stopped("fnddp doctor", code, "no") for code in (1, 2)]
         assert codes == [1, 2]
         told.append(tuple(capsys.readouterr().err.splitlines()))
     ours = "fnddp doctor: no"
@@ -153,7 +156,7 @@ def test_a_failure_is_told_by_every_rank_and_a_wrong_argument_once_on_each_host(
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens, and this rank is not the first one
-    meeting = launcher.joined(Place("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
+    meeting = launcher.joined(RankInfo("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
     with pytest.raises(RankError, match=r"^2 ranks did not meet at 127\.0\.0\.1:1: .*\n.*GLOO_SOCKET_IFNAME"):
         meeting.__enter__()
 
@@ -186,31 +189,31 @@ def test_trace_writes_both_timelines(model: str, tmp_path: Path, capsys: pytest.
     [
         ({}, None),
         ({"WORLD_SIZE": "1", "RANK": "0"}, None),
-        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, Place("the environment", 3, 4, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, RankInfo("the environment", 3, 4, 1)),
         (
             {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "2"},
-            Place("torchrun", 3, 4, 1),
+            RankInfo("torchrun", 3, 4, 1),
         ),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, Place("SLURM", 5, 8, 1)),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, RankInfo("SLURM", 5, 8, 1)),
         ({"SLURM_NTASKS": "8"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Place("Open MPI", 1, 2, 0)),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, Place("MPI", 0, 2, 0)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, RankInfo("Open MPI", 1, 2, 0)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, RankInfo("MPI", 0, 2, 0)),
     ],
 )
-def test_places(variables: dict[str, str], place: Place | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places(variables: dict[str, str], place: RankInfo | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launcher.place() == place
+    assert launcher.rank_info() == place
 
 
 def test_a_launcher_that_says_too_little(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LauncherError, match="WORLD_SIZE=2, but RANK is not set"):
-        launcher.place()
+    with pytest.raises(WrongArgument, match="WORLD_SIZE=2, but RANK is not set"):
+        launcher.rank_info()
     assert main.main(["doctor"]) == 2
     assert "RANK is not set" in capsys.readouterr().err
-    with pytest.raises(LauncherError, match=r"must meet somewhere: set MASTER_ADDR .*scontrol show hostnames"):
-        launcher.joined(Place("SLURM", 0, 2, 0), "gloo").__enter__()
+    with pytest.raises(WrongArgument, match=r"must meet somewhere: set MASTER_ADDR .*scontrol show hostnames"):
+        launcher.joined(RankInfo("SLURM", 0, 2, 0), "gloo").__enter__()
 
 
 def outcome(pipeline: str, seconds: float) -> Outcome:
@@ -231,10 +234,12 @@ def replace_seconds(each: Outcome, taken: float) -> Outcome:
 
 def test_verdicts() -> None:
     best = examination.COMPRESSED[0]
-    assert doctor.verdict(findings()).startswith(f"Compression can pay here: {best}, 2.00x as fast as fp16(allreduce)")
-    assert "nothing beats it: fp16(allreduce), 1.50x" in doctor.verdict(findings(**{best: 1.99}))
+    assert diagnosis.verdict(findings()).startswith(
+        f"Compression can pay here: {best}, 2.00x as fast as fp16(allreduce)"
+    )
+    assert "nothing beats it: fp16(allreduce), 1.50x" in diagnosis.verdict(findings(**{best: 1.99}))
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
-    assert doctor.verdict(nothing).startswith("Nothing can pay here: allreduce leaves")
+    assert diagnosis.verdict(nothing).startswith("Nothing can pay here: allreduce leaves")
 
 
 def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +264,7 @@ def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_problems_are_said() -> None:
     wrong = replace(findings(), disagreement="ranks disagree about torch: rank 0: 2.13; rank 1: 2.12", unequal=[MEAN])
     assert not wrong.is_sound
-    said = doctor._told(wrong, Place("SLURM", 0, 2, 0), "cpu")
+    said = "\n".join(diagnosis.told(wrong, RankInfo("SLURM", 0, 2, 0), "cpu"))
     assert "PROBLEM: ranks disagree about torch: rank 0: 2.13; rank 1: 2.12" in said
     assert f"PROBLEM: means are not equal on all ranks: {MEAN}" in said
     assert "ranks: 2, started by SLURM, on here, there; gloo" in said

@@ -33,7 +33,7 @@ def module() -> None:
 
 @pytest.fixture(autouse=True)
 def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*groups._LAUNCHERS, "SLURM_PROCID", "SLURM_JOB_NAME"):
+    for name in (*(size for _, size, _ in groups.LAUNCHERS.values()), "SLURM_PROCID", "SLURM_JOB_NAME"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from fnddp.cli import main
-from fnddp.cli.arguments.values import DEFAULT_PIPELINES
+from fnddp.cli.options import DEFAULT_PIPELINES
 
 MODELS = """
 from torch import nn
@@ -263,14 +263,12 @@ def test_wrong_groups(options: list[str], message: str, models: str, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--step", "-1"], "argument --step: must be a whole number of at least 0, got '-1'"),
-        (["--backward", "0"], "argument --backward: must be a positive number, got '0'"),
-        (["--bucket-cap-mb", "nan"], "argument --bucket-cap-mb: must be a positive number, got 'nan'"),
-        (["--show", "--json"], "not allowed with argument --show"),
+        (["--step", "-1"], "Invalid value for '--step'"),
+        (["--backward", "0"], "Invalid value for '--backward': must be a positive number, got 0"),
+        (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),
+        (["--show", "--json"], "--json prints nothing else: leave --show out"),
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main.main(["plan", *options])
-    assert stopped.value.code == 2
+    assert main.main(["plan", *options]) == 2
     assert message in capsys.readouterr().err

@@ -1,120 +1,104 @@
-"""Well-known networks in plain torch, with the parameter shapes that papers and users know."""
+"""Well-known networks in plain torch, with the parameter shapes that papers and users know.
 
-from typing import ClassVar
+Their data is random, and always the same on a rank: they are for shapes and time.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, relu, scaled_dot_product_attention
+from torch.nn.functional import linear, relu
+
+from fnddp.cli.models import Batch, Loss, Task, Workload, class_loss
+
+
+def transformer() -> Workload:
+    """10.3 million parameters: 4 encoder layers of width 384 over learned embeddings; 4 sentences of 64 tokens."""
+    return _workload(lambda: Transformer(4096, 384, 4, 6, 64), lambda random: _tokens(4, 64, 4096, random))
+
+
+def deep() -> Workload:
+    """4.2 million parameters in 384 leaves, 32 encoder layers of width 128: it shows what a leaf costs."""
+    return _workload(
+        lambda: nn.Sequential(*(_layer(128, 4, 256) for _ in range(32))),
+        lambda random: (torch.randn(2, 32, 128, generator=random),),
+        lambda forward, batch: forward(*batch).square().mean(),
+    )
+
+
+def gpt2() -> Workload:
+    """GPT-2 small; one sentence of 64 tokens."""
+    return _workload(GPT2, lambda random: _tokens(1, 64, GPT2.VOCABULARY, random))
+
+
+def resnet18() -> Workload:
+    """The ResNet18 for CIFAR; 8 images."""
+    return _workload(
+        ResNet18,
+        lambda random: (torch.randn(8, 3, 32, 32, generator=random), torch.randint(10, (8,), generator=random)),
+    )
+
+
+def _workload(
+    build: Callable[[], nn.Module], batch: Callable[[torch.Generator], Batch], loss: Loss = class_loss
+) -> Workload:
+    def always(rank: int, ranks: int, generator: torch.Generator) -> Batch:
+        return batch(torch.Generator().manual_seed(rank))
+
+    return Workload(build, lambda size: Task(always, loss))
+
+
+def _tokens(size: int, context: int, vocabulary: int, random: torch.Generator) -> Batch:
+    tokens = torch.randint(vocabulary, (size, context + 1), generator=random)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _layer(width: int, heads: int, hidden: int, activation: str = "relu") -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(
+        width, heads, hidden, dropout=0.0, activation=activation, batch_first=True, norm_first=True
+    )
 
 
 class Transformer(nn.Module):
-    """10.3 million parameters: 4 encoder layers of width 384 over learned embeddings."""
+    """Encoder layers over learned embeddings."""
 
-    VOCABULARY: ClassVar = 4096
-    WIDTH: ClassVar = 384
-    LAYERS: ClassVar = 4
-    HEADS: ClassVar = 6
-    CONTEXT: ClassVar = 64
-
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(self.VOCABULARY, self.WIDTH)
-        self.position = nn.Parameter(torch.zeros(self.CONTEXT, self.WIDTH))
-        self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(
-                    self.WIDTH, self.HEADS, 4 * self.WIDTH, dropout=0.0, batch_first=True, norm_first=True
-                )
-                for _ in range(self.LAYERS)
-            )
-        )
-        self.head = nn.Linear(self.WIDTH, self.VOCABULARY)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.Sequential(*(_layer(width, heads, 4 * width) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.blocks(self.embed(tokens) + self.position))
 
 
-class Deep(nn.Module):
-    """4.2 million parameters in 384 leaves: 32 encoder layers of width 128. It shows what a leaf costs."""
-
-    WIDTH: ClassVar = 128
-    LAYERS: ClassVar = 32
-    CONTEXT: ClassVar = 32
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (
-            nn.TransformerEncoderLayer(self.WIDTH, 4, 2 * self.WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(self.LAYERS)
-        )
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 class GPT2(nn.Module):
     """GPT-2 small (Radford et al., 2019): 124,439,808 parameters in 148 leaves; the output head is the embedding.
 
-    Without dropout. Names and order are Hugging Face's; linear weights are stored `[out, in]`, as torch does.
+    Without dropout, of torch's own layers, whose names are not Hugging Face's.
     """
 
-    VOCABULARY: ClassVar = 50257
-    WIDTH: ClassVar = 768
-    LAYERS: ClassVar = 12
-    HEADS: ClassVar = 12
-    CONTEXT: ClassVar = 1024
+    VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 50257, 768, 12, 12, 1024
 
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(self.VOCABULARY, self.WIDTH)
         self.wpe = nn.Embedding(self.CONTEXT, self.WIDTH)
-        self.h = nn.Sequential(*(_Block(self.WIDTH, self.HEADS) for _ in range(self.LAYERS)))
+        layers = (_layer(self.WIDTH, self.HEADS, 4 * self.WIDTH, "gelu") for _ in range(self.LAYERS))
+        self.h = nn.ModuleList(layers)
         self.ln_f = nn.LayerNorm(self.WIDTH)
         for module in self.modules():  # torch's default for embeddings would start at a loss of hundreds
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return linear(self.ln_f(self.h(self.wte(tokens) + self.wpe(positions))), self.wte.weight)
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.attn = _Attention(width, heads)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = _MLP(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.c_attn(x).unflatten(-1, (3, self.heads, -1))  # [batch, position, 3, head, channel]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(mixed.transpose(1, 2).flatten(-2))
-
-
-class _MLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(width, 4 * width)
-        self.c_proj = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(gelu(self.c_fc(x), approximate="tanh"))
+        n = tokens.shape[1]
+        x = self.wte(tokens) + self.wpe(torch.arange(n, device=tokens.device))
+        later = nn.Transformer.generate_square_subsequent_mask(n, device=tokens.device, dtype=x.dtype)
+        for layer in self.h:
+            x = layer(x, src_mask=later, is_causal=True)
+        return linear(self.ln_f(x), self.wte.weight)
 
 
 class ResNet18(nn.Module):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -13,43 +14,31 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp.cli.models import Batch, Loss, load
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.models import BATCH_SIZE, Batch, Loss, Params, load, trained
+from fnddp.options import did_you_mean
 from fnddp.sync import Sync
 from fnddp.wire.counter import WireCounter
 
 PEERS = ("ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "none")
 
-Params = dict[str, Tensor]
 Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is benchmarked.
+    """What is benchmarked."""
 
-    Attributes:
-        model: As `fnddp.cli.models.load` takes it.
-        pipelines: Ours.
-        peers: To compare with, of `PEERS`.
-        engine: How a pipeline is run: "ddp", "register" or "value_and_grad".
-        compiled: Compile the step. Ours are then functional, whatever the engine.
-        device: "cpu" or "cuda".
-        pairs: Timed rounds; each runs every arm once.
-        seed: Of the parameters and of the order of arms in a round.
-        is_profiled: Whether to say where the time of a step goes.
-        backend: Who runs the segments of our plans.
-    """
-
-    model: str
-    pipelines: list[Sync]
-    peers: list[str]
-    engine: str = "ddp"
-    compiled: bool = False
-    device: str = "cpu"
-    pairs: int = 30
-    seed: int = 0
-    is_profiled: bool = False
-    backend: str | None = None
+    model: str  # as `fnddp.cli.models.load` takes it
+    pipelines: list[Sync]  # ours
+    peers: list[str]  # to compare with, of `PEERS`
+    engine: str = "ddp"  # how a pipeline is run: "ddp", "register" or "value_and_grad"
+    compiled: bool = False  # compile the step. Ours are then functional, whatever the engine
+    device: str = "cpu"  # "cpu" or "cuda"
+    pairs: int = 30  # timed rounds; each runs every arm once
+    seed: int = 0  # of the parameters and of the order of arms in a round
+    is_profiled: bool = False  # whether to say where the time of a step goes
+    backend: str | None = None  # who runs the segments of our plans
 
     @property
     def names(self) -> list[str]:
@@ -65,17 +54,41 @@ class Setup:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to run a training step: forward, loss, backward, with or without synchronization.
+    """A way to run a training step: forward, loss, backward, with or without synchronization."""
 
-    Attributes:
-        step: Runs one.
-        clear: Drops the gradients of the last.
-        wire_bytes: Counts what a step hands to its collectives, by running one.
+    step: Step  # runs one
+    clear: Step  # drops the gradients of the last
+    wire_bytes: Callable[[], int]  # counts what a step hands to its collectives, by running one
+
+
+def check_machine(device: str, link: str | None, backend: str | None, compiled: bool) -> None:
+    """Raise a WrongArgument if this machine has no such ranks, or `backend` would not be used."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise WrongArgument("--device cuda, but there is no CUDA device here")
+    if device == "cuda" and link is not None:
+        raise WrongArgument("--link shapes what gloo sends; leave it out with --device cuda")
+    if backend is not None and compiled:
+        raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
+    if backend == "cudagraphs" and device != "cuda":
+        raise WrongArgument("--backend cudagraphs needs --device cuda")
+
+
+def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """Return the peers in `against` that can run on `device` and so many ranks; and which cannot, and why.
+
+    Raises:
+        WrongArgument: One is unknown, or none is left.
     """
-
-    step: Step
-    clear: Step
-    wire_bytes: Callable[[], int]
+    names = [name.strip() for name in against.split(",")]
+    if unknown := [name for name in names if name not in PEERS]:
+        hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"
+        raise WrongArgument(f"--against: unknown peer {unknown[0]!r}{hint}")
+    left_out = {name: reason for name in names if (reason := why_not(name, device, ranks)) is not None}
+    peers = [name for name in names if name not in left_out]
+    if not peers:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
+        raise WrongArgument(f"--against {against}: no peer is left to compare with; add ddp{reasons}")
+    return peers, left_out
 
 
 def why_not(peer: str, device: str, ranks: int) -> str | None:
@@ -87,15 +100,15 @@ def why_not(peer: str, device: str, ranks: int) -> str | None:
     return None
 
 
-def make_arms(setup: Setup, rank: int, device: torch.device) -> list[Arm]:
+def make_arms(setup: Setup, device: torch.device) -> list[Arm]:
     """The arms of `setup` on this rank, in the order of its names. All start from the same parameters."""
-    workload = load(setup.model)
-    task = workload.task()
-    batch = tuple(part.to(device) for part in task.batch(rank))
+    rank, workload = dist.get_rank(), load(setup.model)
+    task = workload.task(BATCH_SIZE)
+    generator = torch.Generator().manual_seed(rank)
+    batch = tuple(part.to(device) for part in task.batch(rank, dist.get_world_size(), generator))
 
     def module() -> nn.Module:
-        torch.manual_seed(setup.seed)
-        return workload.make().to(device)
+        return workload.make(setup.seed).to(device)
 
     ours = [
         _functional(setup, module(), task.loss, batch, sync)
@@ -140,7 +153,7 @@ def _module(module: nn.Module, loss: Loss, batch: Batch) -> Arm:
 
 
 def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync: Sync | None) -> Arm:
-    params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    params = trained(module)
     buffers = dict(module.named_buffers())
 
     def loss_fn(params: Params, *batch: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """`fnddp bench --codecs`: what it costs to encode and to decode, against copying the same gradients."""
 
-import os
 from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
@@ -9,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.cli.bench_arms import Arm
 from fnddp.cli.bench_profile import profiled
-from fnddp.cli.checks import check_imports, check_pipeline
-from fnddp.cli.failures import WRONG_ARGUMENTS, WrongArgument, stop
-from fnddp.cli.table import Column, Table
+from fnddp.cli.checks import check_pipeline
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.terminal import Table, progress
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import lower
@@ -49,75 +49,62 @@ CAPTION = (
 )
 
 
-class _Steps:
-    """Steps of one pipeline on a rank alone, as `profiled` takes them."""
+def _arm(sync: Sync, grads: dict[str, Tensor]) -> Arm:
+    """Return steps of one pipeline on a rank alone."""
+    leaves = {path: LeafSpec.of(grad) for path, grad in grads.items()}
+    engine = Engine(sync, leaves, donation=Donation("yes", state=True), learns_order=False)
+    state, fed = sync.init(grads), grads
 
-    def __init__(self, sync: Sync, grads: dict[str, Tensor]) -> None:
-        leaves = {path: LeafSpec.of(grad) for path, grad in grads.items()}
-        self._engine = Engine(sync, leaves, donation=Donation("yes", state=True), learns_order=False)
-        self._grads, self._state = grads, sync.init(grads)
-        self._fed: dict[str, Tensor] = {}
+    def clear() -> None:
+        nonlocal fed
+        fed = {path: grad.clone() for path, grad in grads.items()}
 
-    def clear(self) -> None:
-        """Before a step."""
-        self._fed = {path: grad.clone() for path, grad in self._grads.items()}
+    def step() -> None:
+        nonlocal state
+        engine.start(state)
+        state = None
+        for path, grad in fed.items():
+            engine.feed(path, grad)
+        engine.finish()
 
-    def step(self) -> None:
-        """One step."""
-        self._engine.start(self._state)
-        self._state = None
-        for path, grad in self._fed.items():
-            self._engine.feed(path, grad)
-        self._engine.finish()
-
-    @property
-    def bits(self) -> float:
-        """What a rank sends of each element."""
-        plan = self._engine.plan
-        return float("nan") if plan is None else 8 * plan.wire_bytes / (LEAVES * ELEMENTS)
+    return Arm(step, clear, lambda: 0 if engine.plan is None else engine.plan.wire_bytes)
 
 
-def run(pipelines: Sequence[str], *, imports: Sequence[str] = ()) -> int:
-    """Prints a table, a row for each of `pipelines`: codecs around a carrier; without any, of all that there are."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+def run(pipelines: Sequence[str]) -> int:
+    """Print a table, a row for each of `pipelines`: codecs around a carrier; without any, of all that there are."""
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
+    syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
     try:
-        check_imports(imports)
-        syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
         for sync in syncs if pipelines else ():
             lower(sync, grads, world_size=1)
-    except (WrongArgument, LoweringError) as error:
-        return stop("bench", WRONG_ARGUMENTS, error)
+    except LoweringError as error:
+        raise WrongArgument.of(error) from error
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         copy = _milliseconds_of_a_copy(grads)
-        rows = [_row(sync, grads, copy) for sync in syncs]
+        with progress() as show:
+            rows: list[tuple[str, ...]] = []
+            for i, sync in enumerate(syncs):
+                show(repr(sync), i, len(syncs))
+                rows.append(_row(sync, grads, copy))
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
     caption = CAPTION.format(leaves=LEAVES, elements=ELEMENTS, copy=copy)
-    headings = ("bits", "encode", "of a copy", "decode", "of a copy")
-    weights = (4, 5, 2, 3, 1)
-    columns = [Column(heading, weight) for heading, weight in zip(headings, weights, strict=True)]
-    Table("codec", columns, rows, caption).show()
+    weights = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
+    Table("codec", weights, rows, caption).show()
     return 0
 
 
 def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> tuple[str, ...]:
-    steps = _Steps(sync, grads)
+    arm = _arm(sync, grads)
     for _ in range(2):  # lowers, and fills memory
-        steps.clear()
-        steps.step()
-    spent = profiled(steps)
-    encode, decode = spent["encode"], spent["decode"]
-    return (
-        repr(sync),
-        f"{steps.bits:.2f}",
-        *_times(encode, copy),
-        *_times(decode, copy),
-    )
+        arm.clear()
+        arm.step()
+    spent, bits = profiled(arm), 8 * arm.wire_bytes() / (LEAVES * ELEMENTS)
+    return (repr(sync), f"{bits:.2f}", *_times(spent["encode"], copy), *_times(spent["decode"], copy))
 
 
 def _times(part: float, copy: float) -> tuple[str, str]:

@@ -1,10 +1,13 @@
 """Where the host's time goes in a step: what torch's profiler sees of each arm, by what it is for."""
 
+import os
 from collections.abc import Iterator
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+
+from fnddp.cli.bench_arms import Arm
 
 PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode", "end")
 """In the order in which they come."""
@@ -17,24 +20,18 @@ STEPS = 5
 _HOOKED = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 
 
-class Steps(Protocol):
-    """What makes a step, and what is done before it."""
-
-    def clear(self) -> None: ...
-    def step(self) -> object: ...
-
-
-def profiled(arm: Steps) -> dict[str, float]:
+def profiled(arm: Arm) -> dict[str, float]:
     """Milliseconds that a step of `arm` spends in each of PARTS, and the number of its operations: medians.
 
     Each is without the parts within it. "hooks" is what autograd does with the gradient of a parameter that is there,
     and whatever hangs on it: all of torch's own reducer, too. What a wrapper does around a step is in none of them.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says that a profile starts, and ends
     steps = [_step(arm) for _ in range(STEPS)]
     return {key: median([step[key] for step in steps]) for key in (*PARTS, OPERATIONS)}
 
 
-def _step(arm: Steps) -> dict[str, float]:
+def _step(arm: Arm) -> dict[str, float]:
     arm.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         arm.step()

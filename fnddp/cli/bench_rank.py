@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from fnddp.cli.bench_arms import Arm, Setup, make_arms
 from fnddp.cli.bench_profile import profiled
-from fnddp.cli.launcher import Place, share_cores
+from fnddp.cli.launcher import RankInfo, share_cores
 from fnddp.cli.network import loopback_device, sent_bytes
+from fnddp.cli.rank import Stage
 from fnddp.wire import control
 
 # DDP rebuilds its buckets after the first step, and torch's PowerSGD starts in the third.
@@ -21,27 +22,13 @@ WARM_UP = 4
 
 
 @dataclass(frozen=True)
-class Round:
-    """So many rounds are done, the untimed ones too."""
-
-    done: int
-
-
-@dataclass(frozen=True)
 class Times:
-    """What one arm took.
+    """What one arm took."""
 
-    Attributes:
-        seconds: Of each timed step (inner) on each rank (outer).
-        wire_bytes: What rank 0 handed to its collectives in one more step, counted.
-        link_bytes: Of each timed step: what left through the network interface of rank 0.
-        profile: Where the time of a step of rank 0 goes, in steps of their own; None if nobody asked.
-    """
-
-    seconds: list[list[float]]
-    wire_bytes: int
-    link_bytes: list[int]
-    profile: dict[str, float] | None = None
+    seconds: list[list[float]]  # of each timed step (inner) on each rank (outer)
+    wire_bytes: int  # what rank 0 handed to its collectives in one more step, counted
+    link_bytes: list[int]  # of each timed step: what left through the network interface of rank 0
+    profile: dict[str, float] | None = None  # milliseconds of a step of rank 0, by what they are for
 
     @property
     def steps(self) -> list[float]:
@@ -51,52 +38,45 @@ class Times:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, and where.
+    """What was measured, and where."""
 
-    Attributes:
-        times: Of each arm.
-        hosts: Of each rank.
-        threads: Of each rank on the CPU.
-    """
-
-    times: list[Times]
-    hosts: list[str]
-    threads: int
+    times: list[Times]  # of each arm
+    hosts: list[str]  # of each rank
+    threads: int  # of each rank on the CPU
 
 
-Event = Round | Measured
-
-
-def measure(setup: Setup, at: Place | None) -> Iterator[Event]:
-    """Times every arm of `setup` once in each round, all ranks together.
+def measure(setup: Setup, at: RankInfo | None) -> Iterator[Stage | Measured]:
+    """Time every arm of `setup` once in each round, all ranks together.
 
     The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours. Yields
-    a `Round` after each, and what each arm took at the end.
+    what each arm took at the end.
 
     Args:
         setup: What to time.
         at: This rank's place, if a launcher has started it.
     """
     device = set_up_device(setup.device, at)
+    yield Stage(f"preparing {len(setup.names)} arms")
     hosts: list[str] = control.all_gather_object(socket.gethostname(), None)
     if at is None:
         torch.set_num_threads(1)  # ranks share a machine
     else:
         share_cores(hosts)
     interfaces = counted(hosts, at)
-    arms = make_arms(setup, dist.get_rank(), device)
+    arms = make_arms(setup, device)
     seconds: list[list[float]] = [[] for _ in arms]
     link_bytes: list[list[int]] = [[] for _ in arms]
     order = list(range(len(arms)))
     shuffle = random.Random(setup.seed).shuffle
     for number in range(-WARM_UP, setup.pairs):
+        yield Stage("rounds", number + WARM_UP, WARM_UP + setup.pairs)
         shuffle(order)
         for index in order:
             taken, sent = timed(arms[index], device, interfaces)
             if number >= 0:
                 seconds[index].append(taken)
                 link_bytes[index].append(sent)
-        yield Round(number + WARM_UP + 1)
+    yield Stage("counting bytes")
     wire_bytes = [arm.wire_bytes() for arm in arms]
     profiles = [profiled(arm) if setup.is_profiled else None for arm in arms]
     gathered: list[list[list[float]]] = control.all_gather_object(seconds, None)
@@ -104,8 +84,8 @@ def measure(setup: Setup, at: Place | None) -> Iterator[Event]:
     yield Measured(times, hosts, torch.get_num_threads())
 
 
-def counted(hosts: Sequence[str], at: Place | None) -> list[str]:
-    """The network devices of this host whose bytes count: what leads to other ranks."""
+def counted(hosts: Sequence[str], at: RankInfo | None) -> list[str]:
+    """Return the network devices of this host whose bytes count: what leads to other ranks."""
     if at is None:
         return [os.environ["GLOO_SOCKET_IFNAME"]]
     loopback = loopback_device()
@@ -117,7 +97,7 @@ def counted(hosts: Sequence[str], at: Place | None) -> list[str]:
 
 
 def timed(arm: Arm, device: torch.device, interfaces: Sequence[str]) -> tuple[float, int]:
-    """Seconds of one step of `arm`, which all ranks begin together, and the bytes that left this host meanwhile."""
+    """Return the seconds of one step of `arm`, and the bytes that left this host meanwhile."""
     arm.clear()
     synchronize(device)
     before = sum(map(sent_bytes, interfaces))
@@ -131,12 +111,12 @@ def timed(arm: Arm, device: torch.device, interfaces: Sequence[str]) -> tuple[fl
 
 
 def barrier(device: torch.device) -> None:
-    """Waits for all ranks."""
+    """Wait for all ranks."""
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def set_up_device(kind: str, at: Place | None) -> torch.device:
-    """This rank's device. More ranks than GPUs share them: NCCL must then take ranks for different hosts."""
+def set_up_device(kind: str, at: RankInfo | None) -> torch.device:
+    """Choose this rank's device. More ranks than GPUs share them: NCCL must then take ranks for different hosts."""
     if kind == "cpu":
         return torch.device("cpu")
     if at is not None:  # it was chosen when the ranks met
@@ -151,6 +131,6 @@ def set_up_device(kind: str, at: Place | None) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until `device` has done what it was given."""
+    """Wait until `device` has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,9 @@
-"""What a benchmark shows: a table, a picture of the paired ratios, and every raw time as JSON."""
+"""Results of a benchmark: a table, a picture of the paired ratios, and every raw time as JSON."""
 
 import json
 import platform
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fnddp.cli.bench_arms import Setup
 from fnddp.cli.bench_profile import OPERATIONS, PARTS
 from fnddp.cli.bench_rank import WARM_UP, Measured, Times
 from fnddp.cli.report import COLOURS
-from fnddp.cli.table import Column, Table
+from fnddp.cli.terminal import Table, say
 from fnddp.show.text import count
 
 RATIOS, RESULTS = "ratios.png", "results.json"
@@ -37,25 +38,14 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark that was run, and what it was run on.
+    """A benchmark that was run, and what it was run on."""
 
-    Attributes:
-        setup: What was asked for.
-        ranks: Number of ranks.
-        link: Rate of each rank's link; None for loopback.
-        parameters: Elements that are trained.
-        command: What was typed.
-        measured: What it took, and where.
-        launcher: Who has started the ranks; None if they were started here.
-    """
-
-    setup: Setup
-    ranks: int
-    link: str | None
-    parameters: int
-    command: str
-    measured: Measured
-    launcher: str | None = None
+    setup: Setup  # what was asked for
+    ranks: int  # number of ranks
+    link: str | None  # rate of each rank's link; None for loopback
+    parameters: int  # elements that are trained
+    measured: Measured  # what it took, and where
+    launcher: str | None = None  # who has started the ranks; None if they were started here
 
     @property
     def times(self) -> list[Times]:
@@ -68,7 +58,7 @@ class Run:
         return len(set(self.measured.hosts))
 
     def ratio(self, arm: int, peer: int) -> Ratio:
-        """What `arm` takes of the time of `peer`."""
+        """Return the time of `arm` over that of `peer`."""
         pairs = zip(self.times[arm].steps, self.times[peer].steps, strict=True)
         return Ratio(*map(float, np.percentile([ours / theirs for ours, theirs in pairs], (25, 50, 75))))
 
@@ -86,7 +76,7 @@ class Run:
     def conditions(self) -> dict[str, object]:
         """All that a reader has to know to repeat it."""
         return {
-            "command": self.command,
+            "command": shlex.join(["fnddp", *sys.argv[1:]]),
             "model": self.setup.model,
             "parameters": self.parameters,
             "ranks": self.ranks,
@@ -106,8 +96,18 @@ class Run:
         }
 
 
+def show(run: Run) -> None:
+    """Print the conditions, the comparison, who wins, and where the time goes."""
+    say(", ".join(f"{key}: {value}" for key, value in run.conditions.items()) + "\n")
+    table(run).show()
+    if said := verdict(run):
+        say(f"{said}\n")
+    if run.setup.is_profiled:
+        profile_table(run).show()
+
+
 def table(run: Run) -> Table:
-    """The comparison, a row for each arm."""
+    """Return the comparison, a row for each arm."""
     if run.link:
         interface = "through each rank's link"
     elif run.hosts > 1:
@@ -119,10 +119,10 @@ def table(run: Run) -> Table:
         against = ["1" if peer == arm else str(run.ratio(arm, peer)) for peer in run.peers]
         bytes_sent = (f"{times.wire_bytes:,}", f"{run.link_bytes(arm):,.0f}")
         rows.append((name, f"{median(times.steps) * 1e3:.1f}", *against, *bytes_sent))
-    ratios = [Column(f"time /\n{run.setup.names[peer]}", 5 if peer == run.peers[0] else 3) for peer in run.peers]
+    ratios = {f"time /\n{run.setup.names[peer]}": 5 if peer == run.peers[0] else 3 for peer in run.peers}
     return Table(
         "arm",
-        [Column("ms", 4), *ratios, Column("wire", 2), Column("link", 1)],
+        {"ms": 4, **ratios, "wire": 2, "link": 1},
         rows,
         caption="ms: median of the steps, until the last rank was done\n"
         "time / PEER: median and quartiles of the ratio in the same round; below 1 is faster than the peer\n"
@@ -132,7 +132,7 @@ def table(run: Run) -> Table:
 
 
 def verdict(run: Run) -> str:
-    """Whether a pipeline beats the fastest peer that synchronizes, and which; nothing if there is no such peer."""
+    """Say whether a pipeline beats the fastest peer that synchronizes, and which; nothing if there is no such peer."""
     pipelines = len(run.setup.pipelines)
     rivals = [arm for arm in run.peers if run.setup.peers[arm - pipelines] != "none"]
     sending = [arm for arm in range(pipelines) if run.times[arm].wire_bytes]
@@ -150,7 +150,7 @@ def verdict(run: Run) -> str:
 
 
 def profile_table(run: Run) -> Table:
-    """Where the time of a step goes, a row for each arm."""
+    """Return where the time of a step goes, a row for each arm."""
     rows: list[tuple[str, ...]] = []
     for name, times in zip(run.setup.names, run.times, strict=True):
         assert times.profile is not None
@@ -158,7 +158,7 @@ def profile_table(run: Run) -> Table:
         rows.append((name, *spent, f"{times.profile[OPERATIONS]:,.0f}"))
     return Table(
         "arm",
-        [*(Column(part, 2) for part in PARTS), Column(OPERATIONS, 1)],
+        {**dict.fromkeys(PARTS, 2), OPERATIONS: 1},
         rows,
         caption="ms of the host in a step of rank 0, each without the parts within it; the profiler itself costs some\n"
         "hooks: what autograd does with a gradient of a parameter, and all that hangs on it: torch's reducer, too\n"
@@ -167,18 +167,14 @@ def profile_table(run: Run) -> Table:
 
 
 def write(out: Path, run: Run) -> None:
-    """Writes the picture and the numbers behind it into the folder `out`.
-
-    Raises:
-        OSError: It cannot be written to.
-    """
+    """Write the picture and the numbers behind it into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     picture(run).savefig(out / RATIOS, dpi=150)
     (out / RESULTS).write_text(json.dumps(as_json(run), indent=1) + "\n")
 
 
 def as_json(run: Run) -> dict[str, object]:
-    """Conditions and raw times."""
+    """Return conditions and raw times."""
     names = run.setup.names
     return {
         **run.conditions,
@@ -201,11 +197,10 @@ def as_json(run: Run) -> dict[str, object]:
 
 
 def picture(run: Run) -> Figure:
-    """The paired ratios, a panel for each peer."""
+    """Draw the paired ratios, a panel for each peer."""
     rows = len(run.times)
     widest = max(map(len, run.setup.names))
     figure = Figure(figsize=(1 + 0.08 * widest + 4 * len(run.peers), 1.9 + 0.42 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     panels: Sequence[Axes] = figure.subplots(1, len(run.peers), sharey=True, squeeze=False)[0]
     for axes, peer in zip(panels, run.peers, strict=True):
         ratios = [run.ratio(arm, peer) for arm in range(rows)]

@@ -1,5 +1,6 @@
-"""What commands check before they start anything."""
+"""What commands check before they start anything. Each check raises a `WrongArgument` for the user."""
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,9 +9,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fnddp.cli import modules
+from fnddp.cli import models, modules
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.modules import ModuleError
 from fnddp.cost.link import Link
 from fnddp.cost.queue import Links
 from fnddp.parse import parse
@@ -20,13 +20,22 @@ from fnddp.wire.groups import DEFAULT_GROUP, WorldSize
 
 T = TypeVar("T")
 
+RANKS_PER_CORE = 8
+
+
+def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
+    """Return the parameters of the model `name`, without values."""
+    workload = models.load(name)
+    if trains:
+        workload.task(models.BATCH_SIZE)
+    parameters = workload.parameters()
+    if not parameters:
+        raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
+    return parameters
+
 
 def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
-    """The pipeline that `text` writes, if it fits `parameters`.
-
-    Raises:
-        WrongArgument: It does not parse, or cannot be initialized.
-    """
+    """Return the pipeline that `text` writes, if it fits `parameters`."""
     try:
         sync = parse(text)
         sync.init(parameters)
@@ -35,29 +44,23 @@ def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
     return sync
 
 
-def check_imports(names: Iterable[str]) -> None:
-    """Imports the modules `names`.
-
-    Raises:
-        WrongArgument: One of them is not there, or raises.
-    """
-    for name in names:
+def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
+    """Import the modules `names` and return them."""
+    for name in names or ():
         try:
             modules.load(name)
-        except ModuleError as error:
+        except modules.WrongArgument as error:
             raise WrongArgument(f"--import: {error}") from error
-
-
-RANKS_PER_CORE = 8
+    return tuple(names or ())
 
 
 def cores() -> int:
-    """Those that this process may use: a cpuset, of SLURM for example, may have cut them down."""
+    """Return the number of cores that this process may use: a cpuset, of SLURM for example, may have cut it down."""
     return len(os.sched_getaffinity(0))
 
 
 def check_processes(ranks: int) -> None:
-    """Raises a WrongArgument if so many processes are more than this machine can run in a reasonable time."""
+    """Check that so many processes are not more than this machine can run in a reasonable time."""
     most = RANKS_PER_CORE * cores()
     if ranks > most:
         raise WrongArgument(
@@ -67,11 +70,7 @@ def check_processes(ranks: int) -> None:
 
 
 def check_link(text: str) -> Link:
-    """The link that `text` writes.
-
-    Raises:
-        WrongArgument: It is no link.
-    """
+    """Return the link that `text` writes."""
     try:
         return Link.parse(text)
     except ValueError as error:
@@ -79,11 +78,7 @@ def check_link(text: str) -> Link:
 
 
 def check_sizes(text: str) -> WorldSize:
-    """Return the numbers of ranks that `text` writes: "8", or "node=8,across=128", by group.
-
-    Raises:
-        WrongArgument: One of them is no positive whole number.
-    """
+    """Return the numbers of ranks that `text` writes: "8", or "node=8,across=128", by group."""
 
     def read(n: str) -> int:
         if not n.isdecimal() or int(n) < 1:
@@ -96,11 +91,7 @@ def check_sizes(text: str) -> WorldSize:
 
 
 def check_links(text: str) -> Links:
-    """Return the link that `text` writes, or those by group: "node=100GB/s,across=25gbit:20us".
-
-    Raises:
-        WrongArgument: One of them is no link.
-    """
+    """Return the link that `text` writes, or those by group: "node=100GB/s,across=25gbit:20us"."""
     return _by_group("--link", text, check_link)
 
 
@@ -143,32 +134,34 @@ def _named(group: str | None) -> str:
     return f"the {DEFAULT_GROUP} group" if group is None else f"group {group!r}"
 
 
-def check_folder(out: Path) -> None:
-    """Tries to write where `out` is or will be, and leaves nothing there.
-
-    Raises:
-        WrongArgument: It cannot be written to.
-    """
+def check_share(text: str) -> float:
+    """Return the share that `text` writes: "1%", or 0.01, or 0."""
     try:
-        existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-        with tempfile.TemporaryFile(dir=existing):
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise WrongArgument(f"--within: must be 0 or a positive number, such as 1% or 0.01, got {text!r}")
+    return number / 100 if text.endswith("%") else number
+
+
+def check_shaped(link: str) -> str | None:
+    """Return `link` if ranks are to be joined by it; None for loopback."""
+    if link == "loopback":
+        return None
+    check_link(link)
+    return link
+
+
+def check_writable(path: Path, option: str, *, is_folder: bool = False) -> None:
+    """Try to write where a file or a folder is or will be, and change nothing there."""
+    try:
+        if path.exists() and not is_folder:
+            with path.open("ab"):
+                return
+        whole = path.absolute()
+        made = next(each for each in (whole, *whole.parents) if each.exists()) if is_folder else whole.parent
+        with tempfile.TemporaryFile(dir=made):
             pass
     except OSError as error:
-        raise WrongArgument(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
-
-
-def check_file(option: str, file: Path) -> None:
-    """Tries to write where `file` is or will be, and changes nothing there.
-
-    Raises:
-        WrongArgument: It cannot be written.
-    """
-    try:
-        if file.exists():
-            with file.open("ab"):
-                pass
-        else:
-            with tempfile.TemporaryFile(dir=file.absolute().parent):
-                pass
-    except OSError as error:
-        raise WrongArgument(f"{option}: cannot write {file}: {error.strerror}; name another file") from error
+        raise WrongArgument(f"{option}: cannot write {path}: {error.strerror}; name another") from error

@@ -1,8 +1,9 @@
-"""Real handwritten digits and a small network for them, as pure functions: for the demo and the examples.
+"""Real handwritten digits and a small network for them: a workload for commands, pure functions for the examples.
 
 scikit-learn ships the data (1,797 images of 8 x 8 pixels, from the UCI repository), so nothing is downloaded.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.models import BATCH_SIZE, Batch, Forward, Task, Workload, class_loss
 
 TEST_FRACTION = 0.3
 SPLIT_SEED = 0  # the test set is the same in every run, whatever the run's seed
@@ -23,43 +27,70 @@ class Digits(NamedTuple):
     y: Tensor
 
     def shard(self, rank: int, world_size: int) -> "Digits":
-        """This rank's share: every `world_size`-th image, so that shards are disjoint and nearly equal in size."""
+        """Return the share of `rank`: every `world_size`-th image, so shards are disjoint and nearly equal in size."""
         return Digits(self.x[rank::world_size], self.y[rank::world_size])
 
     def batch(self, size: int, generator: torch.Generator) -> "Digits":
-        """`size` random images, drawn with replacement."""
+        """Return `size` random images, drawn with replacement."""
         chosen = torch.randint(len(self.y), (size,), generator=generator)
         return Digits(self.x[chosen], self.y[chosen])
 
 
 def load() -> tuple[Digits, Digits]:
-    """The training set (70 %) and the test set, with the same share of each digit; the same in every process."""
+    """Return the training set (70 %) and the test set, with the same share of each digit; the same in every process."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=TEST_FRACTION, random_state=SPLIT_SEED, stratify=labels)
     x_train, x_test, y_train, y_test = (torch.from_numpy(part) for part in split)
     return Digits(x_train.float(), y_train), Digits(x_test.float(), y_test)
 
 
+def workload() -> Workload:
+    """Return the network and its data."""
+    return Workload(_network, task)
+
+
+def task(size: int = BATCH_SIZE) -> Task:
+    """Return what trains a network on `size` random images of each rank's own share in each step."""
+    train, test = load()
+
+    def batch(rank: int, ranks: int, generator: torch.Generator) -> Batch:
+        if ranks > len(train.y):
+            raise WrongArgument(f"--ranks {ranks}: each needs an image, and there are {len(train.y):,} to train on")
+        return train.shard(rank, ranks).batch(size, generator)
+
+    return Task(
+        batch,
+        class_loss,
+        partial(_loss_on, test),
+        partial(_recognized, test),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    )
+
+
 def make_model(seed: int) -> nn.Module:
-    """An MLP 64-256-256-10 (85,002 parameters) with torch's default initialization, a function of `seed` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Linear(64, WIDTH),
-            nn.ReLU(),
-            nn.Linear(WIDTH, WIDTH),
-            nn.ReLU(),
-            nn.Linear(WIDTH, 10),
-        )
+    """Make an MLP 64-256-256-10 (85,002 parameters), torch's default initialization, a function of `seed` alone."""
+    return workload().make(seed)
 
 
 def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """The mean cross-entropy of `model` with the parameters `params`."""
+    """Return the mean cross-entropy of `model` with the parameters `params`."""
     return nn.functional.cross_entropy(functional_call(model, params, (x,)), y)
 
 
 def accuracy(model: nn.Module, params: dict[str, Tensor], data: Digits) -> float:
-    """The share of images in `data` that `model` with the parameters `params` recognizes."""
+    """Return the share of images in `data` that `model` with the parameters `params` recognizes."""
+    return _recognized(data, partial(functional_call, model, params))
+
+
+def _loss_on(data: Digits, forward: Forward) -> float:
+    return class_loss(forward, data).item()
+
+
+def _recognized(data: Digits, forward: Forward) -> float:
     with torch.no_grad():
-        predicted = functional_call(model, params, (data.x,)).argmax(dim=1)
-    return (predicted == data.y).float().mean().item()
+        return (forward(data.x).argmax(dim=1) == data.y).float().mean().item()
+
+
+def _network() -> nn.Module:
+    hidden = (nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, 10))

@@ -1,6 +1,5 @@
 """What one rank does for `fnddp doctor`: compare with the others, measure links, and predict steps."""
 
-import hashlib
 import platform
 import socket
 import sys
@@ -13,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp.agreement import first_difference
+from fnddp.agreement import digest_of, first_difference
 from fnddp.cli.launcher import share_cores
-from fnddp.cli.lessons import lesson
+from fnddp.cli.models import BATCH_SIZE, functional, load, trained
+from fnddp.cli.rank import Stage
 from fnddp.cost.compute import measure_backward
 from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
@@ -36,32 +36,16 @@ BUCKET_CAP_MB = 25
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What is being done."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Findings:
-    """What the ranks have found together.
+    """What the ranks have found together."""
 
-    Attributes:
-        hosts: Of each rank.
-        disagreement: What is not the same on all ranks; None if all is.
-        unequal: Pipelines whose mean is not the same on all ranks.
-        links: By what they connect; none in a world of one.
-        costs: A step with each pipeline, predicted on the slowest link from what this rank has measured.
-        forward_seconds, backward_seconds: Measured by it.
-    """
-
-    hosts: list[str]
-    disagreement: str | None
-    unequal: list[str]
-    links: dict[str, Link]
-    costs: list[Outcome] = field(default_factory=list[Outcome])
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
+    hosts: list[str]  # of each rank
+    disagreement: str | None  # what is not the same on all ranks; None if all is
+    unequal: list[str]  # pipelines whose mean is not the same on all ranks
+    links: dict[str, Link]  # by what they connect; none in a world of one
+    costs: list[Outcome] = field(default_factory=list[Outcome])  # predicted on the slowest link, by the first rank
+    forward_seconds: float = 0.0  # measured by the first rank
+    backward_seconds: float = 0.0  # measured by the first rank
 
     @property
     def is_sound(self) -> bool:
@@ -70,14 +54,14 @@ class Findings:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides whether ranks compute alike."""
+    """Return the versions of what decides whether ranks compute alike."""
     found = {"python": platform.python_version(), "fnddp": fnddp.__version__}
     found |= {name: metadata.version(name) for name in REQUIRED}
     return {**found, "cuda": str(torch.version.cuda), "byte order": sys.byteorder}
 
 
 def examine(model: str, device: str) -> Iterator[Stage | Findings]:
-    """Examines this rank and its place among the others, all of which must do so."""
+    """Examine this rank and its place among the others, all of which must do so."""
     yield Stage("comparing ranks")
     here = {**versions(), "processor": platform.machine(), "device": _device_name(device)}
     everyone = control.all_gather_object((socket.gethostname(), here), None)
@@ -97,14 +81,13 @@ def examine(model: str, device: str) -> Iterator[Stage | Findings]:
 
 
 def _is_equal(text: str, device: str) -> bool:
-    """Whether the mean of `text` has the same bits on all ranks."""
+    """Return whether the mean of `text` has the same bits on all ranks."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     grads = {"weight": torch.randn(64, 48, generator=generator), "bias": torch.randn(48, generator=generator)}
     grads = {path: leaf.to(device) for path, leaf in grads.items()}
     sync = parse(text)
     mean, _ = sync(grads, sync.init(grads))
-    digest = hashlib.sha256(b"".join(leaf.cpu().numpy().tobytes() for leaf in mean.values())).hexdigest()
-    return len(set(control.all_gather_object(digest, None))) == 1
+    return len(set(control.all_gather_object(digest_of(mean.values()), None))) == 1
 
 
 def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
@@ -126,18 +109,20 @@ def _predicted(findings: Findings, model: str, device: str) -> Iterator[Stage | 
     link, ranks = list(findings.links.values())[-1], len(findings.hosts)
     costs: list[Outcome] = []
     yield Stage("timing backward")
-    learnt = lesson(model, seed=0, rank=0, world_size=1)
-    model_on_device = replace(learnt, model=learnt.model.to(device))
-    batch = [part.to(device) for part in learnt.batch(torch.Generator().manual_seed(0))]
-    leaves = model_on_device.initial
+    workload = load(model)
+    network, task = workload.make(0).to(device), workload.task(BATCH_SIZE)
+    batch = [part.to(device) for part in task.batch(0, 1, torch.Generator().manual_seed(0))]
+    leaves = trained(network)
     control.all_gather_object(None, None)  # together, and a little at a time, so that none times out
-    compute = measure_backward(model_on_device.loss, leaves, *batch)
-    for text in (MEAN, *SIXTEEN_BITS, *COMPRESSED):
-        yield Stage(f"timing {text}")
+    compute = measure_backward(functional(network, task.loss), leaves, *batch)
+    texts = (MEAN, *SIXTEEN_BITS, *COMPRESSED)
+    for i, text in enumerate(texts):
+        yield Stage(f"timing {text}", i, len(texts))
         control.all_gather_object(None, None)
         costs.append(cost(parse(text), leaves, link, ranks, compute, BUCKET_CAP_MB))
-    spent = compute.forward_seconds, compute.backward_seconds
-    yield Findings(findings.hosts, findings.disagreement, findings.unequal, findings.links, costs, *spent)
+    yield replace(
+        findings, costs=costs, forward_seconds=compute.forward_seconds, backward_seconds=compute.backward_seconds
+    )
 
 
 def _device_name(device: str) -> str:

@@ -1,26 +1,29 @@
-"""How a command ends that cannot do what was asked: its exit codes, and what it says."""
+"""How a command ends that cannot do what was asked: exit codes, errors, and the line that reports them."""
 
 import sys
 
 FAILED, WRONG_ARGUMENTS, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+EXTRA = ("matplotlib", "sklearn")  # modules of the extra "demo"
 
 
-class WrongArgument(ValueError):
+class Failure(Exception):
+    """A command failed; the message is for the user."""
+
+    code = FAILED
+
+
+class WrongArgument(Failure, ValueError):
     """What was asked for cannot be done; the message is for the user."""
+
+    code = WRONG_ARGUMENTS
 
     @classmethod
     def of(cls, error: Exception) -> "WrongArgument":
-        """`error`, with its notes: where in a pipeline's text it is."""
+        """Return `error` with its notes: where in a pipeline's text it is."""
         return cls("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 
 def stop(command: str, code: int, message: object) -> int:
-    """Says why `command` stops, and returns its exit code.
-
-    Raises:
-        BrokenPipeError: That is why, and nobody listens.
-    """
-    if isinstance(message, BrokenPipeError):
-        raise message
-    print(f"fnddp {command}: {message}", file=sys.stderr)
+    """Print why `command` stops, in a line, and return its exit code."""
+    print(f"{command}: {message}", file=sys.stderr)
     return code

@@ -5,7 +5,6 @@ import pickle
 import signal
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -14,13 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fnddp.cli.network import Host
+from fnddp.cli.failures import Failure
+from fnddp.cli.network import Host, signals_held
 from fnddp.cli.rank import LOOPBACK, Done, Raised, Work, run_rank
 
 SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
 
 
-class RankError(RuntimeError):
+class RankError(Failure, RuntimeError):
     """A rank ended before its work was done; the message names it and says how."""
 
 
@@ -37,20 +37,10 @@ def run_ranks(
     backend: str = "gloo",
     imports: Sequence[str] = (),
 ) -> Generator[Any]:
-    """Runs `work(*arguments)` on `world_size` ranks, each a process of its own.
+    """Run `work(*arguments)` on ranks that are processes of their own, and yield what it yields on rank 0.
 
-    Closing the iterator, or any exception at it (Ctrl-C), ends the ranks.
-
-    Args:
-        world_size: Number of ranks.
-        work: A module-level function that returns an iterable. It runs with the default process group set up.
-        arguments: Picklable.
-        hosts: One for each rank; none for the machine's own network.
-        backend: Of the process group.
-        imports: Modules that a rank imports first, as `fnddp.cli.modules.load` takes them.
-
-    Returns:
-        What rank 0's iterable yields, as it comes.
+    `work` is a module-level function, called with the default process group set up and `imports` imported; arguments
+    are picklable. Closing the iterator, or any exception at it (Ctrl-C), ends the ranks.
 
     Raises:
         RankError: A rank raised or was killed.
@@ -62,7 +52,7 @@ def run_ranks(
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
-        with sigint_blocked():
+        with signals_held(signal.SIGINT):  # it is the parent's
             for rank, host in zip(range(world_size), hosts or [None] * world_size, strict=True):
                 pipe, remote = context.Pipe()
                 process = context.Process(
@@ -76,7 +66,7 @@ def run_ranks(
                 pipes.append(pipe)
         yield from _watch(processes, pipes)
     finally:
-        with sigint_blocked():
+        with signals_held(signal.SIGINT):
             for process in processes:
                 process.kill()
             for process in processes:
@@ -87,18 +77,8 @@ def run_ranks(
 
 
 def fresh() -> SpawnContext:
-    """How ranks are started: anew, since a process with threads or a CUDA device must not be forked."""
+    """Return how ranks are started: anew, since a process with threads or a CUDA device must not be forked."""
     return multiprocessing.get_context("spawn")
-
-
-@contextmanager
-def sigint_blocked() -> Generator[None]:
-    """Holds Ctrl-C back until the end of the block. Processes started inside never see it: it is the parent's."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[Any]:

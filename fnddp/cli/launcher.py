@@ -1,8 +1,8 @@
-"""Who has started this process: a launcher, as one of several ranks, or nobody."""
+"""Ranks of a command: those that a launcher has started, of which this process is one, or processes started here."""
 
 import os
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,21 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fnddp.cli import terminal
 from fnddp.cli.checks import check_processes, cores
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
+from fnddp.cli.failures import FAILED, WrongArgument, stop
 from fnddp.cli.launch import RankError, run_ranks
-from fnddp.cli.models import ModelError
-from fnddp.cli.network import Host, NetworkError
-from fnddp.cli.rank import TIMEOUT, Work
-from fnddp.wire.groups import is_slurm_shell
+from fnddp.cli.network import shaped_hosts
+from fnddp.cli.rank import TIMEOUT, Stage, Work
+from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
 
-# What each launcher sets, the most telling first: torchrun may run within a step of SLURM.
-_LAUNCHERS = (
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
 PORT = "29500"  # torch's own
 DEFAULT_RANKS = 2
 HINT = (
@@ -34,109 +27,76 @@ HINT = (
 )
 
 
-class LauncherError(ValueError):
-    """What the launcher has set is not enough; the message is for the user."""
-
-
 @dataclass(frozen=True)
-class Place:
-    """This process among the ranks that a launcher has started.
+class RankInfo:
+    """This process among the ranks that a launcher has started."""
 
-    Attributes:
-        launcher: Its name.
-        rank: Of this process.
-        world_size: Number of ranks.
-        local_rank: Of this process on its host; 0 if the launcher does not say.
-    """
-
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
+    launcher: str  # its name
+    rank: int  # of this process
+    world_size: int  # number of ranks
+    local_rank: int  # of this process on its host; 0 if the launcher does not say
 
 
-def reports(at: Place | None) -> bool:
-    """Whether this process prints what the ranks have found: the first one does, or who has started them."""
-    return at is None or at.rank == 0
-
-
-def stopped(at: Place | None, command: str, code: int, message: object) -> int:
-    """`stop` on a rank: on all of them for what failed there, else once on each host, since files and devices differ.
-
-    Returns:
-        `code`.
-    """
-    if at is not None and at.local_rank > 0 and code != FAILED:
-        return code
-    if at is None or at.rank == 0 or isinstance(message, BrokenPipeError):
-        return stop(command, code, message)
-    return stop(command, code, f"rank {at.rank}: {message}")
-
-
-def at_place(command: str, work: Callable[[Place | None], int]) -> int:
-    """Calls `work` with this process' place, and says in a line what it raises.
-
-    Returns:
-        The exit code of `command`: what `work` returns, or that of the error.
-    """
-    at: Place | None = None
-    try:
-        at = place()
-        return work(at)
-    except (WrongArgument, ModelError, LauncherError) as error:
-        return stopped(at, command, WRONG_ARGUMENTS, error)
-    except (RankError, NetworkError, OSError) as error:
-        return stopped(at, command, FAILED, error)
-    except KeyboardInterrupt:
-        return stopped(at, command, INTERRUPTED, "interrupted; all ranks are ended")
-
-
-def share_cores(hosts: Sequence[str]) -> None:
-    """Gives this rank its share of its host's cores, unless `OMP_NUM_THREADS` says how many threads it has.
-
-    Args:
-        hosts: Of each rank.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores() // hosts.count(hosts[dist.get_rank()])))
-
-
-def place() -> Place | None:
-    """This process' place, from the environment; None if no launcher has started several ranks.
+def rank_info() -> RankInfo | None:
+    """Return this process' rank, from the environment; None if no launcher has started several ranks.
 
     Raises:
-        LauncherError: There are several ranks, but not which one this is.
+        WrongArgument: There are several ranks, but not which one this is.
     """
-    for launcher, rank, size, local in _LAUNCHERS:
+    for launcher, (rank, size, local) in LAUNCHERS.items():
         world_size = int(os.environ.get(size) or 1)
         if world_size == 1 and not (size == "WORLD_SIZE" and dist.is_torchelastic_launched()):
             continue
         if launcher == "SLURM" and is_slurm_shell():
             continue
         if rank not in os.environ:
-            raise LauncherError(f"{size}={world_size}, but {rank} is not set: it says which of the ranks this is")
+            raise WrongArgument(f"{size}={world_size}, but {rank} is not set: it says which of the ranks this is")
         elastic = launcher != "torchrun" or dist.is_torchelastic_launched()
         named = launcher if elastic else "the environment"
-        return Place(named, int(os.environ[rank]), world_size, int(os.environ.get(local, 0)))
+        return RankInfo(named, int(os.environ[rank]), world_size, int(os.environ.get(local, 0)))
     return None
 
 
-def check_ranks(ranks: int | None, at: Place | None) -> int:
-    """The number of ranks to run on: `ranks`, or what is usual.
+def reports(at: RankInfo | None) -> bool:
+    """Return whether this process prints what the ranks have found: the first one, or that which has started them."""
+    return at is None or at.rank == 0
+
+
+def stopped(command: str, code: int, message: object) -> int:
+    """Print why `command` stops, and return `code`: on all ranks if it failed, else once on each host."""
+    try:
+        at = rank_info()
+    except WrongArgument:  # probably the message
+        at = None
+    if at is not None and at.local_rank > 0 and code != FAILED:  # files and devices are those of a host
+        return code
+    return stop(command, code, message if reports(at) or at is None else f"rank {at.rank}: {message}")
+
+
+def share_cores(hosts: Sequence[str]) -> None:
+    """Give this rank its share of its host's cores, unless `OMP_NUM_THREADS` says how many threads it has."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // hosts.count(hosts[dist.get_rank()])))
+
+
+def check_ranks(ranks: int | None, at: RankInfo | None, link: str | None = None) -> int:
+    """Return the number of ranks to run on: `ranks`, or what is usual.
 
     Raises:
-        WrongArgument: A launcher has started another number, or they are too many to start.
+        WrongArgument: A launcher has started another number, or has its own links, or they are too many to start.
     """
     if at is None:
         check_processes(ranks or DEFAULT_RANKS)
         return ranks or DEFAULT_RANKS
     if ranks not in (None, at.world_size):
         raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; leave --ranks out")
+    if link is not None:
+        raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
     return at.world_size
 
 
-def check_device(device: str, ranks: int, at: Place | None) -> str:
-    """ "cpu" or "cuda".
+def check_device(device: str, ranks: int, at: RankInfo | None) -> str:
+    """Return "cpu" or "cuda".
 
     Raises:
         WrongArgument: There is no GPU for each rank on this host.
@@ -148,46 +108,55 @@ def check_device(device: str, ranks: int, at: Place | None) -> str:
     return "cuda" if device == "cuda" or (device == "auto" and gpus >= needed) else "cpu"
 
 
-def check_no_link(at: Place | None) -> None:
-    """Raises a WrongArgument if a launcher has started the ranks: their links are what they are."""
-    if at is not None:
-        raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
-
-
-def on_ranks(
-    at: Place | None,
+def run_on(
+    at: RankInfo | None,
     ranks: int,
     work: Work,
     *arguments: Any,
-    hosts: Sequence[Host] = (),
+    link: str | None = None,
     backend: str = "gloo",
     imports: Sequence[str] = (),
-) -> Generator[Any]:
-    """Runs `work(*arguments)` on the ranks that a launcher has started, or on `ranks` processes of this machine.
+) -> list[Any]:
+    """Run `work(*arguments)` on the ranks that a launcher has started, or on `ranks` processes (see `run_ranks`).
+
+    With a `link`, such processes have a network each, joined by it. Each `Stage` that `work` yields is shown.
 
     Returns:
-        What this rank's iterable yields, or the first one's.
+        Everything else that it yields on this rank, or on the first one.
     """
-    if at is None:
-        yield from run_ranks(ranks, work, *arguments, hosts=hosts, backend=backend, imports=imports)
-        return
-    with joined(at, backend):
-        yield from work(*arguments)
-        dist.barrier()
+    found: list[Any] = []
+    with ExitStack() as stack:
+        show = stack.enter_context(terminal.progress(quiet=not reports(at)))
+        show("starting ranks" if at is None else "waiting for ranks")
+        if at is None:
+            hosts = stack.enter_context(shaped_hosts(ranks, link)) if link else ()
+            started = run_ranks(ranks, work, *arguments, hosts=hosts, backend=backend, imports=imports)
+            events = stack.enter_context(closing(started))
+        else:
+            stack.enter_context(joined(at, backend))
+            events = work(*arguments)
+        for event in events:
+            if isinstance(event, Stage):
+                show(event.text, event.done, event.of)
+            else:
+                found.append(event)
+        if at is not None:
+            dist.barrier()
+    return found
 
 
 @contextmanager
-def joined(at: Place, backend: str, timeout: timedelta = TIMEOUT) -> Generator[None]:
-    """The block runs with the default process group of all ranks.
+def joined(at: RankInfo, backend: str, timeout: timedelta = TIMEOUT) -> Generator[None]:
+    """Run the block with the default process group of all ranks.
 
     Raises:
-        LauncherError: It is not known where they meet.
+        WrongArgument: It is not known where they meet.
         RankError: They have not met.
     """
     os.environ.setdefault("MASTER_PORT", PORT)
     if "MASTER_ADDR" not in os.environ:
         if not _is_one_host(at):
-            raise LauncherError(
+            raise WrongArgument(
                 f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the first one's host "
                 "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
             )
@@ -205,6 +174,6 @@ def joined(at: Place, backend: str, timeout: timedelta = TIMEOUT) -> Generator[N
         dist.destroy_process_group()
 
 
-def _is_one_host(at: Place) -> bool:
+def _is_one_host(at: RankInfo) -> bool:
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS")
     return local == str(at.world_size) or os.environ.get("SLURM_NNODES") == "1"

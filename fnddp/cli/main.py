@@ -1,75 +1,90 @@
 """The `fnddp` command."""
 
-import argparse
 import os
-import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Annotated, Literal
 
-from fnddp.cli.arguments import bench, completion, demo, doctor, plan, trace, tune
-from fnddp.cli.failures import BROKEN_PIPE
-from fnddp.options import did_you_mean
+import typer
+from typer.completion import get_completion_script
+from typer.exceptions import TyperException
+
+from fnddp.cli.bench import bench
+from fnddp.cli.demo import demo
+from fnddp.cli.doctor import doctor
+from fnddp.cli.failures import BROKEN_PIPE, EXTRA, FAILED, INTERRUPTED, WRONG_ARGUMENTS, Failure, stop
+from fnddp.cli.plan import plan
+from fnddp.cli.trace import trace
+from fnddp.cli.tune import tune
 from fnddp.version import __version__
 
-DEMO_EXTRA = {"rich", "matplotlib", "sklearn"}
 
-_WRONG = r"(?:argument .*: invalid choice: '|unrecognized arguments: )([^\s']+)(.*)"  # what argparse says
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what was perhaps meant."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends with exit code 2."""
-        wrong = re.match(_WRONG, message, re.DOTALL)
-        if wrong is not None:
-            name, choices = wrong.groups()
-            known = re.findall(r"[\w-]+", choices.partition("choose from")[2]) or _options(self)
-            message += did_you_mean(name, known)
-        super().error(message)
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"fnddp {__version__}")
+        raise typer.Exit
 
 
-def parser() -> Parser:
-    """All commands and their options."""
-    made = Parser(prog="fnddp", description="Gradient synchronization as composable pure transforms.")
-    made.add_argument("--version", action="version", version=f"fnddp {__version__}")
-    made.set_defaults(whole=made)
-    commands = made.add_subparsers(title="commands", metavar="command", required=True)
-    for command in (demo, plan, bench, tune, trace, doctor, completion):
-        command.add(commands)
-    return made
+def fnddp(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Gradient synchronization as composable pure transforms."""
+
+
+def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
+    """Print what makes a shell complete this command.
+
+    bash: source <(fnddp completion bash). zsh: the same with zsh, after compinit. fish: fnddp completion fish | source.
+    """
+    print(get_completion_script(prog_name="fnddp", complete_var="_FNDDP_COMPLETE", shell=shell))
+    return 0
+
+
+def reported(command: Callable[..., int]) -> Callable[..., int]:
+    """Return `command` such that what it raises becomes a line on standard error, and its exit code."""
+
+    @wraps(command)
+    def run(*arguments: object, **options: object) -> int:
+        try:
+            try:
+                return command(*arguments, **options)
+            finally:
+                sys.stdout.flush()  # here, and not at exit, where nothing could catch the error
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        except KeyboardInterrupt:
+            code, message = INTERRUPTED, "interrupted; all ranks are ended"
+        except (Failure, OSError) as error:
+            code, message = getattr(error, "code", FAILED), error
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in EXTRA:
+                raise
+            code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
+        from fnddp.cli.launcher import stopped  # imports torch, which --help does not need
+
+        return stopped(f"fnddp {command.__name__}", code, message)
+
+    return run
+
+
+settings = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(callback=fnddp, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
+for command in (demo, plan, bench, tune, trace, doctor):
+    app.command()(reported(command))
+app.command()(completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code.
+    """Run the command line and return its exit code.
 
-    0; 1 (failed), 2 (wrong arguments), 130 (Ctrl-C), or 141: whoever read its output has gone, as `head` does.
+    0; 1 (failed), 2 (wrong arguments), 130 (Ctrl-C), or 141: nothing reads its output any more, as after `head`.
     """
     try:
-        try:
-            return _run(sys.argv[1:] if argv is None else argv)
-        finally:
-            sys.stdout.flush()  # here, and not at exit, where nobody could answer for it
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-
-
-def _run(argv: Sequence[str]) -> int:
-    whole = parser()
-    arguments, unknown = whole.parse_known_args(argv)
-    if unknown:
-        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    try:
-        return arguments.run(arguments)  # imports its own command: what that needs is an optional extra
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in DEMO_EXTRA:
-            raise
-        needs = f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
-        print(f"fnddp {arguments.command}: {needs}", file=sys.stderr)
-        return 1
-
-
-def _options(of: argparse.ArgumentParser) -> list[str]:
-    return re.findall(r"--[\w-]+", of.format_help())
+        return app(argv, prog_name="fnddp", standalone_mode=False) or 0
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        return stop(context.command_path if context else "fnddp", WRONG_ARGUMENTS, error.format_message())

@@ -1,10 +1,8 @@
-"""Workloads by name, for `fnddp bench` and `fnddp plan`: a model, batches and a loss; or a function in a file.
+"""Workloads: a model, batches and a loss, by name, or from a function in a file. All commands take them."""
 
-The named models need nothing but torch, and their data is random: what they are for is shapes and time.
-"""
-
+import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -13,151 +11,126 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from fnddp.cli import architectures, modules
-from fnddp.cli.modules import ModuleError
+from fnddp.cli import modules
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.options import MODELS
 from fnddp.options import did_you_mean
 
+Params = dict[str, Tensor]
 Batch = tuple[Tensor, ...]
 Forward = Callable[..., Any]  # a module, or a function that stands for one with other parameters
 Loss = Callable[[Forward, Batch], Tensor]
-
-
-class ModelError(ValueError):
-    """No such model, or it is not what it should be; the message is for the user."""
+BATCH_SIZE = 32  # of a rank, where it can be chosen and is not
 
 
 class Task(NamedTuple):
     """What a module is trained on.
 
     Attributes:
-        batch: The batch of a rank, always the same one.
+        batch: `batch(rank, ranks, generator)`: the next batch of one of so many ranks.
         loss: The mean loss of a module on a batch. It calls the module and nothing else of it.
+        quality: The loss on held-out data; None where there is none.
+        accuracy: The share of held-out data that is recognized; None where there is none.
+        optimizer: Makes one that suits the data, with `lr` to choose the learning rate.
     """
 
-    batch: Callable[[int], Batch]
+    batch: Callable[[int, int, torch.Generator], Batch]
     loss: Loss
+    quality: Callable[[Forward], float] | None = None
+    accuracy: Callable[[Forward], float] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-3)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Something to train.
+    """A model, batches and a loss.
 
     Attributes:
-        name: As `load` takes it.
-        make: Makes a new module. Its initial values are a function of torch's global seed.
-        task: What it is trained on. Raises a `ModelError` where there is no such thing.
+        build: Makes a new module. Its initial values are a function of torch's global seed.
+        task: `task(size)`: what the module is trained on, with so many samples in a batch where that can be chosen.
+            Raises a `WrongArgument` where there is nothing.
     """
 
-    name: str
-    make: Callable[[], nn.Module]
-    task: Callable[[], Task]
+    build: Callable[[], nn.Module]
+    task: Callable[[int], Task]
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The parameters that are trained, by name, without values (on the meta device): enough for planning."""
+    def make(self, seed: int) -> nn.Module:
+        """Make a new module, a function of `seed` alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build()
+
+    def parameters(self) -> Params:
+        """Return what is trained, by name, without values (on the meta device): enough for planning."""
         try:
             with torch.device("meta"):
-                module = self.make()
-        except (ModelError, RuntimeError):  # perhaps it reads values, and on the meta device there are none
-            module = self.make()
-        return {name: p.detach().to("meta") for name, p in module.named_parameters() if p.requires_grad}
+                module = self.build()
+        except (WrongArgument, RuntimeError):  # perhaps it reads values, and on the meta device there are none
+            module = self.build()
+        return {name: p.to("meta") for name, p in trained(module).items()}
 
 
-def load(name: str, others: Sequence[str] = ()) -> Workload:
-    """The workload `name`: "transformer", "deep", "gpt2", "resnet18", "FILE.py:fn", or "module:fn".
+def trained(module: nn.Module) -> Params:
+    """Return the parameters that require gradients, by name."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def functional(module: nn.Module, loss: Loss) -> Callable[..., Tensor]:
+    """Return `loss` as a function of the parameters of `module`, and a batch."""
+
+    def of_parameters(params: Params, *batch: Tensor) -> Tensor:
+        return loss(lambda *inputs: functional_call(module, params, inputs), batch)
+
+    return of_parameters
+
+
+def class_loss(forward: Forward, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of classes: of samples, or of each position in sequences."""
+    inputs, labels = batch
+    return cross_entropy(forward(inputs).flatten(0, labels.ndim - 1), labels.flatten())
+
+
+def load(name: str) -> Workload:
+    """Return the workload `name`: one of MODELS, "FILE.py:fn", or "module:fn".
 
     In a file or an importable module, `fn()` returns a module, or `(module, inputs, loss_fn)`: a tensor or tuple of
     tensors that the module takes, and a function from the module's output to a scalar. A module alone can be planned,
-    not benchmarked. `fn` may be a module, too, or the class of one.
-
-    Args:
-        name: See above.
-        others: What the caller knows besides, for the error.
+    not trained. `fn` may be a module, too, or the class of one.
 
     Raises:
-        ModelError: There is no such model or file. (What `fn()` returns is looked at when it is first called.)
+        WrongArgument: There is no such model or file. (What `fn()` returns is looked at when it is first called.)
 
     >>> sum(p.numel() for p in load("gpt2").parameters().values())
     124439808
     """
-    if name in _NAMED:
-        return _NAMED[name]
-    path, colon, function = name.rpartition(":")
+    where, colon, function = MODELS.get(name, name).rpartition(":")
+    if name in MODELS:
+        return getattr(importlib.import_module(where), function)()
     if name.removesuffix(":").endswith(".py"):
         file = name.removesuffix(":")
-        raise ModelError(f"{file} is a file: say what in it makes the model, {file}:fn")
-    if not colon or not path or not function:
-        known = [*others, *_NAMED]
-        hint = did_you_mean(name, known) or f"; known ones are {', '.join(known)}."
-        raise ModelError(f"unknown model {name!r}{hint} Your own is FILE.py:fn or module:fn")
-    build = _maker(name, path, function)
-    return Workload(name, lambda: _parts(name, build())[0], lambda: _task(name, *_parts(name, build())))
-
-
-def _tokens(rank: int, *, size: int, context: int, vocabulary: int) -> Batch:
-    tokens = torch.randint(vocabulary, (size, context + 1), generator=_generator(rank))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def _noise(rank: int, *, size: int) -> Batch:
-    deep = architectures.Deep
-    return (torch.randn(size, deep.CONTEXT, deep.WIDTH, generator=_generator(rank)),)
-
-
-def _images(rank: int, *, size: int) -> Batch:
-    generator = _generator(rank)
-    return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator)
-
-
-def _generator(rank: int) -> torch.Generator:
-    return torch.Generator().manual_seed(rank)
-
-
-def _token_loss(forward: Forward, batch: Batch) -> Tensor:
-    tokens, following = batch
-    return cross_entropy(forward(tokens).flatten(0, 1), following.flatten())
-
-
-def _square_loss(forward: Forward, batch: Batch) -> Tensor:
-    return forward(*batch).square().mean()
-
-
-def _class_loss(forward: Forward, batch: Batch) -> Tensor:
-    images, labels = batch
-    return cross_entropy(forward(images), labels)
-
-
-_Transformer, _GPT2 = architectures.Transformer, architectures.GPT2
-_SENTENCES = Task(
-    partial(_tokens, size=4, context=_Transformer.CONTEXT, vocabulary=_Transformer.VOCABULARY), _token_loss
-)
-_SENTENCE = Task(partial(_tokens, size=1, context=64, vocabulary=_GPT2.VOCABULARY), _token_loss)
-_VECTORS = Task(partial(_noise, size=2), _square_loss)
-_PICTURES = Task(partial(_images, size=8), _class_loss)
-_NAMED = {
-    "transformer": Workload("transformer", _Transformer, lambda: _SENTENCES),
-    "deep": Workload("deep", architectures.Deep, lambda: _VECTORS),
-    "gpt2": Workload("gpt2", _GPT2, lambda: _SENTENCE),
-    "resnet18": Workload("resnet18", architectures.ResNet18, lambda: _PICTURES),
-}
+        raise WrongArgument(f"{file} is a file: say what in it makes the model, {file}:fn")
+    if not colon or not where or not function:
+        hint = did_you_mean(name, MODELS) or f"; known ones are {', '.join(MODELS)}."
+        raise WrongArgument(f"unknown model {name!r}{hint} Your own is FILE.py:fn or module:fn")
+    build = _maker(name, where, function)
+    return Workload(lambda: _parts(name, build())[0], lambda size: _task(name, *_parts(name, build())))
 
 
 def _maker(name: str, where: str, attribute: str) -> Callable[[], Any]:
-    """What makes the model that `name` is: a function or a class, or a module, of which each time a copy is made."""
-    try:
-        module = modules.load(where)
-    except ModuleError as error:
-        raise ModelError(str(error)) from error
+    """Return what makes the model `name`: a function or a class, or for a module, of which copies are made."""
+    module = modules.load(where)
     made = getattr(module, attribute, None)
     if isinstance(made, nn.Module):
         return partial(deepcopy, made)
     if not callable(made):
         there = sorted(key for key, value in vars(module).items() if _is_model(value) and not key.startswith("_"))
         hint = did_you_mean(attribute, there) or f"; it has {', '.join(there) or 'none'}"
-        raise ModelError(f"{where} has no function or module {attribute!r}{hint}")
+        raise WrongArgument(f"{where} has no function or module {attribute!r}{hint}")
     if needed := _required(made):
-        raise ModelError(
+        raise WrongArgument(
             f"{name} cannot be called without arguments: it needs {', '.join(needed)}; give them defaults, or name a "
             "function that returns the module"
         )
@@ -181,7 +154,7 @@ def _called(name: str, made: Callable[[], Any]) -> Any:
     try:
         return made()
     except (Exception, SystemExit) as error:
-        raise ModelError(f"{name} failed: {modules.told(error)}") from error
+        raise WrongArgument(f"{name} failed: {modules.told(error)}") from error
 
 
 def _parts(name: str, built: Any) -> tuple[nn.Module, Any, Any]:
@@ -189,21 +162,21 @@ def _parts(name: str, built: Any) -> tuple[nn.Module, Any, Any]:
         return built, None, None
     if isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module):
         return built
-    raise ModelError(f"{name} must return a torch.nn.Module or (module, inputs, loss_fn), got {_kind(built)}")
+    raise WrongArgument(f"{name} must return a torch.nn.Module or (module, inputs, loss_fn), got {_kind(built)}")
 
 
 def _task(name: str, module: nn.Module, inputs: Any, loss_fn: Any) -> Task:
     batch: Any = (inputs,) if isinstance(inputs, Tensor) else inputs
     if loss_fn is None:
-        raise ModelError(f"{name} returns a module alone; to train it, it must return (module, inputs, loss_fn)")
+        raise WrongArgument(f"{name} returns a module alone; to train it, it must return (module, inputs, loss_fn)")
     if not isinstance(batch, tuple) or not all(isinstance(part, Tensor) for part in batch):
-        raise ModelError(f"{name}: inputs must be a tensor or a tuple of tensors, got {_kind(inputs)}")
+        raise WrongArgument(f"{name}: inputs must be a tensor or a tuple of tensors, got {_kind(inputs)}")
     if not callable(loss_fn):
-        raise ModelError(f"{name}: loss_fn must be a function of the module's output, got {_kind(loss_fn)}")
-    return Task(partial(_same, batch), partial(_loss_of_output, name, loss_fn))
+        raise WrongArgument(f"{name}: loss_fn must be a function of the module's output, got {_kind(loss_fn)}")
+    return Task(partial(_always, batch), partial(_loss_of_output, name, loss_fn))
 
 
-def _same(batch: Batch, rank: int) -> Batch:
+def _always(batch: Batch, rank: int, ranks: int, generator: torch.Generator) -> Batch:
     return batch
 
 
@@ -211,7 +184,7 @@ def _loss_of_output(name: str, loss_fn: Callable[..., Any], forward: Forward, ba
     loss = loss_fn(forward(*batch))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind(loss)
-        raise ModelError(f"{name}: loss_fn must return a scalar tensor, such as a mean, got {got}")
+        raise WrongArgument(f"{name}: loss_fn must return a scalar tensor, such as a mean, got {got}")
     return loss
 
 

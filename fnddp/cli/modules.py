@@ -8,28 +8,26 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from fnddp.cli.failures import WrongArgument
+
 # Files that users have not written: fnddp's, Python's, and what is installed.
 _NOT_OWN = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths().values())
 
 
-class ModuleError(ValueError):
-    """There is no such module, or importing it failed; the message is for the user."""
-
-
 def load(name: str) -> ModuleType:
-    """The module `name`, imported: an installed one, one of this folder ("package.module"), or "FILE.py".
+    """Import and return the module `name`: an installed one, one of this folder ("package.module"), or "FILE.py".
 
     Raises:
-        ModuleError: There is none, or it raised, or ended the program, as scripts do.
+        WrongArgument: There is none, or it raised, or ended the program, as scripts do.
     """
     try:
         return _of_file(Path(name)) if name.endswith(".py") else _named(name)
     except (Exception, SystemExit) as error:
-        raise ModuleError(f"cannot import {name}: {told(error)}") from error
+        raise WrongArgument(f"cannot import {name}: {told(error)}") from error
 
 
 def told(error: BaseException) -> str:
-    """What a user's module has raised, and on which of its lines, if that is what raised it."""
+    """Return what a user's module has raised, and on which of its lines, if that is what raised it."""
     said = " ".join(f"{type(error).__name__}: {error}".split())
     own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(_NOT_OWN)]
     return f"{said} (at {own[-1].filename}:{own[-1].lineno})" if own else said

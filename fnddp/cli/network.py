@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from fnddp.cli.failures import Failure
 from fnddp.cost.link import Link
 
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
@@ -30,7 +31,7 @@ MAX_HOSTS = 254
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
-class NetworkError(RuntimeError):
+class NetworkError(Failure, RuntimeError):
     """Hosts cannot be made here; the message says what is missing."""
 
 
@@ -42,7 +43,7 @@ class Host:
     interface: str = INTERFACE
 
     def enter(self) -> None:
-        """Moves the calling thread to this host: sockets that it opens from now on are the host's."""
+        """Move the calling thread to this host: sockets that it opens from now on are the host's."""
         libc = ctypes.CDLL(None, use_errno=True)  # os.setns comes with Python 3.12
         with (NAMESPACES / self.namespace).open() as namespace:
             if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
@@ -52,7 +53,7 @@ class Host:
 
 @contextmanager
 def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
-    """Makes `n` hosts on one switch, each of which sends over a `link`. However the block ends, they are gone.
+    """Make `n` hosts on one switch, each of which sends over a `link`. However the block ends, they are gone.
 
     While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. What a run
     that was killed has left behind is removed by the next.
@@ -73,16 +74,16 @@ def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
     name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
     with _sigterm_raises():
         try:
-            with _signals_held():
+            with signals_held(signal.SIGINT, signal.SIGTERM):
                 hosts = _make(name, n, parsed)
             yield hosts
         finally:
-            with _signals_held():
+            with signals_held(signal.SIGINT, signal.SIGTERM):
                 _remove(f"{name}-*")
 
 
 def check_available() -> None:
-    """Raises a NetworkError unless this machine and user can have network namespaces."""
+    """Raise a NetworkError unless this machine and user can have network namespaces."""
     if sys.platform != "linux":
         raise NetworkError(f"a shaped link needs the network namespaces of Linux, and this is {sys.platform}")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -93,12 +94,12 @@ def check_available() -> None:
 
 
 def loopback_device() -> str:
-    """The name of this machine's loopback network device."""
+    """Return the name of this machine's loopback network device."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def sent_bytes(interface: str) -> int:
-    """Bytes that this process' host has sent through `interface` so far, with headers."""
+    """Return the bytes that this process' host has sent through `interface` so far, with headers."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:
@@ -147,8 +148,9 @@ def _run(*command: str) -> None:
 
 
 @contextmanager
-def _signals_held() -> Generator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+def signals_held(*held: signal.Signals) -> Generator[None]:
+    """Hold signals back until the end of the block. Processes started inside never see them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
     finally:

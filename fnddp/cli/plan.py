@@ -1,121 +1,108 @@
 """`fnddp plan`: what pipelines would send and take, from their plans alone. Nothing is run, and nothing is sent."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from torch import Tensor
+import typer
 
-from fnddp.cli import plan_report, terminal
-from fnddp.cli.checks import check_file, check_groups, check_imports, check_links, check_pipeline, check_sizes
-from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
-from fnddp.cli.models import ModelError, load
-from fnddp.cli.plan_report import Planned, Setting
-from fnddp.cost.step import Compute
-from fnddp.plan.lower import lower
-from fnddp.plan.period import period
-from fnddp.plan.plan import Plan
-from fnddp.plan.world import planned_world
-from fnddp.state import at_step
-from fnddp.sync import Sync
-from fnddp.wire.groups import World, within
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.options import DEFAULT_PIPELINES, Imports, Json, Model, Pipelines, positive
 
 
-def run(
-    pipelines: Sequence[str],
-    *,
-    model: str,
-    ranks: str,
-    links: Sequence[str],
-    step: int | None,
-    backward: float | None,
-    bucket_cap_mb: float,
-    show: bool,
-    json: bool,
-    svg: Path | None,
-    trace: Path | None,
-    imports: Sequence[str],
+def plan(
+    pipelines: Pipelines = None,
+    model: Model = "transformer",
+    ranks: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="number of ranks, thousands too; for pipelines over several groups that of each, such as "
+            "node=8,across=128, and one without a name of the default group",
+        ),
+    ] = "8",
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RATE[:LATENCY]",
+            help="of each rank, such as 200mbit, 25gbit:20us or 100GB/s; or of each group, node=100GB/s,across=25gbit; "
+            "once for each link to compare; no latency unless given (default: 1gbit)",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="plan the step at which every step counter in the pipelines' states is N: 0 looks at the start of a "
+            "warm-up (default: after all warm-ups)",
+        ),
+    ] = None,
+    backward: Annotated[
+        float | None,
+        typer.Option(
+            callback=positive,
+            metavar="SECONDS",
+            help="that backward takes, to compute the step, and what of communication is exposed (default: none is "
+            "hidden)",
+        ),
+    ] = None,
+    bucket_cap_mb: Annotated[
+        float, typer.Option(callback=positive, metavar="MB", help="MiB of gradients whose payloads travel together")
+    ] = 25.0,
+    show: Annotated[bool, typer.Option("--show", help="print each plan in full, too")] = False,
+    as_json: Json = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the timeline of the plan of one pipeline")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="write the predicted step of one pipeline, for ui.perfetto.dev, as a trace of torch's profiler",
+        ),
+    ] = None,
+    imports: Imports = None,
 ) -> int:
-    """Lowers each of `pipelines` for ranks that need not exist, and prints what they would send and take.
+    """Compute what pipelines would send and take on a cluster.
 
-    Args:
-        pipelines: As `fnddp.parse` reads them.
-        model: As `fnddp.cli.models.load` takes it.
-        ranks: Number of ranks to plan for: see `check_sizes`.
-        links: See `check_links`.
-        step: What the counters of the state are set to; None for what is repeated after all warm-ups.
-        backward: Seconds that backward takes, for collectives to hide behind; None to hide nothing.
-        bucket_cap_mb: Gradients in a bucket, MiB.
-        show: Print each plan in full, too.
-        json: Print JSON, and nothing else.
-        svg: Where to write the timeline of the plan, of which there is one, on one link; where steps are not alike,
-            of those that send most.
-        trace: Where to write the predicted step of that plan, for Perfetto.
-        imports: Modules that register transforms.
-
-    Returns:
-        The exit code of the command.
+    Lowers each pipeline for a model and any number of ranks, and compares bytes, collectives, memory and the time of
+    communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
     """
-    try:
-        files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
-        if files and max(len(pipelines), len(links)) > 1:
-            draw = "draws" if len(files) == 1 else "draw"
-            raise WrongArgument(f"{' and '.join(files)} {draw} the plan of one pipeline on one link: give one of each")
-        for option, file in files.items():
-            check_file(option, file)
-        check_imports(imports)
-        sizes, by_text = check_sizes(ranks), {text: check_links(text) for text in links}
-        setting = Setting(model, check_model(model), sizes, by_text, step, backward, bucket_cap_mb)
-        with within(World(size=sizes)):
-            syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
-        for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
-            check_groups(option, text, given, syncs)
-        planned = [Planned.of(plans, setting) for plans in _plans(syncs, setting)]
-        link, compute = setting.links[links[0]], Compute(backward_seconds=backward or 0.0)
-        plan = planned[0].busiest
-        drawn = {"--svg": plan.to_svg(link) if svg else "", "--trace": plan.to_trace(link, compute) if trace else ""}
-        for option, file in files.items():
-            file.write_text(drawn[option])
-        if json:
-            print(plan_report.as_json(setting, planned))
-        else:
-            plan_report.show(setting, planned, in_full=show)
-        return 0
-    except (WrongArgument, ModelError) as error:
-        return stop("plan", WRONG_ARGUMENTS, error)
-    except OSError as error:
-        return stop("plan", FAILED, error)
-    except KeyboardInterrupt:
-        return stop("plan", INTERRUPTED, "interrupted")
+    from fnddp.cli import checks, plan_report, terminal
+    from fnddp.cost.step import Compute
+    from fnddp.wire.groups import World, within
 
-
-def check_model(name: str) -> dict[str, Tensor]:
-    """The parameters of the model `name`, without values.
-
-    Raises:
-        ModelError: There is no such model.
-        WrongArgument: Nothing in it is trained.
-    """
-    parameters = load(name).parameters()
-    if not parameters:
-        raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
-    return parameters
-
-
-def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[list[tuple[Plan, int]]]:
-    with terminal.status() as status:
-        for i, sync in enumerate(syncs, start=1):
-            status.show(f"plan {i} of {len(syncs)}")  # seconds each, for a large model
-            yield _plan(sync, setting)
-
-
-def _plan(sync: Sync, setting: Setting) -> list[tuple[Plan, int]]:
-    ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
-    try:
-        if setting.step is None:
-            recurring = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
-            return [(each.plan, each.steps) for each in recurring]
-        with within(planned_world(sync, sync.groups, ranks)):
-            state = at_step(setting.step, sync.init(setting.parameters))
-        return [(lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap), 1)]
-    except (TypeError, ValueError) as error:  # a LoweringError is a TypeError
-        raise WrongArgument.of(error) from error
+    texts, links = pipelines or DEFAULT_PIPELINES, link or ["1gbit"]
+    files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
+    if show and as_json:
+        raise WrongArgument("--json prints nothing else: leave --show out")
+    if files and max(len(texts), len(links)) > 1:
+        draw = "draws" if len(files) == 1 else "draw"
+        raise WrongArgument(f"{' and '.join(files)} {draw} the plan of one pipeline on one link: give one of each")
+    for option, file in files.items():
+        checks.check_writable(file, option)
+    checks.check_imports(imports)
+    sizes, by_text = checks.check_sizes(ranks), {text: checks.check_links(text) for text in links}
+    parameters = checks.check_model(model, trains=False)
+    setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb)
+    with within(World(size=sizes)):
+        syncs = [checks.check_pipeline(text, parameters) for text in texts]
+    for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
+        checks.check_groups(option, text, given, syncs)
+    planned: list[plan_report.Planned] = []
+    with terminal.progress() as telling:
+        for i, sync in enumerate(syncs):
+            telling(f"{i + 1} of {len(syncs)}: {sync!r}", i, len(syncs))  # seconds each, for a large model
+            planned.append(plan_report.planned(sync, setting))
+    busiest, on = planned[0].busiest, by_text[links[0]]
+    drawn = {
+        "--svg": busiest.to_svg(on) if svg else "",
+        "--trace": busiest.to_trace(on, Compute(backward_seconds=backward or 0.0)) if trace else "",
+    }
+    for option, file in files.items():
+        file.write_text(drawn[option])
+    if as_json:
+        print(plan_report.as_json(setting, planned))
+    else:
+        plan_report.show(setting, planned, in_full=show)
+    return 0

@@ -23,6 +23,15 @@ Work = Callable[..., Iterable[Any]]
 
 
 @dataclass(frozen=True)
+class Stage:
+    """What ranks are doing, and how much of it is done, if that can be said."""
+
+    text: str
+    done: int | None = None
+    of: int | None = None
+
+
+@dataclass(frozen=True)
 class Raised:
     """A rank's last words: when it raised (on the clock that all processes of a machine share), and what."""
 
@@ -46,21 +55,12 @@ def run_rank(
     backend: str,
     imports: tuple[str, ...],
 ) -> None:
-    """Sends what `work(*arguments)` yields to the parent, then `Done`, or `Raised` if it raises. It does not return.
+    """Send what `work(*arguments)` yields to the parent, then `Done`, or `Raised` if it raises. It does not return.
 
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        port: Where the parent holds the store.
-        pipe: To the parent.
-        work: What to do, with the default process group set up.
-        arguments: Of `work`, pickled.
-        host: Where this rank's network is; None for the machine's own.
-        backend: Of the process group.
-        imports: Modules to import before the arguments are unpickled, which may hold what they define.
+    The parent holds the store at `port`. `host` is where this rank's network is; None for the machine's own.
     """
     try:
-        for name in imports:
+        for name in imports:  # first: the arguments may hold what they define
             modules.load(name)
         unpacked = pickle.loads(arguments)
         # The connection to the store stays the machine's own, also on a host that cannot reach the parent.

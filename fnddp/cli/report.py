@@ -1,4 +1,4 @@
-"""What the demo shows: a table, curves, and the same as JSON."""
+"""Results of the demo: a table, curves, and the same as JSON."""
 
 import json
 import math
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from fnddp.cli.lessons import BATCH_SIZE, DIGITS, title
-from fnddp.cli.table import Column, Table
+from fnddp.cli.models import BATCH_SIZE
+from fnddp.cli.terminal import Table, say
 from fnddp.cli.train import Result
+from fnddp.show import drawing
 from fnddp.show.text import count
 
 CURVES, RESULTS = "curves.png", "results.json"
+DIGITS = "digits"
 SMOOTHING = 15  # steps
-# Okabe and Ito's palette: distinct for colour-blind readers too.
-COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+COLOURS = ("#000000", *drawing.COLOURS, "#F0E442")
 
 
 @dataclass(frozen=True)
@@ -31,58 +31,53 @@ class Setting:
     ranks: int
     steps: int
     seed: int
-    imports: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What is trained, in words."""
+        return "Handwritten digits" if self.model == DIGITS else f"{self.model} on its own batch"
 
     def __str__(self) -> str:
-        return f"{title(self.model)}; ranks: {self.ranks}, steps with each pipeline: {self.steps}, seed: {self.seed}"
+        return f"{self.title}; ranks: {self.ranks}, steps with each pipeline: {self.steps}, seed: {self.seed}"
 
 
-def table(names: Sequence[str], results: Sequence[Result]) -> Table:
-    """The comparison, a row for each pipeline."""
+def show(results: Sequence[Result]) -> None:
+    """Print the comparison, a row for each pipeline."""
     rows = [
         (
-            name,
+            result.pipeline,
             f"{result.step_bytes:,}",
             "-" if result.reduction is None else f"{result.reduction:.1f}x",
             f"{result.sent[-1] / 1e6:.2f}",
             _score(result),
             f"{result.step_seconds * 1e3:.1f}",
         )
-        for name, result in zip(names, results, strict=True)
+        for result in results
     ]
-    return Table(
-        "pipeline",
-        [
-            Column("bytes/step", 5),
-            Column("reduction", 2),
-            Column("MB sent", 1),
-            Column("final loss" if any(result.accuracy is None for result in results) else "accuracy", 4),
-            Column("ms/step", 3),
-        ],
-        rows,
-        caption="bytes: what one rank hands to its collectives in the last step, counted\n"
+    score = "final loss" if any(result.accuracy is None for result in results) else "accuracy"
+    weights = {"bytes/step": 5, "reduction": 2, "MB sent": 1, score: 4, "ms/step": 3}
+    caption = (
+        "bytes: what one rank hands to its collectives in the last step, counted\n"
         "reduction: against 4 bytes for each parameter; MB sent: in all steps together\n"
-        "ms/step: median; fewer bytes pay on slow links, hardly ever within one machine",
+        "ms/step: median; fewer bytes pay on slow links, hardly ever within one machine"
     )
+    Table("pipeline", weights, rows, caption).show()
+    say("With each pipeline the final parameters are the same on all ranks, to the bit.")
 
 
 def _score(result: Result) -> str:
     return f"{result.losses[-1]:.4f}" if result.accuracy is None else f"{result.accuracy:.2%}"
 
 
-def write(out: Path, names: Sequence[str], results: Sequence[Result], setting: Setting) -> None:
-    """Writes the curves and the numbers behind them into the folder `out`.
-
-    Raises:
-        OSError: It cannot be written to.
-    """
+def write(out: Path, results: Sequence[Result], setting: Setting) -> None:
+    """Write the curves and the numbers behind them into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    curves(names, results, setting).savefig(out / CURVES, dpi=150)
-    (out / RESULTS).write_text(json.dumps(as_json(names, results, setting), indent=1) + "\n")
+    curves(results, setting).savefig(out / CURVES, dpi=150)
+    (out / RESULTS).write_text(json.dumps(as_json(results, setting), indent=1) + "\n")
 
 
-def as_json(names: Sequence[str], results: Sequence[Result], setting: Setting) -> dict[str, object]:
-    """The results and what they were measured with."""
+def as_json(results: Sequence[Result], setting: Setting) -> dict[str, object]:
+    """Return the results and what they were measured with."""
     return {
         "model": setting.model,
         "data": "scikit-learn digits" if setting.model == DIGITS else "the model's own batch",
@@ -94,7 +89,7 @@ def as_json(names: Sequence[str], results: Sequence[Result], setting: Setting) -
         "parameters": results[0].parameters,
         "pipelines": [
             {
-                "pipeline": name,
+                "pipeline": result.pipeline,
                 "bytes_per_step": result.step_bytes,
                 "reduction": result.reduction,
                 "bytes_total": result.sent[-1],
@@ -103,30 +98,30 @@ def as_json(names: Sequence[str], results: Sequence[Result], setting: Setting) -
                 "loss_by_step": [loss if math.isfinite(loss) else None for loss in result.losses],
                 "bytes_sent_by_step": result.sent,
             }
-            for name, result in zip(names, results, strict=True)
+            for result in results
         ],
     }
 
 
-def curves(names: Sequence[str], results: Sequence[Result], setting: Setting) -> Figure:
-    """Training loss against steps, and against bytes sent."""
+def curves(results: Sequence[Result], setting: Setting) -> Figure:
+    """Draw training loss against steps, and against bytes sent."""
     score = "test accuracy" if setting.model == DIGITS else "final loss"
     figure = Figure(figsize=(11, 5.4), layout="constrained")
-    FigureCanvasAgg(figure)
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for i, (name, result) in enumerate(zip(names, results, strict=True)):
+    widest = max(len(result.pipeline) for result in results)
+    for i, result in enumerate(results):
         losses = smooth(result.losses)
         # Pipelines that lose nothing lie on one another: the first are drawn wide, the later ones thin on top.
         style = {"color": COLOURS[i % len(COLOURS)], "linewidth": max(1.2, 4.2 - i)}
         by_step.plot(range(1, len(losses) + 1), losses, **style)
-        label = f"{name:<{max(map(len, names))}}  {_score(result):>7}  {result.sent[-1] / 1e6:9.2f} MB"
+        label = f"{result.pipeline:<{widest}}  {_score(result):>7}  {result.sent[-1] / 1e6:9.2f} MB"
         by_bytes.plot(result.sent, losses, label=label, **style)
     _dress(by_step, "steps")
     _dress(by_bytes, "bytes sent by one rank")
     by_bytes.set_xscale("log")
     by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
     by_step.set_ylabel(f"training loss (running mean of {SMOOTHING} steps)")
-    figure.suptitle(f"{title(setting.model)}, {count(setting.ranks, 'rank')}: the same training with less on the wire")
+    figure.suptitle(f"{setting.title}, {count(setting.ranks, 'rank')}: the same training with less on the wire")
     figure.legend(
         loc="outside lower center",
         frameon=False,
@@ -138,7 +133,7 @@ def curves(names: Sequence[str], results: Sequence[Result], setting: Setting) ->
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The running mean of the last `SMOOTHING` values."""
+    """Return the running mean of the last `SMOOTHING` values."""
     windows = [losses[max(0, end - SMOOTHING) : end] for end in range(1, len(losses) + 1)]
     return [sum(window) / len(window) for window in windows]
 

@@ -1,72 +1,117 @@
-"""What standard output is: how wide, whether it takes escape codes. NO_COLOR and TERM=dumb are kept to everywhere."""
+"""Output by rich: text that folds, tables in which no number is ever cut, and progress, on terminals only."""
 
 import os
-import shutil
+import re
 import sys
-import textwrap
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from dataclasses import dataclass
+from shutil import get_terminal_size
+from typing import Protocol, TextIO
 
-CLEAR = "\r\x1b[K"
-BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+from rich import box, table
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+WHOLE = 10_000  # columns of a file or a pipe, which have no width
+READABLE = 110  # columns of captions there
+NARROWEST = 24  # columns of names, as long as a number can give way instead
+GAP = 2  # columns before each number
+
+_PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after these
 
 
-def width() -> int | None:
-    """Columns of standard output; None where it is a file or a pipe, which have no width."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # the command says how it ends; rich would end it with 1
 
 
-def folded(line: str) -> str:
-    """`line`, in as many lines as the terminal needs for it; broken between words."""
-    columns = width()
-    return (
-        line
-        if columns is None
-        else "\n".join(textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False))
+def console(stream: TextIO, width: int | None = None) -> Console:
+    """Return a console on `stream`, without styles where it is no terminal, NO_COLOR is set, or TERM is dumb."""
+    is_terminal = stream.isatty()
+    return _Console(
+        file=stream,
+        width=width or (get_terminal_size().columns if is_terminal else WHOLE),
+        height=25,  # without it, rich takes a dumb terminal for one of 80 columns
+        force_terminal=is_terminal,
+        color_system="auto" if is_terminal and not os.environ.get("NO_COLOR") else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
 
 
-def moves(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal on which a line can be written over."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+def say(text: str, style: str = "", most: int = WHOLE) -> None:
+    """Print `text` on standard output, folded between words where that is a terminal, and at `most` columns."""
+    to = console(sys.stdout)
+    to.print(text, style=style, width=min(to.width, most))
 
 
-def has_style(stream: TextIO) -> bool:
-    """Whether text on `stream` may be bold, dim or coloured: not if NO_COLOR is set (https://no-color.org)."""
-    return moves(stream) and not os.environ.get("NO_COLOR")
+@dataclass(frozen=True)
+class Table:
+    """A column of names, and columns of numbers."""
+
+    name: str  # the heading of the names
+    columns: Mapping[str, int]  # weights, by heading; those with the least weight give way first
+    rows: Sequence[Sequence[str]]  # a name and a cell for each column
+    caption: str  # what the columns mean
+
+    def show(self) -> None:
+        """Print it, as wide as the terminal; as wide as it needs in a file or a pipe."""
+        headings, width = list(self.columns), console(sys.stdout).width
+        shown, narrowest = self._fitting(width)
+        made = table.Table(self.name, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        made.columns[0].overflow = "fold"
+        height = max(heading.count("\n") for heading in headings)
+        for heading in (headings[i] for i in shown):
+            made.add_column("\n" * (height - heading.count("\n")) + heading, justify="right", no_wrap=True)
+        for name, *cells in self.rows:
+            made.add_row(_folded(name, 1 + width - narrowest), *(cells[i] for i in shown))
+        console(sys.stdout, max(width, narrowest)).print(made)
+        hidden = [heading for i, heading in enumerate(headings) if i not in shown]
+        names = ", ".join(heading.replace("-\n", "").replace("\n", " ") for heading in hidden)
+        unseen = f"\nNot shown, for want of room: {names}" if hidden else ""
+        say(f"\n{self.caption}{unseen}\n", style="dim", most=READABLE)
+
+    def _fitting(self, width: int) -> tuple[list[int], int]:
+        """Return the columns that fit `width`, at least one, and the least width at which they are whole."""
+        weights = list(self.columns.values())
+        lines = [[*heading.split("\n"), *(row[i] for row in self.rows)] for i, heading in enumerate(self.columns, 1)]
+        widths = [GAP + max(map(len, column)) for column in lines]
+        names = min(NARROWEST, max(len(row[0]) for row in [[self.name], *self.rows]))
+        shown = list(range(len(widths)))
+        while len(shown) > 1 and names + sum(widths[i] for i in shown) > width:
+            shown.remove(min(reversed(shown), key=lambda i: weights[i]))
+        return shown, 1 + sum(widths[i] for i in shown)
 
 
-def styled(line: str, style: str) -> str:
-    """`line`, to be printed in `style` where standard output has any."""
-    return f"{style}{line}{PLAIN}" if line and has_style(sys.stdout) else line
+def _folded(name: str, width: int) -> str:
+    """Break `name` where a reader would; rich folds what is still too long."""
+    lines = [""]
+    for piece in _PIECES.findall(name):
+        if lines[-1].strip() and len((lines[-1] + piece).rstrip()) > width:
+            lines.append(" ")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class Show(Protocol):
+    """Shows what is being done, and how much of it is done."""
+
+    def __call__(self, text: str, done: int | None = None, of: int | None = None) -> None: ...
 
 
 @contextmanager
-def status() -> Generator["Status"]:
-    """A line on standard error that says what is being done, on terminals only, and is gone when the block ends."""
-    shown = Status(sys.stderr)
-    try:
-        yield shown
-    finally:
-        shown.clear()
+def progress(*, quiet: bool = False) -> Generator[Show]:
+    """Show what is done in a line on standard error, on terminals only; it is gone when the block ends."""
+    to = console(sys.stderr)
+    text = TextColumn("{task.description}", table_column=table.Column(no_wrap=True, overflow="ellipsis"))
+    columns = (SpinnerColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), text)
+    is_shown = to.is_terminal and not to.is_dumb_terminal and not quiet
+    with Progress(*columns, console=to, transient=True, disable=not is_shown) as line:
+        task = line.add_task("", total=None)
 
+        def show(text: str, done: int | None = None, of: int | None = None) -> None:
+            line.update(task, description=text, completed=done or 0, total=of)
 
-class Status:
-    """The line of `status`."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream if moves(stream) else None
-
-    def show(self, line: str) -> None:
-        """Shows `line` instead of the last one."""
-        self._write(CLEAR + line)
-
-    def clear(self) -> None:
-        """Shows nothing."""
-        self._write(CLEAR)
-
-    def _write(self, text: str) -> None:
-        if self._stream is not None:
-            self._stream.write(text)
-            self._stream.flush()
+        yield show

@@ -1,4 +1,4 @@
-"""What `fnddp tune` shows: a table, a plot, and the same as JSON."""
+"""Results of `fnddp tune`: a table, a plot, and the same as JSON."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from matplotlib.ticker import EngFormatter
 
 from fnddp.cli import picture
 from fnddp.cli.report import COLOURS
-from fnddp.cli.table import Column, Table
+from fnddp.cli.terminal import Table, say
 from fnddp.cost.link import duration
 from fnddp.tune import Outcome, Tuned
 
@@ -25,22 +25,28 @@ class Setting:
     """What was asked for."""
 
     model: str
-    data: str
+    data: str | None
     link: str
     ranks: int
     steps: int
     seeds: int
     batch: int
 
+    @property
+    def on(self) -> str:
+        """The data, in words."""
+        named = "digits" if self.model == "digits" else "its own batches"
+        return named if self.data in (None, "own") else self.data
+
     def __str__(self) -> str:
         return (
-            f"{self.model} on {self.data}, {self.ranks} virtual ranks, {self.steps} steps, {self.seeds} seeds; "
+            f"{self.model} on {self.on}, {self.ranks} virtual ranks, {self.steps} steps, {self.seeds} seeds; "
             f"link {self.link}"
         )
 
 
-def table(tuned: Tuned) -> Table:
-    """A row for each pipeline, the fastest first."""
+def show(tuned: Tuned, setting: Setting) -> None:
+    """Print a row for each pipeline, the fastest first, and the winner."""
     pareto, good = tuned.pareto, tuned.good
     rows = [
         (
@@ -56,20 +62,20 @@ def table(tuned: Tuned) -> Table:
         )
         for each in tuned.outcomes
     ]
-    headings = ("wire B", "link B", "step", "codec", "exposed", "loss", "spread", "")
-    weights = (4, 1, 8, 3, 2, 7, 5, 6)
+    weights = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "spread": 5, "mark": 6}
     forward, backward = map(duration, (tuned.compute.forward_seconds, tuned.compute.backward_seconds))
-    return Table(
-        "pipeline",
-        [Column(heading, weight) for heading, weight in zip(headings, weights, strict=True)],
-        rows,
+    caption = (
         f"step: with forward {forward}, backward {backward}, and codec, to encode and decode: measured here\n"
         "that is by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute\n"
         "exposed: what is left to wait for on the link, predicted\n"
         "loss: at the end, simulated, the mean over seeds; spread: half of what lies between best and worst\n"
         "P: nothing else is as fast and as good; <- the fastest that is ok\n"
-        f"ok: within {tuned.within:.1%} of the plain mean's loss, {tuned.threshold:.4f}",
+        f"ok: within {tuned.within:.1%} of the plain mean's loss, {tuned.threshold:.4f}"
     )
+    say(f"{setting}\n")
+    Table("pipeline", weights, rows, caption).show()
+    for line in filter(None, (tuned.verdict, tuned.doubt and f"But {tuned.doubt}.")):
+        say(line)
 
 
 def _mark(each: Outcome, tuned: Tuned, pareto: tuple[Outcome, ...], good: tuple[Outcome, ...]) -> str:
@@ -79,20 +85,17 @@ def _mark(each: Outcome, tuned: Tuned, pareto: tuple[Outcome, ...], good: tuple[
 
 
 def write(out: Path, tuned: Tuned, setting: Setting) -> None:
-    """Writes the plot and the numbers behind it into the folder `out`.
-
-    Raises:
-        OSError: It cannot be written to.
-    """
+    """Write the plot and the numbers behind it into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     picture.save(lambda: plot(tuned, setting), out / PLOT)
     (out / RESULTS).write_text(json.dumps(as_json(tuned, setting), indent=1) + "\n")
 
 
 def as_json(tuned: Tuned, setting: Setting) -> dict[str, Any]:
-    """The outcomes and how they came about."""
+    """Return the outcomes and how they came about."""
     return {
         **vars(setting),
+        "data": setting.on,
         "torch": torch.__version__,
         "within": tuned.within,
         "threshold": tuned.threshold if math.isfinite(tuned.threshold) else None,
@@ -120,7 +123,7 @@ def as_json(tuned: Tuned, setting: Setting) -> dict[str, Any]:
 
 
 def plot(tuned: Tuned, setting: Setting) -> Figure:
-    """Loss against the time of a step, and against bytes."""
+    """Draw loss against the time of a step, and against bytes."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     shown = [each for each in tuned.outcomes if math.isfinite(each.loss)]

@@ -18,8 +18,13 @@ from fnddp.wire.simulated import Ranks
 DEFAULT_GROUP = "default"
 """How the default group is called in a graph that is traced."""
 
-_LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Where launchers say how many processes they have started."""
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+}
+"""The variables that each launcher sets, the most specific first: torchrun may run within a step of SLURM."""
 
 
 WorldSize: TypeAlias = int | Mapping[str | None, int]
@@ -120,7 +125,7 @@ def live_size(group: str | None) -> int:
 
 def require_alone() -> None:
     """Raises a RuntimeError if a launcher has started several ranks."""
-    for variable in _LAUNCHERS:
+    for _, variable, _ in LAUNCHERS.values():
         launched = os.environ.get(variable, "1")
         if launched not in ("1", "") and not (variable == "SLURM_NTASKS" and is_slurm_shell()):
             raise RuntimeError(

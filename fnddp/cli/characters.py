@@ -1,0 +1,44 @@
+"""The help texts that ship with Python, character by character: data for language models."""
+
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor
+
+from fnddp.cli.models import Batch, Forward, Task, class_loss
+
+CONTEXT = 64  # as many as the transformer takes
+HELD_OUT = 0.1
+
+
+def task(size: int) -> Task:
+    """Return what trains a model to predict each next character, on `size` random windows for each rank and step."""
+    whole = characters()
+    train, held_out = whole.split([len(whole) - (kept := int(HELD_OUT * len(whole))), kept])
+    judged = windows(held_out, torch.arange(0, 64 * CONTEXT, CONTEXT))
+
+    def batch(rank: int, ranks: int, generator: torch.Generator) -> Batch:
+        return windows(train, torch.randint(len(train) - CONTEXT, (size,), generator=generator))
+
+    def quality(forward: Forward) -> float:
+        return class_loss(forward, judged).item()
+
+    return Task(batch, class_loss, quality)
+
+
+def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> tuple[Tensor, Tensor]:
+    """Return so many characters from each of `starts` on, and those that follow on each of them."""
+    pieces = text[starts.unsqueeze(-1) + torch.arange(context + 1)]
+    return pieces[..., :-1], pieces[..., 1:]
+
+
+def text() -> str:
+    """Return all texts, one after the other."""
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def characters() -> Tensor:
+    """Return a number for each character of them."""
+    written = text()
+    place = {symbol: i for i, symbol in enumerate(sorted(set(written)))}
+    return torch.tensor([place[symbol] for symbol in written])

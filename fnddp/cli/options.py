@@ -1,0 +1,67 @@
+"""Options that several commands have. This file and the commands' import no torch: completion asks them at each key."""
+
+import math
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+MODELS = {
+    "digits": "fnddp.cli.digits:workload",
+    "transformer": "fnddp.cli.architectures:transformer",
+    "deep": "fnddp.cli.architectures:deep",
+    "gpt2": "fnddp.cli.architectures:gpt2",
+    "resnet18": "fnddp.cli.architectures:resnet18",
+}
+"""Functions that return workloads, by the names that `--model` takes."""
+
+DEFAULT_PIPELINES = (
+    "allreduce",
+    "fp16(allreduce)",
+    "error_feedback(powersgd(fp16(allreduce), rank=2))",
+    "warmup(error_feedback(powersgd(fp16(allreduce), rank=2)), steps=30)",
+)
+
+
+def positive(value: float | None) -> float | None:
+    """Return `value` if it is a finite number above 0, or none is given."""
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"must be a positive number, got {value}")
+    return value
+
+
+def _models(incomplete: str) -> list[str]:
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+Pipelines: TypeAlias = Annotated[
+    list[str] | None, typer.Argument(metavar="PIPELINE", help="for example 'fp16(allreduce)'", show_default=False)
+]
+PipelinesOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--pipelines", metavar="PIPELINE...", help="the same", show_default=False)
+]
+Model: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        autocompletion=_models,
+        help=f"{', '.join(MODELS)}, or FILE.py:fn or module:fn, whose fn() returns a module (for plan), or (module, "
+        "inputs, loss_fn)",
+    ),
+]
+Ranks: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="number of ranks: 2 by default, or the launcher's", show_default=False),
+]
+Link: TypeAlias = Annotated[
+    str, typer.Option(metavar="RATE[:LATENCY]", help="of each rank's link, such as 200mbit or 1gbit:1ms")
+]
+Out: TypeAlias = Annotated[Path, typer.Option(metavar="PATH", help="where files go")]
+Seed: TypeAlias = Annotated[int, typer.Option(min=0, metavar="N", help="of initial parameters, batches and order")]
+Imports: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import", metavar="MODULE", help="import it first, for the transforms that it registers: a name, or FILE.py"
+    ),
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print JSON instead")]

@@ -1,0 +1,89 @@
+"""What `fnddp tune` trains: a workload on data of its own, or on others, as virtual ranks do."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from fnddp.cli.failures import WrongArgument
+from fnddp.cli.models import Batch, Task, load
+from fnddp.tune import Problem
+
+
+def problem(model: str, data: str | None, *, batch: int, ranks: int, steps: int, rate: float | None) -> Problem:
+    """Return what `--model` and `--data` name.
+
+    Args:
+        model: As `fnddp.cli.models.load` takes it.
+        data: "digits", "text", or None for what the model has of its own.
+        batch: Samples of each rank in each step; a model's own batches are what they are.
+        ranks: Number of virtual ranks.
+        steps: Training steps, over which the learning rate falls to zero.
+        rate: The first learning rate; None for what suits the data.
+
+    Raises:
+        WrongArgument: There is no such model, it and the data do not go together, or it cannot be simulated.
+    """
+    workload = load(model)
+    _require_simulable(model, workload.make(0))
+    task = _task(data, batch) or workload.task(batch)
+
+    def batches(n: int, seed: int, steps: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            rows = [task.batch(rank, n, generator) for rank in range(n)]
+            yield tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+
+    _require_fit(task, workload.make(0), f"--model {model}", data or "own", ranks)
+    return Problem(workload.make, task.loss, batches, _falling(task.optimizer, steps, rate), task.quality)
+
+
+def _task(data: str | None, batch: int) -> Task | None:
+    if data == "digits":
+        from fnddp.cli import digits  # needs scikit-learn, which other data does not
+
+        return digits.task(batch)
+    if data == "text":
+        from fnddp.cli import characters
+
+        return characters.task(batch)
+    return None
+
+
+def _require_fit(task: Task, model: nn.Module, name: str, data: str, ranks: int) -> None:
+    """Run the model once, on one rank's batch, to report before all else that it and the data do not go together."""
+    batch = task.batch(0, ranks, torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loss = task.loss(model, batch)
+    except Exception as error:  # a model may raise anything
+        raise WrongArgument(f"{name} does not take --data {data}: {type(error).__name__}: {error}") from error
+    if loss.ndim:
+        raise WrongArgument(f"{name} on --data {data}: the loss must be a scalar, got {list(loss.shape)}")
+
+
+def _require_simulable(name: str, model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise WrongArgument(
+                f"{name} cannot be tuned: {path} ({type(module).__name__}) changes its buffers in forward, which "
+                "virtual ranks cannot; use another normalization for the comparison, such as GroupNorm"
+            )
+
+
+def _falling(
+    make: Callable[..., torch.optim.Optimizer], steps: int, rate: float | None
+) -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
+    """Make optimizers whose learning rate falls linearly to zero: final losses depend less on the last batches."""
+
+    def optimizer(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        made = make(params) if rate is None else make(params, lr=rate)
+        schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 1e-2, total_iters=steps)
+
+        def fall(*_: object) -> None:
+            schedule.step()
+
+        made.register_step_post_hook(fall)
+        return made
+
+    return optimizer

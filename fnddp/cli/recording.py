@@ -1,0 +1,104 @@
+"""What one rank does for `fnddp trace`: run a step, record it, and predict the same step from its plan."""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import fnddp
+from fnddp.cli.models import BATCH_SIZE, functional, load, trained
+from fnddp.cli.rank import Stage
+from fnddp.cli.terminal import Table
+from fnddp.cost.compute import measure_backward, measure_segments
+from fnddp.cost.link import Link, duration
+from fnddp.cost.measure import measure_link
+from fnddp.cost.step import Step
+from fnddp.run.stats import SyncStats
+from fnddp.show.beside import STEP, beside
+from fnddp.sync import Sync
+
+WARM_UP = 3  # steps: the first one learns the order of gradients, the second one follows it
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step, measured and predicted."""
+
+    trace: str  # both timelines, as JSON
+    seconds: float  # what the step took with torch's profiler watching
+    stats: SyncStats  # what its synchronization took of that
+    link: Link | None  # as measured; None in a world of one
+    predicted: Step  # the step on that link
+
+
+def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:
+    """Train a few steps of the workload `name`, and record one. All ranks must do so.
+
+    Raises:
+        TypeError: `sync` has no plan.
+    """
+    torch.set_num_threads(1)  # ranks share a machine
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    workload = load(name)
+    network, task = workload.make(seed), workload.task(BATCH_SIZE)
+    generator = torch.Generator().manual_seed(seed * world_size + rank)
+    yield Stage("measuring the link")
+    link = measure_link() if world_size > 1 else None
+    yield Stage("timing backward")
+    batch = task.batch(rank, world_size, generator)
+    compute = measure_backward(functional(network, task.loss), trained(network), *batch)
+    model = fnddp.DistributedDataParallel(network, sync=sync)
+    model.sync_stats()  # from now on it measures
+
+    def step() -> None:
+        task.loss(model, task.batch(rank, world_size, generator)).backward()
+        model.zero_grad()
+
+    yield Stage("warming up")
+    for _ in range(WARM_UP):
+        step()
+    if model.plan is None:
+        raise TypeError(f"{sync!r} reads values or runs foreign code, so it has no plan to predict a step from")
+    compute = replace(compute, segments=measure_segments(model.plan, model.sync_state))
+    yield Stage("recording")
+    dist.barrier()
+    measured, seconds = _profiled(step)
+    on = link or Link(math.inf)
+    trace = beside(measured, model.plan.to_trace(on, compute))
+    yield Recorded(trace, seconds, model.sync_stats(), link, model.plan.predict(on, compute))
+
+
+def _profiled(step: Callable[[], None]) -> tuple[str, float]:
+    """Return what torch's profiler has recorded of `step`, and how long it took."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says that a profile starts, and ends
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
+        begin = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - begin
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "step.json")
+        profiler.export_chrome_trace(str(file))
+        return file.read_text(), seconds
+
+
+def show(recorded: Recorded) -> None:
+    """Print what was measured and predicted."""
+    stats, step = recorded.stats, recorded.predicted
+    pairs = {
+        "step": (recorded.seconds, step.seconds),
+        "encode": (stats["encode_seconds"], step.encode_seconds),
+        "decode": (stats["decode_seconds"], step.decode_seconds),
+        "exposed": (stats["exposed_seconds"], step.exposed_seconds),
+    }
+    rows = [(name, duration(measured or 0.0), duration(predicted)) for name, (measured, predicted) in pairs.items()]
+    link = "one rank" if recorded.link is None else f"link {recorded.link}"
+    predicted = "predicted: from what all ranks have measured at once, before that step"
+    caption = f"{predicted}\n{link}; wire {stats['wire_bytes']:,} B"
+    Table("part", {"measured": 2, "predicted": 1}, rows, caption).show()
