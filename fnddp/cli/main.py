@@ -14,6 +14,7 @@ from fnddp.cli.bench import bench
 from fnddp.cli.demo import demo
 from fnddp.cli.doctor import doctor
 from fnddp.cli.failures import BROKEN_PIPE, EXTRA, FAILED, INTERRUPTED, WRONG_ARGUMENTS, Failure, stop
+from fnddp.cli.launcher import stopped
 from fnddp.cli.plan import plan
 from fnddp.cli.trace import trace
 from fnddp.cli.tune import tune
@@ -64,8 +65,6 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
             if (error.name or "").partition(".")[0] not in EXTRA:
                 raise
             code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
-        from fnddp.cli.launcher import stopped  # imports torch, which --help does not need
-
         return stopped(f"fnddp {command.__name__}", code, message)
 
     return run
