@@ -11,7 +11,7 @@ OUTER = [
     f"outer/{name}"
     for name in [
         *("contract", "local_sgd", "descent", "diloco", "fragments", "streaming_diloco", "post_local_sgd"),
-        *("hierarchical_local_sgd", "des_loc", "compositions", "trees", "overlap", "plan", "simulate"),
+        *("hierarchical_local_sgd", "des_loc", "compositions", "overlap", "plan", "simulate"),
         *("simulate_training", "attach", "__init__"),
     ]
 ]

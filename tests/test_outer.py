@@ -10,7 +10,7 @@ from torch import Tensor
 import fnddp
 from fnddp import Sync, WireCounter, allreduce, outer, two_shot
 from fnddp.laws import bits, gather
-from fnddp.outer.contract import AtOnce, outers
+from fnddp.outer.contract import Exchanges, outers
 from fnddp.outer.fragments import divided
 from fnddp.ranks import RankFailed, run_threads
 from fnddp.state import parts
@@ -63,7 +63,7 @@ def moved(params: Leaves, rank: int, call: int) -> Leaves:
     return {path: leaf - 0.1 * torch.randn(leaf.shape, generator=generator) for path, leaf in params.items()}
 
 
-class Recording(AtOnce):
+class Recording(Exchanges):
     """Exchanges that note which leaves begin and end."""
 
     def __init__(self) -> None:
@@ -447,14 +447,14 @@ def test_what_is_wrong_with_leaves_names_them():
         outer.streaming_diloco(allreduce, every=3, fragments=("b",)).init({"a": torch.ones(2)})
     with pytest.raises(ValueError, match=r"there is no tree 'exp_avg' among \['params'\]"):
         outer.des_loc({"exp_avg": outer.local_sgd(every=2)}).init({"params": {"w": torch.ones(2)}})
-    with pytest.raises(ValueError, match="begin with the same parameters, and leaf 'w' is not"):
+    with pytest.raises(ValueError, match="begin with the same parameters, but leaf 'w' differs"):
         outer.simulate(outer.local_sgd(every=2), 2).init({"w": torch.tensor([1.0, 2.0])})
     with pytest.raises(ValueError, match="no row for each of 3 ranks"):
         outer.simulate(outer.local_sgd(every=2), 3).init({"w": torch.ones(2)})
     step = outer.diloco(allreduce, every=1)
-    with pytest.raises(ValueError, match=r"leaf 'extra' has shape \(2,\), and the state was made for none"):
+    with pytest.raises(ValueError, match=r"leaf 'extra' has shape \(2,\), but the state was made for none"):
         step({"w": torch.ones(2), "extra": torch.ones(2)}, step.init({"w": torch.ones(2)}))
-    with pytest.raises(ValueError, match=r"leaf 'w' has shape \(3,\), and the state was made for \(2,\)"):
+    with pytest.raises(ValueError, match=r"leaf 'w' has shape \(3,\), but the state was made for \(2,\)"):
         step({"w": torch.ones(3)}, step.init({"w": torch.ones(2)}))
     with pytest.raises(ValueError, match="made for another pipeline"):
         step({"w": torch.ones(2)}, outer.local_sgd(every=2).init({"w": torch.ones(2)}))

@@ -1,4 +1,4 @@
-"""Outer steps: local SGD, DiLoCo and kin, for ranks that train apart and meet now and then."""
+"""Outer steps: local SGD, DiLoCo and related methods, for ranks that train apart and exchange once in several steps."""
 
 from fnddp.outer.attach import Attached, attach
 from fnddp.outer.compositions import muloco, sparse_loco

@@ -1,6 +1,6 @@
-"""Fragments of a model: which leaves are exchanged together."""
+"""Fragments of a model: leaves that are exchanged together."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -12,12 +12,7 @@ Fragments: TypeAlias = int | tuple[str, ...]
 
 
 def checked_fragments(owner: str, fragments: object) -> Fragments:
-    """`fragments` as a number or a tuple of patterns.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: There are none, or a pattern occurs twice.
-    """
+    """Return `fragments` as a number or a tuple of patterns; raise if it is neither, empty, or repeats a pattern."""
     if isinstance(fragments, list | tuple):
         patterns = tuple(fragments)
         if not all(isinstance(pattern, str) for pattern in patterns):
@@ -32,10 +27,10 @@ def checked_fragments(owner: str, fragments: object) -> Fragments:
 
 
 def divided(owner: str, leaves: Mapping[str, Tensor], fragments: Fragments) -> list[list[str]]:
-    """The paths of each fragment.
+    """Return the paths of each fragment.
 
-    A number of them are runs of leaves, in order, of about the same number of elements. Patterns take the leaves that
-    they match, the first of them that does.
+    A number of fragments makes runs of leaves, in order, of about the same number of elements. With patterns, a leaf
+    belongs to the first one that matches it.
 
     Raises:
         ValueError: There are fewer leaves than fragments; a leaf matches no pattern, or a pattern no leaf.
@@ -58,11 +53,6 @@ def divided(owner: str, leaves: Mapping[str, Tensor], fragments: Fragments) -> l
     return list(found.values())
 
 
-def number_of(fragments: Fragments) -> int:
-    """How many fragments there are."""
-    return fragments if isinstance(fragments, int) else len(fragments)
-
-
 def _runs(owner: str, leaves: Mapping[str, Tensor], n: int) -> list[list[str]]:
     if len(leaves) < n:
         raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {n} fragments; a leaf is not divided")
@@ -79,8 +69,3 @@ def _runs(owner: str, leaves: Mapping[str, Tensor], n: int) -> list[list[str]]:
             size += following
         left -= size
     return runs
-
-
-def taken(leaves: Mapping[str, Tensor], paths: Iterable[str]) -> dict[str, Tensor]:
-    """The leaves at `paths`."""
-    return {path: leaves[path] for path in paths}

@@ -1,15 +1,18 @@
-"""Local SGD: ranks train apart and average their parameters now and then."""
+"""Local SGD: ranks train apart and average their parameters once in several steps."""
 
 from typing import NamedTuple
 
-from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_means
+from fnddp.outer.contract import Exchanges, Outer, outer, require_options
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, replaced, require_leaves
+from fnddp.tree import Leaves, Tree, require_leaves
 
 
 class LocalSGDState(NamedTuple):
-    """`step`: local steps since the last average, below `every`."""
+    """Counts local steps: for `local_sgd` since the last average, otherwise since the first step.
+
+    `inner`: the pipeline's state; for `hierarchical_local_sgd` a dict of them by period.
+    """
 
     step: Replicated[int]
     inner: State
@@ -17,7 +20,7 @@ class LocalSGDState(NamedTuple):
 
 @outer
 class local_sgd(Outer):
-    """Averages the parameters after every so many local steps.
+    """Average the parameters every `every` local steps.
 
     The pipeline is given parameters, not differences: a lossy one loses digits of the parameters themselves. For
     compressed exchanges take `diloco(sync, every, lr=1, momentum=0)`, which sends differences. It keeps no copy of the
@@ -25,7 +28,7 @@ class local_sgd(Outer):
 
     Args:
         every: Local steps from one average to the next; at least 1.
-        sync: What takes the mean.
+        sync: Takes the mean.
 
     Raises:
         TypeError: `sync` takes no mean, or not of every leaf in every exchange.
@@ -43,8 +46,7 @@ class local_sgd(Outer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("local_sgd", "every", self.every, 1)
-        require_means("local_sgd", self.sync)
+        require_options(self, self.sync, every=1)
 
     @property
     def period(self) -> int:
@@ -57,6 +59,6 @@ class local_sgd(Outer):
         require_leaves("local_sgd", params)
         require_state("local_sgd", state, LocalSGDState)
         if state.step + 1 < self.every:
-            return params, replaced(state, step=state.step + 1)
+            return params, LocalSGDState(state.step + 1, state.inner)
         mean, inner = exchanges.end("params", self.sync, params, state.inner)
-        return {path: mean[path] for path in params}, LocalSGDState(0, inner)
+        return mean, LocalSGDState(0, inner)

@@ -1,54 +1,50 @@
-"""Exchanges that go on while ranks train: started in one call, finished in a later one."""
+"""Exchanges that continue while ranks train: started in one call, finished in a later one."""
 
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.vote import StepFailedError
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves
-from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import Wire
 
 
 class _Open(NamedTuple):
-    """`error`: what it has failed with on this rank, which the other ranks have been told."""
+    """`error`: the exchange's error on this rank, of which the other ranks have been notified."""
 
     engine: Engine
     leaves: Leaves
     error: BaseException | None
 
 
-class Overlapped:
-    """Exchanges of an outer step over any wire: lowered, ended on all ranks alike, and under way in between.
+class Overlapped(Exchanges):
+    """Exchanges over any wire: lowered, run in the background between calls, and ended on all ranks alike.
 
-    An error on one rank ends an exchange on all of them: this one raises it, the others `StepFailedError`. Parameters
-    and state are then what they were, and the next call exchanges again.
-
-    Args:
-        wire: Who moves bytes.
-        backend: Who runs what is computed between collectives: see `docs/compile.md`.
+    An error on one rank ends an exchange on all of them: that rank raises it, the others `StepFailedError`. Parameters
+    and state are then unchanged, and the next call exchanges again.
     """
 
-    def __init__(self, wire: Wire = C10D, *, backend: str | None = None) -> None:
-        self._wire, self._backend = wire, backend
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._engines: dict[tuple[str, Sync], Engines] = {}
         self._open: dict[str, _Open] = {}
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """The names of the exchanges that have been started and not finished, in that order."""
+        """Names of the exchanges that have started and not ended, in the order of their starts."""
         return tuple(self._open)
 
     def poll(self) -> None:
-        """Carries what is under way on as far as it goes without waiting. Errors are raised where it ends."""
+        """Advance open exchanges without waiting. Errors are raised where they end."""
         for name in self.under_way:
             self._carry_on(name, self._open[name].engine.poll)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """See `Exchanges.begin`: starts it. An error of this rank's is raised where it ends, as on the others."""
+        """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
         self._discard(name)
         engine = self._engine(name, sync, leaves, state)
         engine.start(state)
@@ -56,14 +52,14 @@ class Overlapped:
         self._carry_on(name, lambda: engine.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        """See `Exchanges.end`: finishes it, or runs it whole, where what is under way is not of these leaves."""
+        """Finish the open exchange of this name, or run a whole one if it is not of these leaves."""
         found = self._open.get(name)
         if found is None or found.leaves is not leaves:
             self.begin(name, sync, leaves, state)
         return self._finish(name)
 
     def discard(self) -> None:
-        """Finishes what is under way, on all ranks, and forgets what it gave."""
+        """Finish open exchanges, on all ranks, and drop their results."""
         for name in self.under_way:
             self._discard(name)
 
@@ -97,6 +93,6 @@ class Overlapped:
     def _engine(self, name: str, sync: Sync, leaves: Leaves, state: State) -> Engine:
         engines = self._engines.get((name, sync))
         if engines is None:
-            engines = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire, backend=self._backend)
+            engines = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
             self._engines[name, sync] = engines
         return engines.of(leaves, state)

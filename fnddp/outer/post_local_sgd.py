@@ -1,36 +1,28 @@
 """Post-local SGD: gradients are averaged at first, parameters from some step on."""
 
-from typing import NamedTuple
-
-from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_means
+from fnddp.outer.contract import Exchanges, Outer, outer, require_options
+from fnddp.outer.local_sgd import LocalSGDState
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.reducers.none import none
 from fnddp.schedules.switch import switch
-from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, replaced, require_leaves
-
-
-class PostLocalSGDState(NamedTuple):
-    """`step`: local steps so far."""
-
-    step: Replicated[int]
-    inner: State
+from fnddp.sync import State, Sync, require_state
+from fnddp.tree import Leaves, Tree, require_leaves
 
 
 @outer
 class post_local_sgd(Outer):
-    """Averages the parameters in every so many steps, from step `start` on; before, ranks average their gradients.
+    """Average the parameters every `every` steps from step `start` on; until then ranks average their gradients.
 
-    The outer step is the second half. The first one is a pipeline for gradients, `gradients`: the mean over all ranks
+    The outer step is the second half. The first half is a pipeline for gradients, `gradients`: the mean over all ranks
     until `start`, and from then on `intra`, such as the mean over the ranks of a node. The wrong choice where early
     steps cost as much as late ones: `local_sgd` saves them all.
 
     Args:
         start: The first step, counted from 0, whose gradients are not averaged over all ranks.
         every: Steps from one average of the parameters to the next. The first one follows step `start`, as in torch.
-        sync: What takes the mean of the parameters.
-        before: What takes that of the gradients before `start`.
-        intra: What does from `start` on: nothing, or `all_reduce("node")`, a group of each node.
+        sync: Takes the mean of the parameters.
+        before: Takes the mean of the gradients before `start`.
+        intra: Synchronizes gradients from `start` on: nothing, or `all_reduce("node")`, a group of each node.
 
     Raises:
         TypeError: `sync` takes no mean, or not of every leaf in every exchange.
@@ -53,9 +45,7 @@ class post_local_sgd(Outer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("post_local_sgd", "start", self.start, 0)
-        require_at_least("post_local_sgd", "every", self.every, 1)
-        require_means("post_local_sgd", self.sync)
+        require_options(self, self.sync, start=0, every=1)
 
     @property
     def gradients(self) -> Sync:
@@ -71,13 +61,12 @@ class post_local_sgd(Outer):
         return self.start
 
     def init(self, params: Tree) -> State:
-        return PostLocalSGDState(0, self.sync.init(params))
+        return LocalSGDState(0, self.sync.init(params))
 
-    def step(self, params: Leaves, state: PostLocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
+    def step(self, params: Leaves, state: LocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
         require_leaves("post_local_sgd", params)
-        require_state("post_local_sgd", state, PostLocalSGDState)
-        done = replaced(state, step=state.step + 1)
+        require_state("post_local_sgd", state, LocalSGDState)
         if state.step < self.start or (state.step - self.start) % self.every:
-            return params, done
+            return params, LocalSGDState(state.step + 1, state.inner)
         mean, inner = exchanges.end("params", self.sync, params, state.inner)
-        return {path: mean[path] for path in params}, replaced(done, inner=inner)
+        return mean, LocalSGDState(state.step + 1, inner)

@@ -1,4 +1,4 @@
-"""Outer steps on n virtual ranks, whose parameters differ: a row for each."""
+"""Simulation of outer steps on n virtual ranks, whose parameters differ: a row for each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ import torch
 
 from fnddp import tree
 from fnddp.options import checked_int
-from fnddp.outer.contract import Outer
+from fnddp.outer.contract import Exchanges, Outer
 from fnddp.simulate import Simulation, of_rank, require_rows, with_rows
 from fnddp.state import parts
 from fnddp.sync import State, Sync
@@ -18,7 +18,7 @@ from fnddp.wire.simulated import Division, Ranks
 
 
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
-    """`outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
+    """Return `outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
 
     Its pipelines run as `fnddp.simulate` runs them, with the same bits for carriers; the rest is computed element by
     element, for all ranks at once.
@@ -29,7 +29,7 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
         groups: How the groups with a name divide the ranks: see `fnddp.simulate`.
 
     Raises:
-        ValueError: As `fnddp.simulate` says, at the exchange for pipelines.
+        ValueError: See `fnddp.simulate`; for pipelines, at their exchange.
 
     >>> from fnddp import allgather, outer
     >>> sim = simulate(outer.local_sgd(every=2, sync=allgather), world_size=2)
@@ -47,9 +47,9 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
 
 @dataclass(frozen=True)
 class OuterSimulation:
-    """An outer step on n virtual ranks: see `simulate`. It is called as the step is, with parameters `[n, *shape]`.
+    """An outer step on n virtual ranks: see `simulate`. Call it as the step, with parameters `[n, *shape]`.
 
-    States are the step's own, but that `Local` tensors are `[n, *shape]`, a row for each rank.
+    States are those of the step, except that `Local` tensors are `[n, *shape]`, a row for each rank.
     """
 
     outer: Outer
@@ -61,32 +61,29 @@ class OuterSimulation:
             raise ValueError(f"simulate: world_size must be at least 1, got {self.world_size!r}")
 
     def init(self, params: Tree) -> State:
-        """The state before the first step.
-
-        Args:
-            params: All ranks' parameters, `[n, *shape]`: the same on all.
+        """Return the state before the first step, for equal rows of parameters `[n, *shape]`.
 
         Raises:
-            ValueError: A leaf has no row for each rank, or not the same in all rows.
+            ValueError: A leaf has no row for each rank, or rows differ.
         """
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
         for path, leaf in leaves.items():
             if not torch.equal(leaf, leaf[:1].expand_as(leaf)):
-                raise ValueError(f"simulate: ranks begin with the same parameters, and leaf {path!r} is not")
+                raise ValueError(f"simulate: ranks begin with the same parameters, but leaf {path!r} differs")
         with within(World(simulated=Ranks(self.world_size, torch.zeros((), dtype=torch.int64), self.groups))):
             state = self.outer.init(tree.unflatten(spec, {path: leaf[0].clone() for path, leaf in leaves.items()}))
         return with_rows(state, self.world_size)
 
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:
-        """What follows a local step of all ranks.
+        """Run the outer step after a local step of all ranks.
 
         Args:
             params: All ranks' parameters, `[n, *shape]`.
             state: From `init` or the previous call.
 
         Raises:
-            ValueError: A leaf has no row for each rank; or as `fnddp.simulate` says.
+            ValueError: A leaf has no row for each rank; or see `fnddp.simulate`.
         """
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
@@ -94,23 +91,19 @@ class OuterSimulation:
         with torch.no_grad(), without_autocast():
             stepped, state = self.outer.step(leaves, state, _Simulated(self.world_size, self.groups))
         _require_same_for_all(state, before)
-        rows = {path: _rows(leaf, leaves[path]) for path, leaf in stepped.items()}
-        return tree.unflatten(spec, rows), state
+        return tree.unflatten(spec, {path: _rows(stepped[path], leaf) for path, leaf in leaves.items()}), state
 
     def of_rank(self, state: State, rank: int) -> State:
-        """The state that `rank` would have."""
+        """Return the state that `rank` would have."""
         return of_rank(state, rank)
 
 
 @dataclass(frozen=True)
-class _Simulated:
+class _Simulated(Exchanges):
     """The pipelines of an outer step, on virtual ranks."""
 
     world_size: int
     groups: Mapping[str, Division]
-
-    def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """Nothing: no time passes."""
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         done = Simulation(sync, self.world_size, self.groups).exchange(leaves, state)
@@ -122,7 +115,7 @@ def _require_same_for_all(state: State, before: State) -> None:
         if isinstance(part.value, torch.Tensor) and part.value.shape != earlier.value.shape:
             raise ValueError(
                 f"simulate: {part.path!r} is not the same on all ranks any more, since the pipeline reduces over some "
-                "of them; local_sgd and hierarchical_local_sgd do without such a state"
+                "of them; use local_sgd or hierarchical_local_sgd, which have no such state"
             )
 
 

@@ -1,12 +1,13 @@
 """Different leaves, different pipelines."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from fnmatch import translate
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from fnddp import tree
+from fnddp.options import checked_pairs
 from fnddp.sync import Exchange, State, Sync, require_state, transform
 from fnddp.tree import Leaves, Tree, require_leaves
 
@@ -52,18 +53,11 @@ class partition(Sync):
     wraps_skipping: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        pairs: Any = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
-        if not isinstance(pairs, Iterable) or not all(
-            isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
-        ):
-            raise TypeError(f"partition: rules must be a dict of pipelines by pattern, got {self.rules!r}")
-        rules: tuple[tuple[Any, Any], ...] = tuple((pattern, sync) for pattern, sync in pairs)
+        rules = checked_pairs("partition: rules must be a dict of pipelines by pattern", self.rules, Sync, str)
         object.__setattr__(self, "rules", rules)
         if not rules:
             raise ValueError("partition: no rules; write partition({'*': allreduce})")
-        for pattern, sync in rules:
-            if not isinstance(pattern, str) or not isinstance(sync, Sync):
-                raise TypeError(f"partition: a rule is a pattern and a pipeline, got {pattern!r}: {sync!r}")
+        for pattern, _ in rules:
             if len(pattern) > MAX_PATTERN:
                 raise ValueError(f"partition: a pattern has {len(pattern)} characters, more than {MAX_PATTERN}")
         if len(dict(rules)) < len(rules):

@@ -1,11 +1,11 @@
 """One pipeline after the other, at given steps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from fnddp.options import checked_int
+from fnddp.options import checked_int, checked_pairs
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.tree import Leaves, Tree, paired, replaced, require_leaves
 
@@ -58,11 +58,7 @@ class switch(Sync):
     wraps_skipping: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        pairs: Any = self.stages.items() if isinstance(self.stages, Mapping) else self.stages
-        if not isinstance(pairs, Iterable) or not all(
-            isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], Sync) for pair in pairs
-        ):
-            raise TypeError(f"switch: stages must be a dict of pipelines by step, got {self.stages!r}")
+        pairs = checked_pairs("switch: stages must be a dict of pipelines by step", self.stages, Sync)
         steps = [checked_int("switch: a step", step) for step, _ in pairs]
         if not steps or min(steps) != 0 or len(set(steps)) < len(steps):
             raise ValueError(f"switch: the first of the stages begins at step 0, others later, got the steps {steps}")
