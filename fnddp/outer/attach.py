@@ -1,6 +1,7 @@
 """Outer steps in a training script: they follow the optimizer's."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ def attach(
     all ranks: parameters and state are then those after the local step, and the next step exchanges again.
 
     Each rank counts its own steps, so all must take the same number, or the last exchanges wait for missing ranks.
-    Where a step of the optimizer is sometimes left out, as by a `GradScaler`, pass no optimizer, and call
-    `Attached.step` in every iteration.
+    Where a step is sometimes left out, as by a `GradScaler`, pass no optimizer, and call `Attached.step` each time.
 
     Args:
         model: Its parameters that require gradients are exchanged. It must not average gradients over the same ranks.
@@ -47,8 +47,7 @@ def attach(
         outer: The outer step. `des_loc` finds trees other than "params" in the optimizer's state by their names.
         wire: Moves bytes; torch.distributed by default.
         group: The ranks that train together, where the pipelines of `outer` name none; None for the default group.
-        init_sync: Check now that ranks agree, and make parameters and buffers equal to the first rank's. If False, they
-            must be equal already.
+        init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's; False if they are.
         prepare: Called before a step in which an exchange starts, and before anything is read; it may load parameters
             and state, such as `start_quorum` of a torchft manager.
         commit: Called when an exchange has ended or failed, before anything is written, such as `should_commit`. If it
@@ -86,34 +85,29 @@ def attach(
         control.broadcast(tensors, group_name(group), wire=wire)
     else:
         described()
-    return Attached(outer, parameters, optimizer, wire, prepare, commit)
+    return Attached(outer, parameters, optimizer, Overlapped(wire), prepare, commit)
 
 
+@dataclass(eq=False, repr=False)
 class Attached:
     """An outer step on a model: see `attach`."""
 
-    def __init__(
-        self,
-        outer: Outer,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
-        wire: Wire,
-        prepare: Callable[[], object] | None,
-        commit: Callable[[], bool] | None,
-    ) -> None:
-        self.outer = outer
-        self._parameters, self._optimizer = parameters, optimizer
-        self._prepare, self._commit = prepare, commit
-        self._exchanges = Overlapped(wire)
+    outer: Outer
+    _parameters: Mapping[str, nn.Parameter]
+    _optimizer: torch.optim.Optimizer | None
+    _exchanges: Overlapped
+    _prepare: Callable[[], object] | None
+    _commit: Callable[[], bool] | None
+
+    def __post_init__(self) -> None:
         self._state = self._fresh()
-        self._handle = None if optimizer is None else optimizer.register_step_post_hook(self._after)
+        self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     @property
     def state(self) -> State:
-        """The outer step's state, which later steps do not write over; set it, on all ranks, to go on from another.
+        """The outer step's state, which later steps do not write over.
 
-        Raises:
-            ValueError: It is of another outer step or other parameters.
+        Set it, on all ranks, to go on from another state. One of another outer step or other leaves is a ValueError.
         """
         return self._state
 
@@ -127,7 +121,7 @@ class Attached:
         return self._exchanges.under_way
 
     def step(self) -> None:
-        """Run the outer step after a local one. The optimizer calls this, if there is one.
+        """Run the outer step after a local one: called by the optimizer, if there is one.
 
         Raises:
             StepFailedError: Another rank has failed in the exchange of this call.
@@ -160,11 +154,7 @@ class Attached:
         return state_dict(self._state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved state, on all ranks; load the model and the optimizer as well.
-
-        Raises:
-            ValueError: It is of another outer step or other parameters.
-        """
+        """Go on, on all ranks, from a `state_dict` of the same outer step; load the model and the optimizer too."""
         self._state = load_state_dict(self._state, saved)
 
     def replicated_state_dict(self) -> dict[str, Any]:
@@ -172,17 +162,13 @@ class Attached:
         return {part.key: part.value for part in parts(self._state) if part.kind == REPLICATED}
 
     def load_replicated_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from another rank's `replicated_state_dict`; this rank's own part, such as residuals, begins anew.
-
-        Raises:
-            ValueError: It is of another outer step or other parameters.
-        """
+        """Go on from another rank's `replicated_state_dict`; this rank's own part, such as residuals, begins anew."""
         fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
 
     def detach(self) -> None:
         """Stop following the optimizer's steps, and finish open exchanges, on all ranks."""
-        self._exchanges.discard()
+        self._exchanges.discard(self.under_way)
         if self._handle is not None:
             self._handle.remove()
 
@@ -190,7 +176,7 @@ class Attached:
         return self.outer.init(self.outer.leaves_of(self._detached(), None))
 
     def _ahead(self) -> Noted:
-        """Return which exchanges the next step starts and ends, if that matters to the caller's functions."""
+        """Return the exchanges that the next step starts and ends, if there is a `prepare` or `commit` to call."""
         noted = Noted(self.under_way)
         if self._prepare is not None or self._commit is not None:
             with torch.no_grad():

@@ -27,16 +27,12 @@ def sparse_loco(
     number of ranks: it is meant for few ranks with slow links.
 
     Args:
-        every: Local steps from one exchange to the next.
+        every, lr: See `diloco`.
         k: Differences sent of each chunk: a multiple of 8 / bits.
         chunk: Elements of a chunk.
         bits: Bits of each value: 8, 4 or 2.
         decay: Factor on the memory of differences that were not sent.
-        lr: The outer learning rate.
         carrier: Gathers payloads.
-
-    Raises:
-        ValueError: An option is out of range.
 
     Source: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, Algorithm 1;
     its quantizer has a table of values for each chunk, this one multiples of the largest value of a chunk.
@@ -64,10 +60,9 @@ def muloco(
     attach to the one that steps last.
 
     Args:
-        every: Local steps from one exchange to the next.
+        every, lr, momentum: See `diloco`.
         bits: Bits of each difference: 8, 4 or 2.
         decay: Factor on the memory.
-        lr, momentum: See `diloco`.
         carrier: Moves payloads.
 
     Source: Thérien et al., "MuLoCo", arXiv 2505.23725, Algorithm 1 with quantization and error feedback.

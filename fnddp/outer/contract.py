@@ -23,10 +23,9 @@ T = TypeVar("T")
 
 
 class Exchanges:
-    """Runs the exchanges of an outer step: here, for a step that is called as a function, each at once where it ends.
+    """Runs the exchanges of an outer step, by the names of fragments or trees: here each at once, where it ends.
 
-    Subclasses run them during training, on virtual ranks, or for a plan. Each exchange has a name: that of its fragment
-    or tree.
+    Subclasses run them during training, on virtual ranks, or for a plan.
     """
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
@@ -42,19 +41,9 @@ class Outer(Expression, abc.ABC):
     """An outer step: a value that can be printed, compared, planned, simulated and run.
 
     Running it is pure: it never writes to parameters; to roll back, keep the old parameters and the old state.
-
-    >>> import torch
-    >>> from fnddp import allreduce, outer
-    >>> step = outer.diloco(allreduce, every=2, lr=0.5, momentum=0)
-    >>> params = {"w": torch.tensor([4.0])}
-    >>> state = step.init(params)
-    >>> for i in range(2):
-    ...     params = {"w": params["w"] - 1}  # a local step
-    ...     params, state = step(params, state)
-    ...     print(params["w"].item())
-    3.0
-    3.0
     """
+
+    every: int
 
     named: ClassVar[frozenset[str]] = frozenset({"every", "start"})
     wants_moments: ClassVar[bool] = False
@@ -62,15 +51,11 @@ class Outer(Expression, abc.ABC):
 
     @abc.abstractmethod
     def init(self, params: Tree) -> State:
-        """Return the state before the first step.
-
-        Args:
-            params: The parameters, the same on all ranks. Some outer steps keep a copy.
-        """
+        """Return the state before the first step, from parameters that are the same on all ranks."""
 
     @abc.abstractmethod
     def step(self, params: Leaves, state: State, exchanges: Exchanges) -> tuple[Leaves, State]:
-        """Return the parameters to go on with after a local step, by path, and the next state. Subclasses define this.
+        """Return the parameters to go on with after a local step, by path, and the next state.
 
         It must compute element by element, so that simulation can pass a row for each rank where the state has one for
         all. Only Python ints of the state may decide which exchanges begin and end.
@@ -82,9 +67,9 @@ class Outer(Expression, abc.ABC):
         """
 
     @property
-    @abc.abstractmethod
     def period(self) -> int:
-        """Number of local steps after which the exchanges repeat."""
+        """Number of local steps after which the exchanges repeat: `every`, unless a subclass overrides this."""
+        return self.every
 
     @property
     def lead(self) -> int:
@@ -92,11 +77,9 @@ class Outer(Expression, abc.ABC):
         return 0
 
     def leaves_of(self, params: Leaves, moments: Mapping[str, Mapping[str, Any]] | None) -> Leaves:
-        """Return the leaves that `step` is called with: the parameters, and for some steps moments of the optimizer.
+        """Return the leaves that `step` is called with: `params`, and in `des_loc` moments of the optimizer.
 
-        Args:
-            params: Parameters by name.
-            moments: The optimizer's state of each parameter, by its name; None for zeros, before there is any.
+        `moments` is the optimizer's state of each parameter, by its name; None for zeros, before there is any.
         """
         return params
 
@@ -111,8 +94,7 @@ class Outer(Expression, abc.ABC):
             The parameters to go on with, in the tree of `params`, and the next state.
 
         Raises:
-            TypeError: A leaf is not a tensor.
-            ValueError: The state belongs to another tree.
+            TypeError, ValueError: A leaf is not a dense tensor, or the state belongs to another tree.
         """
         leaves, spec = tree.flatten(params)
         with torch.no_grad(), without_autocast():
@@ -126,24 +108,14 @@ outers = Registry()
 
 @dataclass_transform(frozen_default=True)
 def outer(cls: type[T]) -> type[T]:
-    """Make an `Outer` subclass a frozen dataclass and register its name with `parse`: a class decorator.
-
-    Raises:
-        ValueError: Another module has registered an outer step of this name.
-    """
+    """Make an `Outer` subclass a frozen dataclass and register its name, which must be new, with `parse`."""
     made = dataclass(frozen=True, repr=False)(cls)
     outers.add(cls.__name__, made)
     return made
 
 
 def parse(text: str) -> Outer:
-    """Return the outer step that `text` describes: the inverse of `repr`. Safe on hostile text, as `fnddp.parse` is.
-
-    Args:
-        text: For example "diloco(error_feedback(topk(allgather, ratio=0.01)), every=30)".
-
-    Raises:
-        TypeError, ValueError: See `fnddp.parse`.
+    """Return the outer step that `text` describes: the inverse of `repr`. Safe on hostile text; see `fnddp.parse`.
 
     >>> parse("diloco(fp16(allreduce), every=30)")
     diloco(fp16(allreduce), every=30)
@@ -152,12 +124,7 @@ def parse(text: str) -> Outer:
 
 
 def require_options(step: Outer, *syncs: Sync, **least: int) -> None:
-    """Raise unless each of `syncs` takes the mean of every leaf, and each option of `step` is at least its bound.
-
-    Raises:
-        TypeError: A pipeline takes a sum, a max or a min, or leaves out leaves in some steps.
-        ValueError: An option is below its bound.
-    """
+    """Raise unless each of `syncs` takes the mean of every leaf, and each option of `step` is at least its bound."""
     owner = type(step).__name__
     for name, bound in least.items():
         if getattr(step, name) < bound:

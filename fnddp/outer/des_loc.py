@@ -11,7 +11,7 @@ from fnddp import tree
 from fnddp.options import checked_pairs
 from fnddp.outer.contract import Exchanges, Outer, outer
 from fnddp.sync import State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree
 
 Trees: TypeAlias = Mapping[str, Outer] | tuple[tuple[str, Outer], ...]
 
@@ -49,6 +49,7 @@ class des_loc(Outer):
     trees: Trees
 
     wants_moments: ClassVar[bool] = True
+    tables = frozenset({"trees"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,9 +58,6 @@ class des_loc(Outer):
         if not names or len(set(names)) < len(names) or any(not name or "." in name for name in names):
             raise ValueError(f"des_loc: trees need different names without dots, at least one, got {names}")
         object.__setattr__(self, "trees", pairs)
-
-    def __repr__(self) -> str:
-        return f"des_loc({{{', '.join(f'{name!r}: {step!r}' for name, step in self._pairs)}}})"
 
     @property
     def _pairs(self) -> tuple[tuple[str, Outer], ...]:
@@ -86,7 +84,6 @@ class des_loc(Outer):
         return DesLocState({name: step.init(_of(name, leaves)) for name, step in self._pairs})
 
     def step(self, params: Leaves, state: DesLocState, exchanges: Exchanges) -> tuple[Leaves, State]:
-        require_leaves("des_loc", params)
         require_state("des_loc", state, DesLocState)
         stepped, states = dict(params), dict(state.trees)
         for name, step in self._pairs:

@@ -1,88 +1,83 @@
 """The outer optimizer: SGD with momentum, on the differences between an anchor and the ranks' parameters."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fnddp import tree
-from fnddp.outer.contract import Outer, require_options
-from fnddp.sync import Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.outer.contract import Exchanges, Outer, require_options
+from fnddp.sync import State, Sync, require_state
+from fnddp.tree import Leaves, Tree, replaced
+
+S = TypeVar("S", bound=Any)
 
 
 class Descending(Outer):
     """Base of outer steps that move an anchor, equal on all ranks, by a step of SGD on mean differences to it.
 
-    These options are fields of subclasses; their states have a field `anchor`.
+    These options are fields of subclasses; their states have fields `anchor` and `velocity`.
     """
 
     sync: Sync
-    every: int
     lr: float
     momentum: float
     nesterov: bool
+    alpha: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_options(self, self.sync, every=1)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"{type(self).__name__}: momentum must be in [0, 1), got {self.momentum!r}")
-
-    @property
-    def period(self) -> int:
-        return self.every
+        for name in ("momentum", "alpha"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{type(self).__name__}: {name} must be in [0, 1), got {getattr(self, name)!r}")
 
     def anchored(self, params: Tree) -> tuple[Leaves, Leaves]:
-        """Return the anchor and the velocity before the first step: copies, and zeros (nothing without momentum).
-
-        Raises:
-            TypeError: A leaf has no fractions.
-        """
+        """Return the anchor and the velocity before the first step: copies, and zeros (nothing without momentum)."""
         leaves, _ = tree.flatten(params)
         for path, leaf in leaves.items():
             if not tree.is_inexact(leaf):
+                owner = type(self).__name__
                 raise TypeError(
-                    f"{type(self).__name__}: leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the "
-                    "tree"
+                    f"{owner}: leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the tree"
                 )
         anchor = {path: leaf.detach().clone() for path, leaf in leaves.items()}
         return anchor, {path: torch.zeros_like(leaf) for path, leaf in anchor.items() if self.momentum}
 
-    def descended(self, anchor: Leaves, delta: Leaves, velocity: Leaves) -> tuple[Leaves, Leaves]:
-        """Return anchor and velocity after a step with `delta` as the gradient, equal to `torch.optim.SGD` to the bit.
+    def ended(
+        self, name: str, delta: Leaves, params: Leaves, state: S, inner: State, exchanges: Exchanges
+    ) -> tuple[Leaves, S, State]:
+        """End the exchange of `delta`, and move the anchor with its mean as the gradient, like `torch.optim.SGD`.
 
-        Args:
-            anchor: Leaves to move.
-            delta: The mean over ranks of `anchor` minus their parameters.
-            velocity: Of these leaves and others, or empty without momentum.
+        Returns:
+            The parameters: where `delta` has a leaf, (1 - alpha) * anchor + alpha * own; the state with the new anchor
+            and velocity, equal to the bit to SGD's; and the pipeline's state.
         """
-        moved: dict[str, Tensor] = {}
-        velocities: dict[str, Tensor] = {}
-        for path, leaf in anchor.items():
-            direction = delta[path]
+        mean, inner = exchanges.end(name, self.sync, delta, inner)
+        anchor, velocity, merged = dict(state.anchor), dict(state.velocity), dict(params)
+        for path in delta:
+            direction = mean[path]
             if self.momentum:
-                velocities[path] = velocity[path] * self.momentum + delta[path]
-                direction = velocities[path]
+                velocity[path] = velocity[path] * self.momentum + mean[path]
+                direction = velocity[path]
                 if self.nesterov:
-                    direction = torch.add(delta[path], velocities[path], alpha=self.momentum)
-            moved[path] = torch.add(leaf, direction, alpha=-self.lr)
-        return moved, velocities
+                    direction = torch.add(mean[path], velocity[path], alpha=self.momentum)
+            anchor[path] = torch.add(anchor[path], direction, alpha=-self.lr)
+            merged[path] = self._merged(anchor[path], params[path])
+        return merged, replaced(state, anchor=anchor, velocity=velocity), inner
+
+    def _merged(self, anchor: Tensor, own: Tensor) -> Tensor:
+        # Two products, each rounded: one operation for both is rounded otherwise for rows.
+        # A copy, because the local optimizer writes to its parameters.
+        return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
 
     def require_own(self, params: Leaves, state: Any, kind: type) -> None:
         """Raise a ValueError unless `state` is a `kind` made for these leaves, which may have a row for each rank."""
         owner = type(self).__name__
-        require_leaves(owner, params)
         require_state(owner, state, kind)
-        for path in [*state.anchor, *params]:
-            want = state.anchor[path].shape if path in state.anchor else None
-            has = params[path].shape if path in params else None
-            if want is None or has is None or has not in (want, (*has[:1], *want)):
-                shown = ["none" if shape is None else str(tuple(shape)) for shape in (has, want)]
-                raise ValueError(
-                    f"{owner}: leaf {path!r} has shape {shown[0]}, but the state was made for {shown[1]}; call init on "
-                    "these parameters"
-                )
+        like = {path: state.anchor.get(path, leaf) for path, leaf in params.items()}
+        shapes = {path: tuple(leaf.shape[leaf.ndim > like[path].ndim :]) for path, leaf in params.items()}
+        tree.check_entries(owner, state.anchor, shapes)
 
 
 def below(anchor: Leaves, params: Leaves) -> Leaves:

@@ -46,9 +46,17 @@ class diloco(Descending):
     `momentum=0` it is local SGD on differences, and with `every=1` as well the step of data-parallel SGD, but for the
     rounding of a - (a - x).
 
-    >>> from fnddp import allgather, error_feedback, quantize, topk
-    >>> diloco(error_feedback(topk(quantize(allgather, bits=2), k=64, chunk=4096), decay=0.95), every=30)
-    diloco(error_feedback(topk(quantize(allgather, bits=2), k=64, chunk=4096), decay=0.95), every=30)
+    >>> import torch
+    >>> from fnddp import allreduce
+    >>> step = diloco(allreduce, every=2, lr=0.5, momentum=0)
+    >>> params = {"w": torch.tensor([4.0])}
+    >>> state = step.init(params)
+    >>> for i in range(2):
+    ...     params = {"w": params["w"] - 1}  # a local step
+    ...     params, state = step(params, state)
+    ...     print(params["w"].item())
+    3.0
+    3.0
     """
 
     sync: Sync
@@ -65,7 +73,6 @@ class diloco(Descending):
         self.require_own(params, state, DiLoCoState)
         if state.step + 1 < self.every:
             return params, replaced(state, step=state.step + 1)
-        mean, inner = exchanges.end("params", self.sync, below(state.anchor, params), state.inner)
-        anchor, velocity = self.descended(state.anchor, mean, state.velocity)
-        # Copies: the local optimizer writes to its parameters.
-        return {path: leaf.clone() for path, leaf in anchor.items()}, DiLoCoState(0, anchor, velocity, inner)
+        delta = below(state.anchor, params)
+        params, state, inner = self.ended("params", delta, params, state, state.inner, exchanges)
+        return params, replaced(state, step=0, inner=inner)

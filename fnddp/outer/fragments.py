@@ -1,12 +1,12 @@
 """Fragments of a model: leaves that are exchanged together."""
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+import re
+from fnmatch import translate
 from typing import TypeAlias
 
-from torch import Tensor
-
 from fnddp.options import checked_int
+from fnddp.schedules.partition import split_by_pattern
+from fnddp.tree import Leaves
 
 Fragments: TypeAlias = int | tuple[str, ...]
 
@@ -26,46 +26,28 @@ def checked_fragments(owner: str, fragments: object) -> Fragments:
     return number
 
 
-def divided(owner: str, leaves: Mapping[str, Tensor], fragments: Fragments) -> list[list[str]]:
-    """Return the paths of each fragment.
-
-    A number of fragments makes runs of leaves, in order, of about the same number of elements. With patterns, a leaf
-    belongs to the first one that matches it.
-
-    Raises:
-        ValueError: There are fewer leaves than fragments; a leaf matches no pattern, or a pattern no leaf.
+def divided(owner: str, leaves: Leaves, fragments: Fragments) -> list[Leaves]:
+    """Return the leaves of each fragment: runs of about the same size, or the leaves of each pattern.
 
     >>> import torch
-    >>> divided("", {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(9)}, 2)
+    >>> [list(part) for part in divided("", {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(9)}, 2)]
     [['a', 'b'], ['c']]
     """
-    if isinstance(fragments, int):
-        return _runs(owner, leaves, fragments)
-    found: dict[str, list[str]] = {pattern: [] for pattern in fragments}
-    for path in leaves:
-        matching = [pattern for pattern in fragments if fnmatchcase(path, pattern)]
-        if not matching:
-            raise ValueError(f"{owner}: leaf {path!r} matches none of the fragments {list(fragments)}; add a pattern")
-        found[matching[0]].append(path)
-    for pattern, paths in found.items():
-        if not paths:
-            raise ValueError(f"{owner}: fragment {pattern!r} gets none of the leaves {list(leaves)}; remove or mend it")
-    return list(found.values())
-
-
-def _runs(owner: str, leaves: Mapping[str, Tensor], n: int) -> list[list[str]]:
-    if len(leaves) < n:
-        raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {n} fragments; a leaf is not divided")
-    sizes = {path: leaf.numel() for path, leaf in leaves.items()}
-    runs: list[list[str]] = [[] for _ in range(n)]
-    paths, left = list(sizes), sum(sizes.values())
-    for i, run in enumerate(runs):
-        size, target = 0, left / (n - i)
-        while paths and len(paths) > n - i - 1:
-            following = sizes[paths[0]]
-            if run and i < n - 1 and size + following - target > target - size:
+    if not isinstance(fragments, int):
+        patterns = {pattern: re.compile(translate(pattern)) for pattern in fragments}
+        return list(split_by_pattern(owner, leaves, patterns).values())
+    if len(leaves) < fragments:
+        raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {fragments} fragments; a leaf is not divided")
+    runs: list[Leaves] = []
+    paths, left = list(leaves), sum(leaf.numel() for leaf in leaves.values())
+    for later in reversed(range(fragments)):  # runs after this one
+        run, size, target = list[str](), 0, left / (later + 1)
+        while len(paths) > later:
+            following = leaves[paths[0]].numel()
+            if run and later and size + following - target > target - size:
                 break
             run.append(paths.pop(0))
             size += following
+        runs.append({path: leaves[path] for path in run})
         left -= size
     return runs

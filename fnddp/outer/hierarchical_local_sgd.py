@@ -8,7 +8,7 @@ from fnddp.options import checked_int, checked_pairs
 from fnddp.outer.contract import Exchanges, Outer, outer, require_options
 from fnddp.outer.local_sgd import LocalSGDState
 from fnddp.sync import State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree
 
 Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
@@ -40,6 +40,8 @@ class hierarchical_local_sgd(Outer):
     levels: Levels
     start: int = 0
 
+    tables = frozenset({"levels"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         owner = "hierarchical_local_sgd"
@@ -50,10 +52,6 @@ class hierarchical_local_sgd(Outer):
             raise ValueError(f"{owner}: periods must be different and at least 1, at least one, got {periods}")
         require_options(self, *(sync for _, sync in levels), start=0)
         object.__setattr__(self, "levels", tuple(levels))
-
-    def __repr__(self) -> str:
-        levels = ", ".join(f"{period!r}: {sync!r}" for period, sync in self._pairs)
-        return f"hierarchical_local_sgd({{{levels}}}{f', start={self.start!r}' if self.start else ''})"
 
     @property
     def _pairs(self) -> tuple[tuple[int, Sync], ...]:
@@ -72,7 +70,6 @@ class hierarchical_local_sgd(Outer):
         return LocalSGDState(0, {str(period): sync.init(params) for period, sync in self._pairs})
 
     def step(self, params: Leaves, state: LocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
-        require_leaves("hierarchical_local_sgd", params)
         require_state("hierarchical_local_sgd", state, LocalSGDState)
         step, inner = state.step + 1, state.inner
         due = [(period, sync) for period, sync in self._pairs if step % period == 0 and step > self.start]

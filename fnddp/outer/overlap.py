@@ -1,8 +1,8 @@
 """Exchanges that continue while ranks train: started in one call, finished in a later one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
@@ -11,14 +11,6 @@ from fnddp.run.vote import StepFailedError
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves
 from fnddp.wire.protocol import Wire
-
-
-class _Open(NamedTuple):
-    """`error`: the exchange's error on this rank, of which the other ranks have been notified."""
-
-    engine: Engine
-    leaves: Leaves
-    error: BaseException | None
 
 
 class Overlapped(Exchanges):
@@ -40,59 +32,56 @@ class Overlapped(Exchanges):
 
     def poll(self) -> None:
         """Advance open exchanges without waiting. Errors are raised where they end."""
-        for name in self.under_way:
-            self._carry_on(name, self._open[name].engine.poll)
+        for each in self._open.values():
+            each.advance(each.engine.poll)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
-        self._discard(name)
-        engine = self._engine(name, sync, leaves, state)
+        self.discard([name])
+        if (name, sync) not in self._engines:
+            self._engines[name, sync] = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
+        engine = self._engines[name, sync].of(leaves, state)
         engine.start(state)
-        self._open[name] = _Open(engine, leaves, None)
-        self._carry_on(name, lambda: engine.feed_all(dict(reversed(leaves.items())), keep=True))
+        self._open[name] = _Open(engine, leaves)
+        self._open[name].advance(lambda: engine.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """Finish the open exchange of this name, or run a whole one if it is not of these leaves."""
-        found = self._open.get(name)
-        if found is None or found.leaves is not leaves:
+        if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
-        return self._finish(name)
+        return self._open.pop(name).finish()
 
-    def discard(self) -> None:
-        """Finish open exchanges, on all ranks, and drop their results."""
-        for name in self.under_way:
-            self._discard(name)
+    def discard(self, names: Iterable[str]) -> None:
+        """Finish the open ones of these exchanges, on all ranks, and drop their results."""
+        for name in names:
+            found = self._open.pop(name, None)
+            if found is not None and found.error is None:
+                with suppress(StepFailedError):
+                    found.finish()
 
-    def _carry_on(self, name: str, run: Callable[[], None]) -> None:
-        under_way = self._open[name]
-        if under_way.error is None:
+
+@dataclass
+class _Open:
+    """An exchange under way; `error` is its failure on this rank, of which the other ranks have been notified."""
+
+    engine: Engine
+    leaves: Leaves
+    error: Exception | None = None
+
+    def advance(self, run: Callable[[], None]) -> None:
+        if self.error is None:
             try:
                 run()
             except Exception as error:
-                under_way.engine.fail(error)
-                self._open[name] = under_way._replace(error=error)
+                self.engine.fail(error)
+                self.error = error
 
-    def _finish(self, name: str) -> tuple[Leaves, State]:
-        engine, leaves, failed = self._open.pop(name)
-        if failed is not None:
-            raise failed
+    def finish(self) -> tuple[Leaves, State]:
+        if self.error is not None:
+            raise self.error
         try:
-            done = engine.finish()
+            done = self.engine.finish()
         except BaseException as error:
-            engine.fail(error)
+            self.engine.fail(error)
             raise
-        return {path: done.mean[path] for path in leaves}, engine.hand_over()
-
-    def _discard(self, name: str) -> None:
-        found = self._open.get(name)
-        if found is not None and found.error is None:
-            with suppress(StepFailedError):
-                self._finish(name)
-        self._open.pop(name, None)
-
-    def _engine(self, name: str, sync: Sync, leaves: Leaves, state: State) -> Engine:
-        engines = self._engines.get((name, sync))
-        if engines is None:
-            engines = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
-            self._engines[name, sync] = engines
-        return engines.of(leaves, state)
+        return {path: done.mean[path] for path in self.leaves}, self.engine.hand_over()

@@ -18,13 +18,12 @@ from fnddp.wire.groups import World, within
 
 @dataclass(frozen=True)
 class Planned:
-    """One exchange of an outer step.
+    """One exchange of an outer step, and the plan of its pipeline.
 
     Attributes:
         name: The name of its fragment or tree.
         starts: The local step of a period, counted from 1, after which it starts.
         ends: The local step after which it ends; above the period if it ends in the next one.
-        plan: The plan of its pipeline, for one step.
     """
 
     name: str
@@ -38,9 +37,7 @@ class OuterPlan:
     """The exchanges of an outer step in a period of local steps: inert data that prints itself.
 
     Attributes:
-        outer: The outer step.
-        period: Local steps after which the exchanges repeat.
-        lead: Local steps before the first period.
+        period, lead: See `Outer`.
         exchanges: Those that start in a period, in the order in which they start.
         nbytes: Bytes of the leaves.
     """
@@ -94,8 +91,8 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
 
     Args:
         outer: The outer step.
-        params: Any pytree of parameters; meta tensors are enough.
-        world_size: Plan for groups of this size, without a process group; None for the groups that exist.
+        params: Any pytree of parameters; meta tensors will do.
+        world_size: Plan for groups of this size, without a process group; None for the groups that there are.
 
     Raises:
         LoweringError: A pipeline reads values or runs foreign code, so it has no static schedule.
@@ -110,8 +107,9 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
     (5, 8, 15667.2)
     """
     leaves = {path: torch.empty_like(leaf, device="meta") for path, leaf in tree.flatten(params)[0].items()}
+    world = World(size=world_size)
     noted = Noted()
-    with torch.no_grad(), within(World(size=world_size)):
+    with torch.no_grad(), within(world):
         state = outer.init(leaves)
         # Until all exchanges that start within one whole period have ended.
         for noted.step in range(1, outer.lead + 3 * outer.period + 1):
@@ -130,8 +128,7 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
 class Noted(Exchanges):
     """Exchanges that do not run, but are noted with the local steps after which they start and end.
 
-    Args:
-        open: Names of exchanges that started before step 1.
+    `open` names those that have started before step 1.
     """
 
     def __init__(self, open: Iterable[str] = ()) -> None:

@@ -1,12 +1,11 @@
 """Simulation of outer steps on n virtual ranks, whose parameters differ: a row for each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from fnddp import tree
-from fnddp.options import checked_int
 from fnddp.outer.contract import Exchanges, Outer
 from fnddp.simulate import Simulation, of_rank, require_rows, with_rows
 from fnddp.state import parts
@@ -20,16 +19,8 @@ from fnddp.wire.simulated import Division, Ranks
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
     """Return `outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
 
-    Its pipelines run as `fnddp.simulate` runs them, with the same bits for carriers; the rest is computed element by
-    element, for all ranks at once.
-
-    Args:
-        outer: The outer step.
-        world_size: The number of ranks, n.
-        groups: How the groups with a name divide the ranks: see `fnddp.simulate`.
-
-    Raises:
-        ValueError: See `fnddp.simulate`; for pipelines, at their exchange.
+    Its pipelines run as `fnddp.simulate` runs them, with the same bits for carriers, and raise the same errors, at
+    their exchange; the rest is computed element by element, for all ranks at once. For `groups` see there.
 
     >>> from fnddp import allgather, outer
     >>> sim = simulate(outer.local_sgd(every=2, sync=allgather), world_size=2)
@@ -54,11 +45,7 @@ class OuterSimulation:
 
     outer: Outer
     world_size: int
-    groups: Mapping[str, Division] = field(default_factory=dict[str, Division])
-
-    def __post_init__(self) -> None:
-        if checked_int("simulate: world_size", self.world_size) < 1:
-            raise ValueError(f"simulate: world_size must be at least 1, got {self.world_size!r}")
+    groups: Mapping[str, Division]
 
     def init(self, params: Tree) -> State:
         """Return the state before the first step, for equal rows of parameters `[n, *shape]`.
@@ -87,11 +74,18 @@ class OuterSimulation:
         """
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
-        before = state
         with torch.no_grad(), without_autocast():
-            stepped, state = self.outer.step(leaves, state, _Simulated(self.world_size, self.groups))
-        _require_same_for_all(state, before)
-        return tree.unflatten(spec, {path: _rows(stepped[path], leaf) for path, leaf in leaves.items()}), state
+            stepped, after = self.outer.step(leaves, state, _Simulated(self.world_size, self.groups))
+        for part, before in zip(parts(after), parts(state), strict=True):
+            if isinstance(part.value, torch.Tensor) and part.value.shape != before.value.shape:
+                raise ValueError(
+                    f"simulate: {part.path!r} is not the same on all ranks any more, since the pipeline reduces over "
+                    "some of them; use local_sgd or hierarchical_local_sgd, which have no such state"
+                )
+        rows = dict(leaves)
+        for path, leaf in stepped.items():  # without rows where it is the same on all ranks
+            rows[path] = leaf if leaf.shape == rows[path].shape else leaf.expand(rows[path].shape).clone()
+        return tree.unflatten(spec, rows), after
 
     def of_rank(self, state: State, rank: int) -> State:
         """Return the state that `rank` would have."""
@@ -108,16 +102,3 @@ class _Simulated(Exchanges):
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         done = Simulation(sync, self.world_size, self.groups).exchange(leaves, state)
         return done.mean, done.state
-
-
-def _require_same_for_all(state: State, before: State) -> None:
-    for part, earlier in zip(parts(state), parts(before), strict=True):
-        if isinstance(part.value, torch.Tensor) and part.value.shape != earlier.value.shape:
-            raise ValueError(
-                f"simulate: {part.path!r} is not the same on all ranks any more, since the pipeline reduces over some "
-                "of them; use local_sgd or hierarchical_local_sgd, which have no such state"
-            )
-
-
-def _rows(leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return leaf if leaf.shape == like.shape else leaf.expand(like.shape).clone()

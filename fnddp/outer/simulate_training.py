@@ -46,20 +46,16 @@ def simulate_training(
     Raises:
         ValueError: A batch has no row for each rank; `outer` needs `elementwise`; or see `fnddp.simulate`.
 
+    >>> from functools import partial
     >>> import torch
     >>> from fnddp import allreduce, outer
     >>> def loss_fn(params, x, y):
     ...     return (x @ params["w"] - y).square().mean()
     >>> x = torch.randn(4, 16, 3, generator=torch.Generator().manual_seed(0))  # 4 ranks, 16 samples each
-    >>> y = x @ torch.tensor([1.0, -2.0, 3.0])
-    >>> done = simulate_training(
-    ...     loss_fn,
-    ...     {"w": torch.zeros(3)},
-    ...     [(x, y)] * 200,
-    ...     outer.diloco(allreduce, every=10, momentum=0.5),
-    ...     world_size=4,
-    ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.02),
-    ... )
+    >>> batches = [(x, x @ torch.tensor([1.0, -2.0, 3.0]))] * 200
+    >>> params, step = {"w": torch.zeros(3)}, outer.diloco(allreduce, every=10, momentum=0.5)
+    >>> sgd = partial(torch.optim.SGD, lr=0.02)
+    >>> done = simulate_training(loss_fn, params, batches, step, world_size=4, optimizer=sgd)
     >>> done.losses.shape, bool(done.losses[0].mean() > 1), bool(done.losses[-1].mean() < 1e-3)
     (torch.Size([200, 4]), True, True)
     """

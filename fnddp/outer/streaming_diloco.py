@@ -1,10 +1,8 @@
 """Streaming DiLoCo: fragments of the model are exchanged in turn, while ranks train."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fnddp.outer.contract import Exchanges, outer, require_options
 from fnddp.outer.descent import Descending, below
@@ -85,8 +83,6 @@ class streaming_diloco(Descending):
             )
         if self.delay >= self.every:
             raise ValueError(f"{owner}: delay must be below every={self.every!r}, got {self.delay!r}")
-        if not 0 <= self.alpha < 1:
-            raise ValueError(f"{owner}: alpha must be in [0, 1), got {self.alpha!r}")
 
     def init(self, params: Tree) -> State:
         anchor, velocity = self.anchored(params)
@@ -104,46 +100,26 @@ class streaming_diloco(Descending):
         state = replaced(state, step=state.step + 1)
         for i in self._due(state.step):
             delta = below(self._fragment(i, state.anchor), params)
-            if self.delay:
-                state = replaced(state, pending={**state.pending, str(i): delta})
-                exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
-            else:
-                params, state = self._ended(str(i), delta, params, state, exchanges)
-        if self.delay:
-            for i in self._due(state.step - self.delay):
-                params, state = self._ended(str(i), state.pending[str(i)], params, state, exchanges)
+            state = replaced(state, pending={**state.pending, str(i): delta})
+            exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
+        for i in self._due(state.step - self.delay):
+            name, delta = str(i), state.pending[str(i)]
+            params, state, inner = self.ended(name, delta, params, state, state.inner[name], exchanges)
+            pending = {**state.pending, name: _zeros(delta)} if self.delay else {}
+            state = replaced(state, pending=pending, inner={**state.inner, name: inner})
         return params, state
 
-    def _ended(
-        self, name: str, delta: Leaves, params: Leaves, state: StreamingDiLoCoState, exchanges: Exchanges
-    ) -> tuple[Leaves, StreamingDiLoCoState]:
-        mean, inner = exchanges.end(name, self.sync, delta, state.inner[name])
-        anchor, velocity = self.descended({path: state.anchor[path] for path in delta}, mean, state.velocity)
-        merged = {path: self._merged(leaf, params[path]) for path, leaf in anchor.items()}
-        return {**params, **merged}, replaced(
-            state,
-            anchor={**state.anchor, **anchor},
-            velocity={**state.velocity, **velocity},
-            pending={**state.pending, name: _zeros(delta)} if self.delay else {},
-            inner={**state.inner, name: inner},
-        )
-
-    def _merged(self, anchor: Tensor, own: Tensor) -> Tensor:
-        # Two products, each rounded: one operation for both is rounded otherwise for rows.
-        return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
-
     def _fragment(self, i: int, leaves: Leaves) -> Leaves:
-        return {path: leaves[path] for path in divided("streaming_diloco", leaves, self.fragments)[i]}
+        return divided("streaming_diloco", leaves, self.fragments)[i]
 
     @property
     def _number(self) -> int:
         return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
 
-    def _due(self, step: int) -> Iterator[int]:
-        """Yield the fragments whose exchange starts with local step `step`, counted from 1."""
-        for i in range(self._number):
-            if step > 0 and step % self.every == self.every * (i + 1) // self._number % self.every:
-                yield i
+    def _due(self, step: int) -> list[int]:
+        """Return the fragments whose exchange starts with local step `step`, counted from 1: one, or none."""
+        n = self._number
+        return [i for i in range(n) if step > 0 and step % self.every == self.every * (i + 1) // n % self.every]
 
 
 def _zeros(leaves: Leaves) -> Leaves:

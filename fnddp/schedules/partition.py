@@ -51,6 +51,7 @@ class partition(Sync):
     _compiled: dict[str, re.Pattern[str]] = field(init=False, repr=False, compare=False)
 
     wraps_skipping: ClassVar[bool] = True
+    tables = frozenset({"rules"})
 
     def __post_init__(self) -> None:
         rules = checked_pairs("partition: rules must be a dict of pipelines by pattern", self.rules, Sync, str)
@@ -67,13 +68,13 @@ class partition(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        parts = self._split(leaves)
+        parts = split_by_pattern("partition", leaves, self._compiled)
         return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in self._pairs})
 
     def exchange(self, leaves: Leaves, state: PartitionState) -> Exchange:
         require_leaves("partition", leaves)
         require_state("partition", state, PartitionState)
-        parts = self._split(leaves)
+        parts = split_by_pattern("partition", leaves, self._compiled)
         done = {pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in self._pairs}
         owner = {path: pattern for pattern, part in parts.items() for path in part}
         return Exchange(
@@ -87,23 +88,26 @@ class partition(Sync):
         assert isinstance(self.rules, tuple)  # __post_init__ has turned a dict into pairs
         return self.rules
 
-    def _split(self, leaves: Leaves) -> dict[str, Leaves]:
-        parts: dict[str, Leaves] = {pattern: {} for pattern, _ in self._pairs}
-        for path, leaf in leaves.items():
-            for pattern in parts:
-                if self._compiled[pattern].match(path):
-                    parts[pattern][path] = leaf
-                    break
-            else:
-                raise ValueError(
-                    f"partition: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
-                )
-        for pattern, part in parts.items():
-            if leaves and not part:  # a tree without leaves has none to miss
-                raise ValueError(
-                    f"partition: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
-                )
-        return parts
 
-    def __repr__(self) -> str:
-        return f"partition({{{', '.join(f'{pattern!r}: {sync!r}' for pattern, sync in self._pairs)}}})"
+def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Pattern[str]]) -> dict[str, Leaves]:
+    """Return the leaves of each pattern, the first one that matches their path.
+
+    Raises:
+        ValueError: A leaf matches no pattern, or a pattern gets no leaf.
+    """
+    parts: dict[str, Leaves] = {pattern: {} for pattern in patterns}
+    for path, leaf in leaves.items():
+        for pattern, compiled in patterns.items():
+            if compiled.match(path):
+                parts[pattern][path] = leaf
+                break
+        else:
+            raise ValueError(
+                f"{owner}: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
+            )
+    for pattern, part in parts.items():
+        if leaves and not part:  # a tree without leaves has none to miss
+            raise ValueError(
+                f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
+            )
+    return parts

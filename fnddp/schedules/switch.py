@@ -56,6 +56,7 @@ class switch(Sync):
     stages: Stages
 
     wraps_skipping: ClassVar[bool] = True
+    tables = frozenset({"stages"})
 
     def __post_init__(self) -> None:
         pairs = checked_pairs("switch: stages must be a dict of pipelines by step", self.stages, Sync)
@@ -93,9 +94,6 @@ class switch(Sync):
     def _pairs(self) -> tuple[tuple[int, Sync], ...]:
         assert isinstance(self.stages, tuple)  # __post_init__ has turned a dict into pairs
         return self.stages
-
-    def __repr__(self) -> str:
-        return f"switch({{{', '.join(f'{step!r}: {sync!r}' for step, sync in self._pairs)}}})"
 
 
 def _none_where_same(own: Any, before: Any) -> Any:
