@@ -12,7 +12,7 @@ ROOT = Path(fnddp.__file__).parent
 OUTER = [
     f"outer/{name}"
     for name in [
-        *("contract", "local_sgd", "descent", "diloco", "fragments", "streaming_diloco"),
+        *("contract", "local_sgd", "descent", "diloco", "streaming_diloco"),
         *("hierarchical_local_sgd", "des_loc", "compositions", "overlap", "plan", "simulate"),
         *("simulate_training", "attach", "__init__"),
     ]

@@ -11,7 +11,7 @@ import fnddp
 from fnddp import Sync, WireCounter, allreduce, outer, two_shot
 from fnddp.laws import bits, gather
 from fnddp.outer.contract import Exchanges, outers
-from fnddp.outer.fragments import divided
+from fnddp.outer.streaming_diloco import divided
 from fnddp.ranks import RankFailed, run_threads
 from fnddp.state import parts
 from fnddp.sync import REPLICATED
@@ -396,13 +396,13 @@ def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
 def test_fragments_are_runs_of_about_the_same_size():
     def runs(sizes: list[int], n: int) -> list[list[int]]:
         leaves = {str(i): torch.empty(size) for i, size in enumerate(sizes)}
-        return [[sizes[int(path)] for path in part] for part in divided("", leaves, n)]
+        return [[sizes[int(path)] for path in part] for part in divided(leaves, n)]
 
     assert runs([5] * 8, 4) == [[5, 5]] * 4
     assert runs([100, 1, 1, 1, 50, 50, 3], 3) == [[100], [1, 1, 1, 50], [50, 3]]
     assert runs([1, 1, 1000], 3) == [[1], [1], [1000]]
     assert runs([1000, 1, 1], 2) == [[1000], [1, 1]]
-    parts = divided("", {"a.0": torch.ones(1), "b.0": torch.ones(1)}, ("b*", "*"))
+    parts = divided({"a.0": torch.ones(1), "b.0": torch.ones(1)}, ("b*", "*"))
     assert [list(part) for part in parts] == [["b.0"], ["a.0"]]
 
 

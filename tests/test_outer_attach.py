@@ -380,7 +380,7 @@ def test_ranks_that_disagree_are_told_so():
 
 def test_what_is_wrong_is_said_at_once():
     model = make_model()
-    with pytest.raises(ValueError, match="give it"):
+    with pytest.raises(ValueError, match="pass it"):
         outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
     with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
         outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))

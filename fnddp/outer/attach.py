@@ -36,7 +36,8 @@ def attach(
     """Run `outer` after each step of `optimizer`, on the parameters of `model`. All ranks call this.
 
     Exchanges that end in a later call than they begin continue in between. If one fails, `optimizer.step()` raises on
-    all ranks: parameters and state are then those after the local step, and the next step exchanges again.
+    all ranks, `StepFailedError` where another rank has failed: parameters and state are then those after the local
+    step, and the next step exchanges again.
 
     Each rank counts its own steps, so all must take the same number, or the last exchanges wait for missing ranks.
     Where a step is sometimes left out, as by a `GradScaler`, pass no optimizer, and call `Attached.step` each time.
@@ -62,7 +63,6 @@ def attach(
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> attached = attach(model, optimizer, outer.diloco(allreduce, every=30))
-    >>> model(torch.ones(2)).sum().backward()
     >>> optimizer.step()
     >>> attached.state.step
     1
@@ -74,7 +74,7 @@ def attach(
         if not parameters:
             raise ValueError("outer.attach: no parameter of the model requires gradients")
         if optimizer is None and outer.wants_moments:
-            raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; give it")
+            raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; pass it")
         like = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}
         outer.init(outer.leaves_of(like, None))
         return description(outer, parameters, None)
@@ -105,10 +105,7 @@ class Attached:
 
     @property
     def state(self) -> State:
-        """The outer step's state, which later steps do not write over.
-
-        Set it, on all ranks, to go on from another state. One of another outer step or other leaves is a ValueError.
-        """
+        """The outer step's state, which later steps do not write over. Set it on all ranks to go on from another."""
         return self._state
 
     @state.setter
@@ -121,11 +118,7 @@ class Attached:
         return self._exchanges.under_way
 
     def step(self) -> None:
-        """Run the outer step after a local one: called by the optimizer, if there is one.
-
-        Raises:
-            StepFailedError: Another rank has failed in the exchange of this call.
-        """
+        """Run the outer step after a local one: called by the optimizer, if there is one. See `attach` for failures."""
         ahead = self._ahead()
         if self._prepare is not None and ahead.starts:
             self._prepare()

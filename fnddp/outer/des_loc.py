@@ -104,15 +104,13 @@ def _of(name: str, leaves: Leaves) -> Leaves:
 def _moment(tree: str, name: str, p: Tensor, moments: Mapping[str, Mapping[str, Any]] | None) -> Tensor:
     if moments is None:
         return torch.zeros_like(p)
-    of_parameter = moments.get(name, {})
-    moment = of_parameter.get(tree)
-    if not isinstance(moment, Tensor) or moment.shape != p.shape:
-        has = [key for key, value in of_parameter.items() if isinstance(value, Tensor) and value.shape == p.shape]
+    found = {key: m for key, m in moments.get(name, {}).items() if isinstance(m, Tensor) and m.shape == p.shape}
+    if tree not in found:
         raise ValueError(
-            f"des_loc: the optimizer keeps no {tree!r} like parameter {name!r}, but {has}; name one of these, or "
+            f"des_loc: the optimizer keeps no {tree!r} like parameter {name!r}, but {[*found]}; name one of these, or "
             "freeze a parameter that gets no gradients"
         )
-    return moment
+    return found[tree]
 
 
 class _Named(Exchanges):

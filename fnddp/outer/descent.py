@@ -16,7 +16,7 @@ S = TypeVar("S", bound=Any)
 class Descending(Outer):
     """Base of outer steps that move an anchor, equal on all ranks, by a step of SGD on mean differences to it.
 
-    These options are fields of subclasses; their states have fields `anchor` and `velocity`.
+    Subclasses have these fields, and states with `anchor` and `velocity`.
     """
 
     sync: Sync
@@ -47,11 +47,9 @@ class Descending(Outer):
     def ended(
         self, name: str, delta: Leaves, params: Leaves, state: S, inner: State, exchanges: Exchanges
     ) -> tuple[Leaves, S, State]:
-        """End the exchange of `delta`, and move the anchor with its mean as the gradient, like `torch.optim.SGD`.
+        """End the exchange of `delta`, and move the anchor by its mean, with the bits of `torch.optim.SGD`.
 
-        Returns:
-            The parameters: where `delta` has a leaf, (1 - alpha) * anchor + alpha * own; the state with the new anchor
-            and velocity, equal to the bit to SGD's; and the pipeline's state.
+        Returns the parameters, merged with the anchor where `delta` has a leaf, and the states of step and pipeline.
         """
         mean, inner = exchanges.end(name, self.sync, delta, inner)
         anchor, velocity, merged = dict(state.anchor), dict(state.velocity), dict(params)

@@ -48,15 +48,11 @@ class diloco(Descending):
 
     >>> import torch
     >>> from fnddp import allreduce
-    >>> step = diloco(allreduce, every=2, lr=0.5, momentum=0)
-    >>> params = {"w": torch.tensor([4.0])}
+    >>> step, params = diloco(allreduce, every=1, lr=0.5, momentum=0), {"w": torch.tensor([4.0])}
     >>> state = step.init(params)
-    >>> for i in range(2):
-    ...     params = {"w": params["w"] - 1}  # a local step
-    ...     params, state = step(params, state)
-    ...     print(params["w"].item())
-    3.0
-    3.0
+    >>> params, state = step({"w": params["w"] - 1}, state)  # after a local step
+    >>> params["w"].item()
+    3.5
     """
 
     sync: Sync

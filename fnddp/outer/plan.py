@@ -126,10 +126,7 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
 
 
 class Noted(Exchanges):
-    """Exchanges that do not run, but are noted with the local steps after which they start and end.
-
-    `open` names those that have started before step 1.
-    """
+    """Exchanges that do not run, but are noted with the local steps of their starts and ends; `open` ones are open."""
 
     def __init__(self, open: Iterable[str] = ()) -> None:
         self.step = 1

@@ -23,22 +23,18 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
     their exchange; the rest is computed element by element, for all ranks at once. For `groups` see there.
 
     >>> from fnddp import allgather, outer
-    >>> sim = simulate(outer.local_sgd(every=2, sync=allgather), world_size=2)
-    >>> params = {"w": torch.tensor([[1.0], [1.0]])}
-    >>> state = sim.init(params)
-    >>> for i in range(2):
-    ...     params = {"w": params["w"] * torch.tensor([[2.0], [3.0]])}
-    ...     params, state = sim(params, state)
-    ...     print(params["w"].tolist())
-    [[2.0], [3.0]]
-    [[6.5], [6.5]]
+    >>> sim = simulate(outer.local_sgd(every=1, sync=allgather), world_size=2)
+    >>> state = sim.init({"w": torch.tensor([[1.0], [1.0]])})  # a row for each rank
+    >>> params, state = sim({"w": torch.tensor([[2.0], [3.0]])}, state)
+    >>> params["w"].tolist()
+    [[2.5], [2.5]]
     """
     return OuterSimulation(outer, world_size, dict(groups or {}))
 
 
 @dataclass(frozen=True)
-class OuterSimulation:
-    """An outer step on n virtual ranks: see `simulate`. Call it as the step, with parameters `[n, *shape]`.
+class OuterSimulation(Exchanges):
+    """An outer step on n virtual ranks: see `simulate`. It also runs the exchanges of the step.
 
     States are those of the step, except that `Local` tensors are `[n, *shape]`, a row for each rank.
     """
@@ -48,11 +44,7 @@ class OuterSimulation:
     groups: Mapping[str, Division]
 
     def init(self, params: Tree) -> State:
-        """Return the state before the first step, for equal rows of parameters `[n, *shape]`.
-
-        Raises:
-            ValueError: A leaf has no row for each rank, or rows differ.
-        """
+        """Return the state before the first step, for parameters `[n, *shape]` whose rows must be equal."""
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
         for path, leaf in leaves.items():
@@ -63,19 +55,11 @@ class OuterSimulation:
         return with_rows(state, self.world_size)
 
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:
-        """Run the outer step after a local step of all ranks.
-
-        Args:
-            params: All ranks' parameters, `[n, *shape]`.
-            state: From `init` or the previous call.
-
-        Raises:
-            ValueError: A leaf has no row for each rank; or see `fnddp.simulate`.
-        """
+        """Run the outer step after a local step of all ranks, whose parameters are `[n, *shape]`."""
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
         with torch.no_grad(), without_autocast():
-            stepped, after = self.outer.step(leaves, state, _Simulated(self.world_size, self.groups))
+            stepped, after = self.outer.step(leaves, state, self)
         for part, before in zip(parts(after), parts(state), strict=True):
             if isinstance(part.value, torch.Tensor) and part.value.shape != before.value.shape:
                 raise ValueError(
@@ -87,18 +71,11 @@ class OuterSimulation:
             rows[path] = leaf if leaf.shape == rows[path].shape else leaf.expand(rows[path].shape).clone()
         return tree.unflatten(spec, rows), after
 
+    def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
+        """Return the mean over virtual ranks, and the pipeline's next state."""
+        done = Simulation(sync, self.world_size, self.groups).exchange(leaves, state)
+        return done.mean, done.state
+
     def of_rank(self, state: State, rank: int) -> State:
         """Return the state that `rank` would have."""
         return of_rank(state, rank)
-
-
-@dataclass(frozen=True)
-class _Simulated(Exchanges):
-    """The pipelines of an outer step, on virtual ranks."""
-
-    world_size: int
-    groups: Mapping[str, Division]
-
-    def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        done = Simulation(sync, self.world_size, self.groups).exchange(leaves, state)
-        return done.mean, done.state

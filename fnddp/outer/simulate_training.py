@@ -32,16 +32,11 @@ def simulate_training(
     The wrong choice for modules whose buffers change in `forward` (BatchNorm), and to measure time.
 
     Args:
-        loss_fn, batches, world_size, ranks_at_once, groups: See `fnddp.simulate_training`.
-        params: Any pytree of floating-point tensors, with which all ranks begin. They are not changed.
+        loss_fn, params, batches, world_size, optimizer, ranks_at_once, groups: See `fnddp.simulate_training`.
         outer: The outer step. `des_loc` needs `elementwise`.
-        optimizer: Returns one for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         elementwise: Use one optimizer for all ranks, on `[n, *shape]` tensors: faster, and the same for those that
             treat each element by itself (SGD, Adam), not for others (Muon, and what clips norms).
         sync: Pipeline for the gradients of each step, such as `post_local_sgd(...).gradients`; None for no exchange.
-
-    Returns:
-        Losses, all ranks' parameters `[n, *shape]`, and the outer step's state: see `OuterSimulation`.
 
     Raises:
         ValueError: A batch has no row for each rank; `outer` needs `elementwise`; or see `fnddp.simulate`.

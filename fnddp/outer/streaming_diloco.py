@@ -1,14 +1,19 @@
 """Streaming DiLoCo: fragments of the model are exchanged in turn, while ranks train."""
 
-from typing import NamedTuple
+import re
+from fnmatch import translate
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from fnddp.options import checked_int
 from fnddp.outer.contract import Exchanges, outer, require_options
 from fnddp.outer.descent import Descending, below
-from fnddp.outer.fragments import Fragments, checked_fragments, divided
+from fnddp.schedules.partition import split_by_pattern
 from fnddp.sync import Local, Replicated, State, Sync
 from fnddp.tree import Leaves, Tree, replaced
+
+Fragments: TypeAlias = int | tuple[str, ...]
 
 
 class StreamingDiLoCoState(NamedTuple):
@@ -74,19 +79,17 @@ class streaming_diloco(Descending):
     def __post_init__(self) -> None:
         super().__post_init__()
         owner = "streaming_diloco"
-        object.__setattr__(self, "fragments", checked_fragments(owner, self.fragments))
+        object.__setattr__(self, "fragments", _checked(self.fragments))
         require_options(self, delay=0)
         if self.every < self._number:
-            raise ValueError(
-                f"{owner}: {self._number} fragments in every={self.every!r} steps leave none for some of them; take "
-                "fewer fragments, or more steps"
-            )
+            steps = f"{self._number} fragments in every={self.every!r} steps"
+            raise ValueError(f"{owner}: {steps} leave none for some of them; take fewer fragments, or more steps")
         if self.delay >= self.every:
             raise ValueError(f"{owner}: delay must be below every={self.every!r}, got {self.delay!r}")
 
     def init(self, params: Tree) -> State:
         anchor, velocity = self.anchored(params)
-        fragments = {str(i): self._fragment(i, anchor) for i in range(self._number)}
+        fragments = {str(i): leaves for i, leaves in enumerate(divided(anchor, self.fragments))}
         return StreamingDiLoCoState(
             step=0,
             anchor=anchor,
@@ -99,7 +102,7 @@ class streaming_diloco(Descending):
         self.require_own(params, state, StreamingDiLoCoState)
         state = replaced(state, step=state.step + 1)
         for i in self._due(state.step):
-            delta = below(self._fragment(i, state.anchor), params)
+            delta = below(divided(state.anchor, self.fragments)[i], params)
             state = replaced(state, pending={**state.pending, str(i): delta})
             exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
         for i in self._due(state.step - self.delay):
@@ -108,9 +111,6 @@ class streaming_diloco(Descending):
             pending = {**state.pending, name: _zeros(delta)} if self.delay else {}
             state = replaced(state, pending=pending, inner={**state.inner, name: inner})
         return params, state
-
-    def _fragment(self, i: int, leaves: Leaves) -> Leaves:
-        return divided("streaming_diloco", leaves, self.fragments)[i]
 
     @property
     def _number(self) -> int:
@@ -124,3 +124,40 @@ class streaming_diloco(Descending):
 
 def _zeros(leaves: Leaves) -> Leaves:
     return {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
+
+
+def _checked(fragments: object) -> Fragments:
+    what = "streaming_diloco: fragments"
+    if not isinstance(fragments, list | tuple):
+        number = checked_int(what, fragments)
+        if number < 1:
+            raise ValueError(f"{what} must be at least 1, got {number!r}")
+        return number
+    if not all(isinstance(pattern, str) for pattern in fragments):
+        raise TypeError(f"{what} must be a number, or patterns of leaf paths, got {fragments!r}")
+    if not fragments or len(set(fragments)) < len(fragments):
+        raise ValueError(f"{what} must be different patterns, at least one, got {fragments!r}")
+    return tuple(fragments)
+
+
+def divided(leaves: Leaves, fragments: Fragments) -> list[Leaves]:
+    """Return the leaves of each fragment: runs of about the same size, or the leaves of each pattern."""
+    owner = "streaming_diloco"
+    if not isinstance(fragments, int):
+        patterns = {pattern: re.compile(translate(pattern)) for pattern in fragments}
+        return list(split_by_pattern(owner, leaves, patterns).values())
+    if len(leaves) < fragments:
+        raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {fragments} fragments; a leaf is not divided")
+    runs: list[Leaves] = []
+    paths, left = list(leaves), sum(leaf.numel() for leaf in leaves.values())
+    for later in reversed(range(fragments)):  # runs after this one
+        run, size, target = list[str](), 0, left / (later + 1)
+        while len(paths) > later:
+            following = leaves[paths[0]].numel()
+            if run and later and size + following - target > target - size:
+                break
+            run.append(paths.pop(0))
+            size += following
+        runs.append({path: leaves[path] for path in run})
+        left -= size
+    return runs
