@@ -354,6 +354,19 @@ def test_what_prepare_loads_is_what_the_step_goes_on_from():
     run_threads(2, body)
 
 
+def test_commit_is_called_only_if_the_state_that_prepare_has_loaded_ends_an_exchange():
+    calls: list[str] = []
+    model, optimizer, attached = attached_model(
+        "diloco(allreduce, every=2)",
+        prepare=lambda: attached.load_state_dict(saved),
+        commit=lambda: calls.append("commit") is None,
+    )
+    saved = attached.state_dict()
+    train(model, optimizer, 0, range(2))
+    assert calls == []
+    assert attached.state.step == 1
+
+
 def test_ranks_that_disagree_are_told_so():
     def body(rank: int) -> None:
         outer.attach(make_model(), None, outer.diloco(allreduce, every=2 + rank))
