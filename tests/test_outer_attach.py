@@ -270,7 +270,8 @@ class flaky(Sync):
 def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(delay: int):
     def body(rank: int) -> None:
         step = outer.streaming_diloco(flaky(allreduce), every=3, fragments=1, delay=delay, lr=1, momentum=0)
-        model, optimizer, attached = attached_model(step, init_sync=False)
+        prepare = None if delay else (lambda: None)  # with which it is known what a step will exchange
+        model, optimizer, attached = attached_model(step, init_sync=False, prepare=prepare)
         train(model, optimizer, rank, range(2))
         gather(None)
         TROUBLED.add(1)
