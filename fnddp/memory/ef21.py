@@ -1,4 +1,4 @@
-"""EF21: what is sent is how far the gradient is from what the others hold of it."""
+"""EF21: sends the difference between the gradient and the other ranks' estimate of it."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,7 @@ class EF21State(NamedTuple):
 
 @transform
 class ef21(Sync):
-    """Sends compressed differences: all ranks hold an estimate of each rank's gradient, and step along their mean.
+    """Send compressed differences: all ranks hold an estimate of each rank's gradient, and step along their mean.
 
     With h the estimate, g the gradient and C what `inner` makes of its input: v = (1 - eta) v + eta g; c = C(v - h);
     h = h + c; the output is the mean of h over ranks, which is kept as the sum of all mean c. Where gradients settle,
