@@ -120,7 +120,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
 
 
 def is_negative(x: Tensor) -> Tensor:
-    """Return -1 in int8 where the sign bit is set, also of -0.0 and some NaN, else 0. (Comparing takes 4 times as long.)
+    """Return -1 in int8 where the sign bit is set, also of -0.0 and some NaN, else 0. (Comparing takes 4 times longer.)
 
     >>> is_negative(torch.tensor([2.0, -3.0]))
     tensor([ 0, -1], dtype=torch.int8)

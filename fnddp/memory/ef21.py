@@ -31,11 +31,11 @@ class ef21(Sync):
     gradients that differ between ranks. With stochastic gradients take eta below 1 (EF21-SGDM), or their noise travels
     and is compressed in every step. Integer leaves are reduced as `inner` does.
 
-    The wrong choice: around lossless pipelines; for gradients that change wholly from step to step; and around sums
-    in 16 bits such as `bf16(allreduce)`. What those round is in the mean but in no rank's h, and nothing ever corrects
-    it: the sum of all mean c drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. So are
-    differences handed to `inner` in float32, and h kept, whatever the gradients' dtype, `topk(bf16(allgather))` being
-    the way to 16 bits on the wire; float32 drifts by about 6e-8 of h times the root of the number of steps.
+    The wrong choice: around lossless pipelines; for gradients that change wholly from step to step; and around sums in
+    16 bits such as `bf16(allreduce)`. Their rounding is in the mean but in no rank's h, and nothing ever corrects it:
+    the sum of all mean c drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. Differences are
+    passed to `inner`, and h is kept, in float32, whatever the gradients' dtype, `topk(bf16(allgather))` being the way
+    to 16 bits on the wire; float32 drifts by about 6e-8 of h times the root of the number of steps.
 
     Args:
         inner: The compressor: `topk(allgather, ratio=0.01)`, `powersgd(allreduce)`, `sign(two_shot)`.

@@ -38,8 +38,8 @@ class momentum_correction(Sync):
     Without compression and masking the outputs are the steps of SGD with momentum; with masking those of plain SGD.
 
     Args:
-        inner: The pipeline that makes it sparse: `topk(allgather, ratio=0.001)`. Put a warm-up of the ratio inside as
-            well, so that u and v live on: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
+        inner: The pipeline that makes it sparse: `topk(allgather, ratio=0.001)`. Put a warm-up of the ratio in here
+            too, so that u and v stay: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
         momentum: In [0, 1). Higher remembers longer; 0 is error feedback.
         masking: Set the momentum of sent elements to zero ("momentum factor masking").
 

@@ -1,4 +1,4 @@
-"""Different leaves, different pipelines."""
+"""A pipeline for each group of leaves."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class PartitionState(NamedTuple):
 
 @transform
 class partition(Sync):
-    """Gives every leaf the pipeline of the first pattern that matches its path.
+    """Run on every leaf the pipeline of the first pattern that matches its path.
 
     Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. Every leaf must match a pattern and
     every pattern must get a leaf, so that a typo is an error and not a silently uncompressed model.

@@ -1,4 +1,4 @@
-"""One pipeline after the other, at given steps."""
+"""Changes the pipeline at given steps."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -25,14 +25,14 @@ class SwitchState(NamedTuple):
 
 @transform
 class switch(Sync):
-    """Runs another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
+    """Run another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
 
-    For ranks, ratios and precisions that change while training does; for a first phase alone `warmup` says it shorter.
-    What one stage remembers the next goes on with where it fits: a tensor at the same place in a state of the same
-    class, with the same shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and
-    its memory is there once; queries of another rank begin anew. Counters begin anew, too. Memory outside,
-    `error_feedback(switch({...}))`, needs none of that. The wrong choice for what changes in every step: each stage is
-    a phase, with a plan of its own, and at most 8 are kept.
+    For ranks, ratios and precisions that change while training does; for a first phase alone `warmup` is shorter. A
+    stage takes over tensors of the stage before: those at the same place in a state of the same class, with the same
+    shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
+    queries of another rank and counters begin anew. Memory outside, `error_feedback(switch({...}))`, needs none of
+    that. The wrong choice for what changes in every step: each stage is a phase, with a plan of its own, and at most 8
+    are kept.
 
     The counter is a Python int that stops at the last stage.
 
