@@ -1,5 +1,6 @@
 """Outer steps as values: their laws, over every registered name, on threaded and on virtual ranks."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from fnddp.outer.contract import Exchanges, outers
 from fnddp.outer.streaming_diloco import divided
 from fnddp.ranks import RankFailed, run_threads
 from fnddp.state import parts
-from fnddp.sync import REPLICATED
+from fnddp.sync import REPLICATED, Exchange
 from fnddp.tree import Leaves
 
 # One expression for each registered name; a new outer step gets a line here and inherits every law.
@@ -193,6 +194,22 @@ def test_simulated_is_real(name: str):
         assert bits((virtual, simulation.of_rank(state, rank))) == bits(seen[-1])
 
 
+@dataclass(frozen=True, repr=False)
+class backwards(Sync):
+    """Means in another order than the leaves."""
+
+    def init(self, grads: Any) -> Any:
+        return ()
+
+    def exchange(self, leaves: Leaves, state: Any) -> Exchange:
+        return Exchange(dict(reversed(leaves.items())), leaves, state)
+
+
+def test_leaves_come_back_in_their_places():
+    step, params = outer.local_sgd(every=1, sync=backwards()), (torch.tensor(1.0), torch.tensor(2.0))
+    assert step(params, step.init(params))[0] == params
+
+
 # What they are
 
 
@@ -340,6 +357,12 @@ def test_a_plan_says_from_where_on_it_holds():
         ("exp_avg/params", 1),
         ("exp_avg/params", 2),
     ]
+
+
+def test_a_plan_names_the_exchanges_of_trees():
+    step = outer.des_loc({"params": outer.streaming_diloco(allreduce, every=3, fragments=1, delay=1)})
+    plan = outer.lower(step, {"params": {"w": torch.empty(4, device="meta")}}, world_size=2)
+    assert [(each.name, each.starts, each.ends) for each in plan.exchanges] == [("params/0", 3, 4)]
 
 
 def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
