@@ -359,12 +359,6 @@ def test_a_plan_says_from_where_on_it_holds():
     ]
 
 
-def test_a_plan_names_the_exchanges_of_trees():
-    step = outer.des_loc({"params": outer.streaming_diloco(allreduce, every=3, fragments=1, delay=1)})
-    plan = outer.lower(step, {"params": {"w": torch.empty(4, device="meta")}}, world_size=2)
-    assert [(each.name, each.starts, each.ends) for each in plan.exchanges] == [("params/0", 3, 4)]
-
-
 def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
     params = {"w": torch.empty(128, 128, device="meta")}
     plan = outer.lower(outer.parse("diloco(quantize(two_shot, bits=4), every=30)"), params, world_size=8)
@@ -372,6 +366,12 @@ def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
     assert plan.wire_bytes == pipeline.wire_bytes
     assert len(plan.exchanges) == 1
     assert plan.exchanges[0].starts == plan.exchanges[0].ends == 30
+
+
+def test_a_plan_names_the_exchanges_of_trees():
+    step = outer.des_loc({"params": outer.streaming_diloco(allreduce, every=3, fragments=1, delay=1)})
+    plan = outer.lower(step, {"params": {"w": torch.empty(4, device="meta")}}, world_size=2)
+    assert [(each.name, each.starts, each.ends) for each in plan.exchanges] == [("params/0", 3, 4)]
 
 
 def test_fragments_are_runs_of_about_the_same_size():
