@@ -23,10 +23,7 @@ T = TypeVar("T")
 
 
 class Exchanges:
-    """Runs the exchanges of an outer step, by the names of fragments or trees: here each at once, where it ends.
-
-    Subclasses run them during training, on virtual ranks, or for a plan.
-    """
+    """Runs the exchanges of an outer step, named by fragment or tree: here each at once, where it ends."""
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Announce an exchange of `leaves`, which may start now; a later call of `end` gets the same arguments."""
@@ -133,7 +130,4 @@ def require_options(step: Outer, *syncs: Sync, **least: int) -> None:
         if not sync.ops <= {"mean"}:
             raise TypeError(f"{owner}: {sync!r} takes a {', '.join(sorted(sync.ops))}; parameters need a mean")
         if sync.skips:
-            raise TypeError(
-                f"{owner}: {sync!r} has no update for some leaves in some exchanges, but {owner} needs the mean of all "
-                f"of them; set the period of {owner} instead"
-            )
+            raise TypeError(f"{owner}: {sync!r} has no update for some leaves; set the period of {owner} instead")

@@ -11,10 +11,7 @@ from fnddp.tree import Leaves, Tree
 
 
 class LocalSGDState(NamedTuple):
-    """`step`: local steps so far; for `local_sgd` those since the last average.
-
-    `inner`: the pipeline's state; for `hierarchical_local_sgd` that of each level, by its period.
-    """
+    """`step`: local steps, for `local_sgd` since the last average. `inner`: for `hierarchical_local_sgd` by period."""
 
     step: Replicated[int]
     inner: State

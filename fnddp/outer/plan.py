@@ -20,10 +20,8 @@ from fnddp.wire.groups import World, within
 class Planned:
     """One exchange of an outer step, and the plan of its pipeline.
 
-    Attributes:
-        name: The name of its fragment or tree.
-        starts: The local step of a period, counted from 1, after which it starts.
-        ends: The local step after which it ends; above the period if it ends in the next one.
+    It starts after local step `starts` of a period, counted from 1, and ends after local step `ends`, which is above
+    the period if that is in the next one.
     """
 
     name: str

@@ -62,10 +62,8 @@ class OuterSimulation(Exchanges):
             stepped, after = self.outer.step(leaves, state, self)
         for part, before in zip(parts(after), parts(state), strict=True):
             if isinstance(part.value, torch.Tensor) and part.value.shape != before.value.shape:
-                raise ValueError(
-                    f"simulate: {part.path!r} is not the same on all ranks any more, since the pipeline reduces over "
-                    "some of them; use local_sgd or hierarchical_local_sgd, which have no such state"
-                )
+                problem = f"{part.path!r} differs between ranks now, as the pipeline reduces over some of them"
+                raise ValueError(f"simulate: {problem}; local_sgd and hierarchical_local_sgd have no such state")
         rows = dict(leaves)
         for path, leaf in stepped.items():  # without rows where it is the same on all ranks
             rows[path] = leaf if leaf.shape == rows[path].shape else leaf.expand(rows[path].shape).clone()
