@@ -15,13 +15,14 @@ from torch import Tensor
 from fnddp import layout
 from fnddp.torch_private import functional_collectives, reinterpreted
 from fnddp.tree import Leaves, is_inexact
-from fnddp.wire import guards
+from fnddp.wire import control, guards
+from fnddp.wire.c10d import C10D
 from fnddp.wire.counter import count_payload
 from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name, rank, ranks, world_size
 from fnddp.wire.in_order import sum_in_rank_order
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
-from fnddp.wire.protocol import Wire, waited
-from fnddp.wire.weights import scale_of
+from fnddp.wire.protocol import CollectiveError, Wire, waited
+from fnddp.wire.weights import Weight, compiled_scale_of, require_weights, scale_of
 
 __all__ = [
     "OPS",
@@ -124,16 +125,29 @@ def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.dev
     Under torch.compile it is a tensor, and that all weights are zero is an error of its backend's.
 
     Raises:
-        ValueError: On all ranks: all weights are zero, or one is negative or not finite.
+        CollectiveError: A rank has failed, or given no weight.
+        ValueError: On all ranks: all weights are zero, or one is invalid.
     """
-    mine = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(())
-    everyone = all_gather(mine, group)
-    if not torch.compiler.is_compiling():
-        return scale_of(float(mine), everyone.tolist())
-    total = everyone.sum()
-    are_weights = (everyone >= 0).all() & (total > 0) & total.isfinite()
-    torch.ops.aten._assert_async.msg(are_weights, "weight: one is negative or not finite, or all ranks gave 0")
-    return everyone.shape[0] * mine / total
+    if torch.compiler.is_compiling():
+        mine = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(())
+        return compiled_scale_of(mine, all_gather(mine, group))
+    given = Weight.of(weight)
+    try:
+        numbers = all_gather(torch.tensor(given.number, dtype=torch.float64, device=device), group).tolist()
+        if not all(number >= 0 and math.isfinite(number) for number in numbers):
+            require_weights(_gathered(given, group, device))
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the ranks could not exchange their weights: {error}. All ranks of a step give one, or none does; or "
+            "another rank has failed, see its own error"
+        ) from error
+    return scale_of(given.number, numbers)
+
+
+def _gathered(value: Weight, group: str | None, device: torch.device) -> list[Weight]:
+    world = current()
+    wire = None if world is None else world.wire
+    return [value] if is_alone() else control.gather_over(wire or C10D, value, group, device)
 
 
 def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:

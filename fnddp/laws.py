@@ -367,8 +367,8 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
 @_stated
 def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
     """Simulated on n virtual ranks, an exchange gives what n ranks get: to the bit where all reducers are carriers and
-    no matrices are multiplied nor whole leaves added up, otherwise up to rounding (of which a codec may make anything,
-    so that is not looked at).
+    no matrices are multiplied nor whole leaves added up, otherwise up to rounding. A codec may make more of that where
+    it chooses by what was rounded (the largest, a sign, the nearest of a grid), so this law does not compare those.
     """
     n, state = _world_size(), sync.init(grads(rank, 0))
     simulation = simulate(sync, n)

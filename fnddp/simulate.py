@@ -17,7 +17,7 @@ from fnddp.tree import Leaves, Tree
 from fnddp.wire import guards
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, Ranks
-from fnddp.wire.weights import scale_of, scaled
+from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
 
 
 def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "Simulation":
@@ -199,9 +199,11 @@ class Simulation:
     def _weighted(self, leaves: Leaves, weight: Sequence[float] | Tensor) -> Leaves:
         require_weighable(self.sync, {path: leaf.dtype for path, leaf in leaves.items()})
         require_rows(leaves, self.world_size)
-        weights = [float(each) for each in weight]
-        if len(weights) != self.world_size:
-            raise ValueError(f"simulate: weight must have one for each of {self.world_size} ranks, got {len(weights)}")
+        given = [Weight.of(each) for each in weight]
+        if len(given) != self.world_size:
+            raise ValueError(f"simulate: weight must have one for each of {self.world_size} ranks, got {len(given)}")
+        require_weights(given)
+        weights = [each.number for each in given]
         scales = [scale_of(each, weights) for each in weights]
         with torch.no_grad():  # rank by rank: a number scales low precision otherwise than a tensor of it does
             return {

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnddp import tree
 from fnddp.sync import LOCAL, REPLICATED, State
+from fnddp.torch_private import is_foreign
 
 AFTER_ALL_WARM_UPS = 2**40
 """A step that no training run gets to."""
@@ -108,7 +109,9 @@ def _loaded(part: Part, value: Any) -> Any:
 
 
 def require_like(owner: str, state: State, template: State) -> State:
-    """`state`, shared, if it has the structure, shapes, dtypes and devices of `template`.
+    """Return `state` if it has the structure, shapes, dtypes and devices of `template`, shared as by `shared`.
+
+    What lies in memory of another library is copied: plans could not see who holds that.
 
     Raises:
         ValueError: It has others; names the paths.
@@ -132,7 +135,7 @@ def require_like(owner: str, state: State, template: State) -> State:
         raise ValueError(
             f"the state of {owner} for this model is a {tree.structure(template)}, got {tree.structure(state)}; {_LOAD}"
         )
-    return shared(state)
+    return tree.map_tensors(lambda part: part.clone() if is_foreign(part) else part.data, state)
 
 
 _LOAD = "load a saved one with fnddp.load_state_dict(<the state that is there>, saved)"

@@ -120,8 +120,9 @@ class Sync(Expression, abc.ABC):
 
         Raises:
             TypeError: A leaf is not a tensor.
-            ValueError: The state belongs to another tree; on all ranks, the weights are none; or
+            ValueError: The state belongs to another tree; on all ranks, all weights are 0 or one is invalid; or
                 `exchange` of a transform has lost a leaf.
+            CollectiveError: There is a weight, and another rank has failed or, at best, has given none.
         """
         leaves, spec = tree.flatten(grads)
         with torch.no_grad(), without_autocast():

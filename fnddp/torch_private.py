@@ -72,7 +72,7 @@ def is_within_backward() -> bool:
     return current_backward() != -1
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
+def at_end_of_backward(callback: Callable[[], object]) -> None:
     """Has the backward that runs call `callback` when it is over, unless it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
@@ -112,6 +112,19 @@ def storage_use_count(tensor: Tensor) -> int:
         return 1
     storage = tensor.untyped_storage()  # which is one more, and stays there: an object for Python's collector
     return _C._storage_Use_Count(storage._cdata) - 1
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Return whether another library owns the memory of `tensor`, or has been given it: numpy, or a DLPack producer.
+
+    torch may not grow such memory, which is how it marks it.
+    """
+    return not tensor.untyped_storage().resizable()
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether something else may read the memory of `tensor`, so that it must not be written over."""
+    return storage_use_count(tensor) > 1 or is_foreign(tensor)
 
 
 # Modes.
@@ -245,6 +258,21 @@ def backend_timeout(group: dist.ProcessGroup) -> timedelta:
     """After how long a collective of `group` on the CPU fails."""
     backend: Any = group._get_backend(torch.device("cpu"))
     return backend.options._timeout
+
+
+def connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Connect the ranks of `group` over gloo once more, as a process group called `name`; blocks until all have come.
+
+    `dist.new_group` gives no choice of the name, under which ranks find each other: it counts the groups of a rank.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    helper: Any = c10d._new_process_group_helper
+    _, store = c10d._world.pg_map[group]
+    connected: Any = helper(
+        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=backend_timeout(group)
+    )[0]
+    c10d._world.pg_group_ranks[connected] = {rank: position for position, rank in enumerate(ranks)}
+    return connected
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], nbytes: int, source: int) -> None:
@@ -524,6 +552,11 @@ data_parallel_params: Any = DistributedDataParallel._get_data_parallel_params
 def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
     """What `set_params_and_buffers_to_ignore` has marked."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def is_in_torchs_ddp() -> bool:
+    """Return whether the forward of torch's class is running."""
+    return DistributedDataParallel._active_ddp_module is not None
 
 
 def comm_hooks_of(model: DistributedDataParallel) -> list[Any]:

@@ -15,6 +15,7 @@ from fnddp.codec import Carrier, Code, Codec, Key, Layer, encode
 from fnddp.codecs.dct_topk import cosines
 from fnddp.codecs.packing import pack, pack_bits, pack_indices, unpack, unpack_bits, unpack_indices
 from fnddp.ranks import run_threads
+from tests.ranks import on_ranks
 from tests.traces import check_laws
 
 CODECS = [
@@ -530,6 +531,33 @@ def test_dct_topk_is_that_of_each_tile_of_a_matrix():
             kth = np.sort(np.abs(coefficients).flatten())[-5]
             want[there] = basis.T @ np.where(np.abs(coefficients) >= kth, coefficients, 0) @ basis
     np.testing.assert_allclose(mean["w"].reshape(20, 16).numpy(), want[:20], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunk", [8, 80])  # 80 * 80 places do not fit 12 bits: neighbours are told apart by nothing
+def test_dct_topk_takes_the_first_of_equal_coefficients(dtype, chunk):
+    places = torch.arange(7, chunk * chunk, chunk * chunk // 12)
+    coefficients = torch.zeros(chunk * chunk, dtype=dtype)
+    coefficients[places] = torch.tensor([3.0, -3.0] * (len(places) // 2) + [3.0] * (len(places) % 2), dtype=dtype)
+    coefficients[places[-1]] = -4.0
+    basis = cosines(chunk, coefficients)
+    payload = fnddp.dct_topk(allgather, chunk=chunk, k=5, index="int64").encode(
+        (basis.mT @ coefficients.view(chunk, chunk) @ basis).reshape(1, -1)
+    )
+    assert sorted(payload["indices"].flatten().tolist()) == [*places[:4].tolist(), places[-1].item()]
+
+
+@pytest.mark.parametrize("wire", ["bf16(two_shot)", "quantize(two_shot, bits=8)"])
+@on_ranks(2)
+def test_ties_of_dct_topk_are_simulated(rank: int, wire: str) -> None:
+    """Coefficients of 16 bits are often equal: rounding must not choose, or a third of the mean is another one."""
+    sync = fnddp.parse(f"dct_topk({wire})")
+    for draw in range(30):
+        grads = torch.stack([torch.randn(256, generator=torch.Generator().manual_seed(100 * draw + r)) for r in (0, 1)])
+        simulation = fnddp.simulate(sync, 2)
+        want, _ = sync({"w": grads[rank]}, ())
+        mean, _ = simulation({"w": grads}, simulation.init({"w": grads}))
+        assert (mean["w"] - want["w"]).norm() < 2**-7 * want["w"].norm()  # of bfloat16: a coefficient rounds otherwise
 
 
 def test_error_feedback_around_dct_topk_is_demos_momentum():

@@ -153,14 +153,11 @@ def test_what_the_readme_says_of_links_is_what_was_found() -> None:
     table = rows(text[text.index("## Which pipeline on which link") :].split("\n## ")[0])[1:]
     page = (ROOT / "docs" / "convergence.md").read_text()
     times = {row[0]: row[3:] for row in rows(page.split("\n8 ranks:")[1].split("\n64 ranks:")[0])}
-    losses = {row[0]: row[2] for row in rows(page.split("\nCharacters, 8 ranks")[1].split("\nCharacters, 64")[0])}
     wire = "`bf16(two_shot)`"
     assert [row[1] for row in table][-1] == wire
-    for i, (_, pipeline, seconds, on_the_wire, loss) in enumerate(table):
+    for i, (_, pipeline, seconds, on_the_wire) in enumerate(table):
         assert seconds.split(" at ")[0] == times[pipeline][i]
         assert on_the_wire == times[wire][i]
-        gap, spread = losses[pipeline].split(" ± ")
-        assert loss == f"{float(gap):+.3f} ± {float(spread):.3f}"
 
 
 def test_files_that_pages_show_are_there() -> None:

@@ -4,18 +4,21 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fnddp import Link
+from fnddp import Link, Sync
 from fnddp.cli import doctor, examination, launcher, main
 from fnddp.cli.examination import Findings
 from fnddp.cli.launch import RankError
 from fnddp.cli.launcher import LauncherError, Place
 from fnddp.cost.step import Compute, Step
+from fnddp.ranks import run_threads
 from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome
 from tests.terminals import complaints
 
@@ -160,7 +163,14 @@ def test_trace_writes_both_timelines(model: str, tmp_path: Path, capsys: pytest.
     out = tmp_path / "step.json"
     assert main.main(["trace", "fp16(allreduce)", "--model", model, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    for expected in ("measured", "predicted", "exposed", f"wire {2 * (64 * 32 + 32):,} B", f"Wrote {out}"):
+    for expected in (
+        "measured",
+        "predicted",
+        "all ranks have measured at once",
+        "exposed",
+        f"wire {2 * (64 * 32 + 32):,} B",
+        f"Wrote {out}",
+    ):
         assert expected in said
     events = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
     measured = {event["name"]: event for event in events if event["pid"] != "predicted by fnddp"}
@@ -225,6 +235,25 @@ def test_verdicts() -> None:
     assert "nothing beats it: fp16(allreduce), 1.50x" in doctor.verdict(findings(**{best: 1.99}))
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
     assert doctor.verdict(nothing).startswith("Nothing can pay here: allreduce leaves")
+
+
+def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share cores take longer than one of them alone, while the others wait."""
+    all_at_once = threading.Barrier(2)
+
+    def measured(loss: Any, params: Any, *batch: Any) -> Compute:
+        all_at_once.wait(SECONDS / 2)
+        return Compute()
+
+    def cost(sync: Sync, *_: Any) -> Outcome:
+        all_at_once.wait(SECONDS / 2)
+        return outcome(repr(sync), 1.0)
+
+    monkeypatch.setattr(examination, "measure_backward", measured)
+    monkeypatch.setattr(examination, "cost", cost)
+    begun = replace(findings(), costs=[])
+    every = run_threads(2, lambda _: list(examination._predicted(begun, "digits", "cpu"))[-1], seconds=SECONDS)
+    assert [len(found.costs) for found in every] == [len((MEAN, *SIXTEEN_BITS, *examination.COMPRESSED))] * 2
 
 
 def test_problems_are_said() -> None:

@@ -3,7 +3,6 @@
 import gc
 import logging
 import re
-from functools import partial
 from typing import Any
 
 import pytest
@@ -165,7 +164,7 @@ def test_a_rank_that_may_be_out_of_step_goes_no_further(sync, loses):
         engine.run(leaves())
     assert (engine.is_open, engine.steps, engine.failed_steps) == (False, 1, 1)
     wire.loses = ""
-    for go_on in (engine.start, partial(engine.weigh, 1.0), engine.refuse_after_failure):
+    for go_on in (engine.start, engine.refuse_after_failure):
         with pytest.raises(RuntimeError, match=r"an earlier step failed on this rank \(CollectiveError: .*out of step"):
             go_on()
 
@@ -189,12 +188,11 @@ def test_a_failure_of_which_others_are_told_is_over_with_the_step():
 def test_weights_that_nobody_tells_end_the_step():
     wire = LosingWire()
     engine = make(wire=wire)
+    step(engine, weight=2.0)
     wire.loses = "vote"
     engine.start(weight=2.0)
     wire.loses = ""
-    with pytest.raises(
-        CollectiveError, match=r"could not tell each other their weights: connection closed\. All ranks"
-    ):
+    with pytest.raises(CollectiveError, match=r"could not exchange their weights: connection closed\. Another rank"):
         engine.run(leaves())
     with pytest.raises(RuntimeError, match="out of step"):
         engine.start()
@@ -351,7 +349,6 @@ def test_a_step_without_gradients_is_none_where_it_may_be():
     engine.start(weight=2.0)
     assert engine.finish() == ({}, frozenset(NAMES))
     assert (engine.steps, engine.failed_steps, engine.is_open) == (0, 0, False)
-    assert engine._next_weighing is not None  # the weight is for a step
     assert make().start() is None
     without = make()
     without.start()
@@ -407,18 +404,15 @@ def test_scaled_gradients_stay_what_they_are(keep):
     assert step(engine) == WHOLE
 
 
-def test_a_weight_is_for_the_next_step_and_can_be_forgotten():
+def test_a_weight_is_for_a_step():
     engine = make()
-    engine.weigh(3.0)  # as all ranks: the mean is the mean
+    assert step(engine, weight=3.0) == WHOLE  # as all ranks: the mean is the mean
     assert step(engine) == WHOLE
-    engine.weigh(0.0)
-    engine.forget_weight()
-    assert step(engine) == WHOLE
-    engine.fail_if_weighed(ZeroDivisionError())
-    assert engine.failed_steps == 0
-    engine.weigh(1.0)
-    engine.fail_if_weighed(ZeroDivisionError())
+    with pytest.raises(ValueError, match="all of 2 ranks gave 0"):
+        step(engine, weight=0.0)
     assert (engine.failed_steps, engine.is_open) == (1, False)
+    engine.fail_next(ZeroDivisionError())
+    assert (engine.failed_steps, engine.is_open) == (2, False)
     assert step(engine) == WHOLE
 
 

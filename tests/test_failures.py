@@ -361,10 +361,11 @@ def test_a_rank_that_skips_a_step_of_a_module_with_buffers(rank: int) -> None:
 # Ranks that hang
 
 
-def check_late(rank: int, text: str) -> None:
-    """Rank 1 comes when the others have given up."""
+def check_late(rank: int, text: str, step: int) -> None:
+    """Rank 1 comes to that step when the others have given up."""
     training = Training(text, short_group())
-    assert training.step(batch(rank, 0)) is None
+    for good in range(step):
+        assert training.step(batch(rank, good)) is None
     before = training.all
     if rank == 1:
         dist.barrier()
@@ -378,9 +379,11 @@ def check_late(rank: int, text: str) -> None:
     require_same_on_all_ranks(training.parameters)
 
 
-@pytest.mark.parametrize(("n", "text"), [(2, PLAIN), (3, COMPRESSED), (2, CHECKED)])
-def test_a_rank_that_comes_after_the_timeout(gloo, n, text):
-    gloo(n, check_late, text, timeout=DEADLINE)
+@pytest.mark.parametrize(
+    ("n", "text", "step"), [(2, PLAIN, 1), (3, COMPRESSED, 1), (2, CHECKED, 1), (2, COMPRESSED, 0)]
+)
+def test_a_rank_that_comes_after_the_timeout(gloo, n, text, step):
+    gloo(n, check_late, text, step, timeout=DEADLINE)
 
 
 @on_ranks(2, seconds=DEADLINE)
@@ -453,7 +456,11 @@ def ranks_that_may_die(folder: Path, n: int, fn: Callable[..., Any], *arguments:
 def check_death(rank: int, text: str, how: str) -> tuple[str, Any]:
     """The last rank ends in step 1. Gives what the others see, and their parameters."""
     training = Training(text, short_group())
-    assert training.step(batch(rank, 0)) is None
+    if how == "is killed before its first backward":
+        if rank == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        assert training.step(batch(rank, 0)) is None
     before = training.all
     if rank == dist.get_world_size() - 1:
         if how == "raises in forward":
@@ -471,6 +478,7 @@ def check_death(rank: int, text: str, how: str) -> tuple[str, Any]:
     [
         (2, PLAIN, "is killed"),
         (3, COMPRESSED, "is killed"),
+        (3, COMPRESSED, "is killed before its first backward"),
         (2, CHECKED, "is killed"),
         (3, PLAIN, "raises in forward"),
         (2, COMPRESSED, "raises in backward"),
@@ -483,7 +491,7 @@ def test_a_rank_that_ends(tmp_path, n, text, how):
             "Another rank has failed, left, or not called backward; see its own error" in e for e, _ in survivors
         )
         assert all(parameters == survivors[0][1] for _, parameters in survivors)
-        if how == "is killed":
+        if how.startswith("is killed"):
             with pytest.raises(EOFError):
                 result(n - 1)
         else:

@@ -254,3 +254,21 @@ def test_what_fsdp_would_do_as_well_raises(rank: int) -> None:
         compress_replicas(Net(), SYNC, mesh["replicate"])
     with pytest.raises(TypeError, match=r"'layers.0.weight' is on .* FSDP reduces between them already"):
         compress_replicas(sharded(mesh), SYNC, mesh["replicate"])
+
+
+@on_ranks(4)
+def test_a_parameter_that_is_unfrozen_later_raises(rank: int) -> None:
+    mesh, (x,) = meshes(2), batches(1)
+    torch.manual_seed(0)
+    model = Net()
+    model.extra.requires_grad_(False)
+    model = fully_shard(model, mesh=mesh["shard"])
+    replicas = compress_replicas(model, allreduce, mesh["replicate"])
+    model(x)["out"].sum().backward()
+    model.extra.bias.requires_grad_(True)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(RuntimeError, match=r"extra.bias did not require .* unfreeze parameters before compress_repl"):
+        model(x)
+    with pytest.raises(AttributeError):
+        replicas.sync = SYNC  # type: ignore[misc]

@@ -126,6 +126,25 @@ def test_inference_mode_gives_the_gradients():
         assert bits([loss, grads, state]) == bits([want_loss, want, expected])
 
 
+@pytest.mark.parametrize("sync", [powersgd(fp16(allreduce), rank=1), error_feedback(fp16(allreduce))], ids=repr)
+def test_plans_that_are_made_in_inference_mode_are_those_of_other_modes(sync):
+    grads = params()
+    step, state, expected = fnddp.jit(sync), sync.init(grads), sync.init(grads)
+    with torch.inference_mode():
+        assert str(fnddp.lower(sync, nn.Linear(24, 32))) == str(_lowered_outside(sync))
+    for i in range(4):
+        want, expected = sync(grads, expected)
+        with torch.inference_mode(i < 2):  # the memory of a plan is written to in later steps
+            mean, state = step(grads, state)
+        assert bits([mean, state]) == bits([want, expected])
+    assert step.plan is not None
+
+
+def _lowered_outside(sync):
+    with torch.inference_mode(False):
+        return fnddp.lower(sync, nn.Linear(24, 32))
+
+
 def test_inference_mode_where_torch_gives_zeros_is_an_error(monkeypatch):
     monkeypatch.setattr("fnddp.adapters.functional.DIFFERENTIATES_INFERENCE", False)
     step = fnddp.value_and_grad(loss_fn, allreduce)
@@ -157,6 +176,11 @@ def test_reentrant_checkpoints_that_hide_nothing_are_torchs():
     assert grads["w"].tolist() == [2.0, 2.0]
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
         in_checkpoint({"w": torch.ones(2, requires_grad=True)}, torch.ones(2))  # outside, as torch does
+
+
+def test_a_loss_may_be_a_parameter():
+    _, grads, _ = fnddp.value_and_grad(lambda p: p["w"], allreduce)({"w": torch.ones(())}, ())
+    assert grads["w"].item() == 1.0
 
 
 def test_a_loss_without_parameters_has_zero_gradients():

@@ -15,6 +15,7 @@ from fnddp.laws import (
     law_6_lowered_is_eager,
     law_7_resuming_an_engine_is_exact,
 )
+from fnddp.plan.period import period
 from fnddp.ranks import RankFailed, run_threads
 from tests.pipelines import TREES, grads
 from tests.ranks import on_ranks
@@ -95,6 +96,56 @@ def test_on_gloo_processes(rank: int) -> None:
     for text in (LOSSY[1], EXACT[0]):
         check_eager_laws(rank, text, 2, 2)
         check_lowered(rank, text, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "inner", ["error_feedback(powersgd(fp16(all_reduce('across'))))", "sign(two_shot(group='across'))"]
+)
+def test_a_plan_of_given_sizes_is_that_of_real_ranks(inner):
+    text, leaves = f"hierarchical({inner}, intra='inside')", {"w": torch.empty(40, 12), "b": torch.empty(5)}
+
+    def sent(plan: fnddp.Plan) -> list[tuple[str, int, int, int]]:
+        return [(c.kind.name, c.world_size, c.wire_bytes, c.slot) for c in plan.collectives]
+
+    def check(rank: int) -> None:
+        real = fnddp.lower(made(text, rank, nodes=3, size=2), leaves)
+        planned = fnddp.lower(fnddp.parse(text), leaves, world_size={"inside": 2, "across": 3})
+        assert sent(planned) == sent(real)
+        assert planned.peak_bytes == real.peak_bytes
+
+    run_threads(6, check)
+
+
+def test_a_plan_of_given_sizes_repeats_and_is_timed():
+    sync, sizes = fnddp.parse(LOSSY[1]), {"inside": 2, "across": 3}
+    params = {"w": torch.randn(40, 12)}
+    (each,) = period(sync, params, world_size=sizes)
+    assert {c.group: c.world_size for c in each.plan.collectives} == sizes
+    assert len(fnddp.measure_segments(each.plan, calls=1)) == len(each.plan.segments)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (6, "world_size=6 does not say how many ranks each of them has; .* world_size={'across': ..., 'inside': ...}"),
+        ({"inside": 2}, "reduces over group 'across' and group 'inside', and of no other; got {'inside': 2}"),
+        ({"inside": 2, "across": 3, None: 6}, "must give the size of each group of .*, and of no other"),
+        ({"inside": 2, "across": 0}, "world_size\\['across'\\] must be at least 1"),
+        (0, "world_size must be at least 1"),
+    ],
+)
+def test_wrong_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        fnddp.lower(fnddp.parse(LOSSY[0]), {"w": torch.empty(8, 2)}, world_size=sizes)
+    with pytest.raises(ValueError, match=message):
+        period(fnddp.parse(LOSSY[0]), {"w": torch.empty(8, 2)}, world_size=sizes)
+
+
+def test_one_number_where_it_is_clear():
+    params = {"w": torch.empty(8, 2)}
+    assert {c.world_size for c in fnddp.lower(fnddp.parse(LOSSY[0]), params, world_size=1).collectives} == {1}
+    assert {c.world_size for c in fnddp.lower(hierarchical(none, intra="a"), params, world_size=4).collectives} == {4}
+    assert fnddp.lower(fnddp.all_reduce("a"), params, world_size={"a": 4}).collectives[0].world_size == 4
 
 
 @on_ranks(4)

@@ -36,6 +36,7 @@ ORDER = [
         "show",
         "plan/plan",
         "plan/passes",
+        "plan/world",
         "plan/lower",
         "plan/period",
     ),

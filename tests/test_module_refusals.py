@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, error_feedback, fp16
@@ -179,3 +180,13 @@ def test_ranks_that_are_not_alike_are_told_apart(rank: int) -> None:
             wrapped(**options)
     model = DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1 + rank, init_sync=False)  # nobody looks
     assert gather(model.bucket_bytes_cap) == [2**20, 2**21]
+
+
+@on_ranks(2)
+def test_a_module_that_is_wrapped_in_torchs_class_too_is_refused(rank: int) -> None:
+    for inner in (TorchDDP(nn.Linear(2, 1)), nn.Sequential(TorchDDP(nn.Linear(2, 1)))):
+        with pytest.raises(RuntimeError, match="is wrapped in torch's DistributedDataParallel, too, .* one of the two"):
+            DistributedDataParallel(inner)
+    outer = TorchDDP(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(1, 1)))
+    with pytest.raises(RuntimeError, match=r"a module that has it as a part, is wrapped in torch's"):
+        outer(torch.ones(1, 2))

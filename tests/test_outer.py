@@ -359,6 +359,18 @@ def test_a_plan_says_from_where_on_it_holds():
     ]
 
 
+def test_a_plan_of_two_levels_has_their_sizes():
+    step = outer.hierarchical_local_sgd({2: fnddp.all_gather("node"), 4: allreduce})
+    params = {"w": torch.empty(8, device="meta")}
+    plan = outer.lower(step, params, world_size={"node": 8, None: 1024})
+    sizes = [[(c.group, c.world_size) for c in each.plan.collectives] for each in plan.exchanges]
+    assert sizes == [[("node", 8)], [(None, 1024)]]
+    with pytest.raises(ValueError, match=r"the default group \(None\) and group 'node', and world_size=8 does not say"):
+        outer.lower(step, params, world_size=8)
+    with pytest.raises(ValueError, match="must give the size of each group of hierarchical_local_sgd.*got {'node': 8}"):
+        outer.lower(step, params, world_size={"node": 8})
+
+
 def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
     params = {"w": torch.empty(128, 128, device="meta")}
     plan = outer.lower(outer.parse("diloco(quantize(two_shot, bits=4), every=30)"), params, world_size=8)

@@ -269,7 +269,7 @@ def test_groups_and_operations_travel_apart():
         "d*": allreduce,  # divided first: on the wire a sum too
     }
     leaves = params(a1=(1,), b1=(2,), b2=(4,), c1=(8,), d1=(16,), a2=(32,))
-    plan = lower(partition(rules), leaves, world_size=2)
+    plan = lower(partition(rules), leaves, world_size={None: 2, "other": 2})
     assert {(c.op, c.group, c.numel) for c in plan.collectives} == {
         ("sum", None, 1 + 16 + 32),
         ("max", None, 2 + 4),

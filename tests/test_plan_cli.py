@@ -217,10 +217,52 @@ def test_wrong_model(function: str, message: str, models: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
+TWO_LEVELS = "hierarchical(fp16(all_reduce('across')), intra='node')"
+
+
+def test_each_group_has_a_size_and_a_link(planned: Any, models: str) -> None:
+    sizes, links = "12,node=4,across=3", "1gbit,node=8gbit,across=2gbit"
+    said = planned(TWO_LEVELS, "allreduce", "--model", f"{models}:small", "--ranks", sizes, "--link", links)
+    assert said["ranks"] == {"default": 12, "node": 4, "across": 3}
+    two_levels, plain = said["pipelines"]
+    shard = sum(-(-numel // 4) for numel in (64 * 32, 32, 320, 10))
+    node, across = 4 * 4 * shard * 2 * 3 / 4 + 4 * shard * 3, 2 * shard * 4 / 3  # gloo's reduce_scatter sends double
+    assert two_levels["link_bytes"] == pytest.approx(node + across, abs=3)
+    assert two_levels["links"][links]["communication_seconds"] == pytest.approx(node / 1e9 + across / 250e6)
+    assert plain["links"][links]["communication_seconds"] == pytest.approx(2 * 11 / 12 * 4 * PARAMETERS / 125e6)
+
+
+def test_sizes_of_groups_are_printed(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ranks", "node=8,across=128", "--step", "0"]
+    assert main.main(["plan", TWO_LEVELS, "--model", f"{models}:small", *sizes]) == 0
+    assert "8 ranks in group node, 128 ranks in group across" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ranks", "0"], "argument --ranks: must be a whole number of at least 1, got '0'"),
+        (["--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
+        (["--ranks", "node=8,across=-1"], "--ranks must be a whole number of at least 1, or one for each group"),
+        (["--ranks", "1024"], "give the number of ranks of each: --ranks across=N,node=N"),
+        (["--ranks", "node=8"], "--ranks node=8: nothing is given for group 'across'"),
+        (["--ranks", "node=8,across=2,rack=2"], "no pipeline here reduces over group 'rack'; there are group 'across'"),
+        (["--ranks", "8,node=8,across=2"], "no pipeline here reduces over the default group"),
+        (["--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
+        (
+            ["--ranks", "node=8,across=2", "--link", "node=1gbit"],
+            "--link node=1gbit: nothing is given for group 'across'",
+        ),
+        (["--ranks", "node=8,across=2", "--link", "node=1gbit,across=x"], "--link: 'x' is no link"),
+    ],
+)
+def test_wrong_groups(options: list[str], message: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", TWO_LEVELS, "--model", f"{models}:small", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (["--step", "-1"], "argument --step: must be a whole number of at least 0, got '-1'"),
         (["--backward", "0"], "argument --backward: must be a positive number, got '0'"),
         (["--bucket-cap-mb", "nan"], "argument --bucket-cap-mb: must be a positive number, got 'nan'"),

@@ -85,22 +85,6 @@ def test_a_state_in_another_order():
         assert (state["w"].tolist(), state["b"].tolist()) == ([2.0, 2.0], [20.0, 20.0])
 
 
-def test_a_weight_is_for_a_step():
-    """A backward that reaches no parameter on any rank is none, and leaves the weight to the one that does."""
-
-    def body(rank: int) -> list[float]:
-        leaves = {"w": LeafSpec.of(torch.ones(1))}
-        engine = Engine(allreduce, leaves, state=(), donation=Donation(), learns_order=False, skips_unused=True)
-        engine.weigh([1.0, 3.0][rank])
-        engine.start()
-        assert engine.finish().unused == {"w"}
-        engine.start()
-        engine.feed("w", torch.tensor([2.0 + 2 * rank]))
-        return engine.finish().mean["w"].tolist()
-
-    assert run_threads(2, body) == [[3.5], [3.5]]
-
-
 def test_engines_that_wait_for_each_other():
     """One that has ended a step and begun another is behind those that have waited, and they are not behind it."""
 

@@ -211,6 +211,7 @@ def test_a_step_costs_the_mean_over_what_is_repeated(text: str, steps: list[int]
         ({"within": -0.1}, "tune: within must be 0 or more"),
         ({"within": float("nan")}, "tune: within must be 0 or more"),
         ({"pipelines": ["none"]}, "tune: none exchanges nothing"),
+        ({"pipelines": ["all_reduce('node')"]}, "tune: .* reduces over process group 'node', but tune's virtual ranks"),
     ],
 )
 def test_wrong_calls(options: dict[str, Any], message: str) -> None:
@@ -255,6 +256,7 @@ def test_the_command(own_models: Path, capsys: pytest.CaptureFixture[str]) -> No
     for expected in (
         "tuned_models:own on its own batches, 2 virtual ranks, 2 steps, 2 seeds; link 1mbit:1ms",
         "spread",
+        "by one rank alone, on one core",
     ):
         assert expected in said
     assert (own_models / "out" / "pareto.svg").stat().st_size > 10_000
@@ -280,6 +282,7 @@ def test_the_command(own_models: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "transformer", "--data", "digits"], "--model transformer does not take --data digits: RuntimeErr"),
         (["--ranks", "1500"], "--ranks 1500: each needs an image, and there are 1,257 to train on"),
         (["--pipelines", "none"], "none exchanges nothing"),
+        (["--pipelines", "hierarchical(all_reduce('across'), intra='node')"], "process group 'node' is named, but"),
         (
             ["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"],
             "is not the same on all ranks",

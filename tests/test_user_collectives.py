@@ -182,3 +182,46 @@ def test_from_a_world_of_one_to_two():
     for each in jitted_of_rank:
         each({"w": torch.ones(2)}, ())
     assert run_threads(2, body) == [[0.5, 0.5]] * 2
+
+
+class Synchronizing(torch.autograd.Function):
+    """Runs another pipeline of ours in the middle of a backward, as a statistic of the gradient might be shared."""
+
+    @staticmethod
+    def forward(ctx, x, sync, seen):
+        ctx.sync, ctx.seen = sync, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        mine = torch.full_like(grad, 100 * (dist.get_rank() + 1))
+        ctx.seen.append(ctx.sync({"x": mine}, ())[0]["x"])
+        return grad, None, None
+
+
+class Scale(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@on_ranks(2)
+def test_messages_of_two_pipelines_under_way_on_one_group(rank: int) -> None:
+    """Rings in float16, whose later messages are posted when earlier ones have come."""
+    sync, n, seen = fnddp.fp16(fnddp.allreduce), 2_000_000, []
+    other, first, last = fnddp.jit(sync), Scale(n), Scale(n)
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return self[1](Synchronizing.apply(self[0](x), other, seen))
+
+    model = fnddp.DistributedDataParallel(Net(first, last), sync=sync, bucket_cap_mb=0.001)
+    for step in range(12):
+        model.zero_grad()
+        (model(torch.ones(n)).sum() * (2 * rank + 2 + step % 5)).backward()
+        for parameter in model.parameters():
+            assert torch.equal(parameter.grad, torch.full((n,), 3.0 + step % 5))
+    assert all(torch.equal(mean, torch.full((n,), 150.0)) for mean in seen)

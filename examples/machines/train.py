@@ -3,7 +3,8 @@ r"""Training on several machines that goes on where it was, to the bit, after ra
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \
     --rdzv-endpoint localhost:29500 examples/machines/train.py --folder SHARED --die-at 25
 
-Without the variable, ranks that are started again may look for the last ones, which are gone.
+Set the variable with every --max-restarts, on one machine too: without it, ranks that are started again read the
+addresses of the last ones, which are gone, from a store that torchrun keeps for all attempts.
 """
 
 import argparse

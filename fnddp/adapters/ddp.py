@@ -208,8 +208,13 @@ class _Bucket:
     def __init__(self, bucket: dist.GradBucket) -> None:
         self.buffer = bucket.buffer()
         self.parameters = bucket.parameters()
-        # A bucket with a sparse gradient holds that one alone, and has no views.
-        self.views = [self.buffer.to_dense()] if self.buffer.is_sparse else bucket.gradients()
+        if self.buffer.is_sparse:  # it holds that gradient alone, and has no views
+            self.views = [self.buffer.to_dense()]
+        elif self.parameters[0].is_complex():  # the buffer is real, and DDP's views are of its first half
+            parts = torch.view_as_complex(self.buffer.view(-1, 2)).split([p.numel() for p in self.parameters])
+            self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        else:
+            self.views = bucket.gradients()
         on_cuda = self.buffer.is_cuda
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[self.buffer.device] if on_cuda else None
@@ -294,6 +299,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
 
     agree(set_up, group)
     (handle,) = handles
+    handle._engine.connect()  # pyright: ignore[reportPrivateUsage]
     model.register_comm_hook(handle, fnddp_hook)
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
     return handle

@@ -5,13 +5,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from fnddp import tree
-from fnddp.adapters.reentrant import refuse_lost_gradients
+from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync, require_sync
-from fnddp.torch_private import DIFFERENTIATES_INFERENCE, is_transforming
+from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
@@ -20,6 +21,8 @@ from fnddp.wire.protocol import Wire
 T = TypeVar("T")  # the tree of parameters
 V = TypeVar("V")  # what a loss function returns
 P = ParamSpec("P")  # of a batch
+
+_OWNER = "value_and_grad"
 
 
 def value_and_grad(
@@ -58,8 +61,10 @@ def value_and_grad(
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
         ValueError: At the call: a leaf or its gradient is sparse.
-        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients; or inference mode is on, and
-            torch is older than 2.13.
+        RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, calls `backward()` on parameters,
+            or calls another `value_and_grad` while gradients are enabled; a parameter is used both inside and outside a
+            custom autograd function that runs a backward of its own (raised once: later calls expect it); or inference
+            mode is on, and torch is older than 2.13.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -69,6 +74,7 @@ def value_and_grad(
     """
     require_sync("value_and_grad: sync", sync)
     engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
+    nested = _Nested()
 
     def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:
         leaves, spec = tree.flatten(params)
@@ -90,10 +96,15 @@ def value_and_grad(
             grads, state = over(wire, sync)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
+        if refuses_reentrant_checkpoints(_OWNER) and torch.is_grad_enabled():
+            raise RuntimeError(
+                "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
+                "derivative is not defined; call it within torch.no_grad() if its results are constants"
+            )
         engine = engines.of(leaves, state)
         engine.start(state)
         try:
-            value, aux = _backward(loss_of, leaves, batch, has_aux, engine)
+            value, aux = _backward(loss_of, leaves, batch, has_aux, engine, nested)
             done = engine.finish()
         except BaseException as error:
             engine.fail(error)
@@ -104,32 +115,73 @@ def value_and_grad(
     return run
 
 
+class _Nested:
+    """What steps have learned of custom autograd functions whose backward runs one of its own.
+
+    A parameter that is used inside such a function gets a gradient from each backward that reaches it, and only at the
+    end of the outermost one is their sum complete.
+
+    Attributes:
+        paths: Leaves that have had such a gradient.
+        is_known: Whether a step with custom functions has ended, so that `paths` can be relied on.
+    """
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+        self.is_known = False
+
+
 def _backward(
-    loss_of: Callable[..., Any], leaves: Leaves, batch: tuple[Any, ...], has_aux: bool, engine: Engine
+    loss_of: Callable[..., Any],
+    leaves: Leaves,
+    batch: tuple[Any, ...],
+    has_aux: bool,
+    engine: Engine,
+    nested: _Nested,
 ) -> tuple[Tensor, Any]:
-    """Value and auxiliary data; gradients go to the engine as they come."""
+    """Return value and auxiliary data; gradients go to the engine as they come, or at the end if more may follow."""
 
     inbox, positions = engine.inbox, engine.positions
+    task: int | None = None  # autograd's number for the backward of the loss
+    functions: list[GradientEdge] = []
+    held: dict[str, Tensor] = {}
+
+    def begin(_: Tensor) -> None:
+        nonlocal task
+        task = current_backward()
+
+    def take(path: str, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if path in held:
+            grad = grad.data  # a hook of the caller's may hold the other one, which only its own storage can tell
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
+                "synchronized; do without sparse=True"
+            )
+        if inbox is None or not inbox.is_open:
+            engine.feed(path, grad)
+        elif inbox.put(positions[path], grad):
+            engine.poll()
 
     def on_grad(path: str) -> Callable[[Tensor], None]:
-        position = positions[path]
-
-        def feed(leaf: Tensor) -> None:
-            grad, leaf.grad = leaf.grad, None
-            assert grad is not None
-            if grad.layout != torch.strided:
-                raise ValueError(
-                    f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
-                    "synchronized; do without sparse=True"
+        def arrives(leaf: Tensor) -> None:
+            if task is None:
+                raise RuntimeError(
+                    f"value_and_grad: loss_fn itself runs a backward that reaches leaf {path!r}; return that loss, or "
+                    "use torch.autograd.grad"
                 )
-            if inbox is None or not inbox.is_open:
-                engine.feed(path, grad)
-            elif inbox.put(position, grad):
-                engine.poll()
+            if current_backward() != task:
+                nested.paths.add(path)
+            if path in nested.paths or (functions and not nested.is_known):
+                held[path] = leaf
+            else:
+                take(path, leaf)
 
-        return feed
+        return arrives
 
-    with torch.enable_grad(), refuse_lost_gradients():
+    with torch.enable_grad(), refuse_reentrant_checkpoints(_OWNER):
         variables = {path: leaf.requires_grad_() for path, leaf in leaves.items()}
         for path, variable in variables.items():
             variable.register_post_accumulate_grad_hook(on_grad(path))
@@ -139,7 +191,22 @@ def _backward(
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"value_and_grad: loss_fn must return a scalar tensor, got {shown}; take its sum or mean")
     if loss.requires_grad:  # otherwise no parameter is in it, and all gradients are zero
-        torch.autograd.backward(loss, inputs=list(variables.values()))
+        functions = custom_functions(loss)
+        # Without inputs torch would accumulate gradients in leaves of the caller, too.
+        inputs: list[Any] = [*variables.values(), *functions]
+        with loss.register_hook(begin):
+            torch.autograd.backward(loss, inputs=inputs)
+        left = {path: leaf for path, leaf in (held | variables).items() if leaf.grad is not None}
+        missing = engine.missing if left else frozenset[str]()
+        for path, leaf in left.items():
+            if path not in missing:
+                raise RuntimeError(
+                    f"value_and_grad: leaf {path!r} is used inside and outside of a custom autograd function whose "
+                    "backward runs a backward of its own, and its gradient was synchronized before that ran; pass the "
+                    "parameter to the function as an input, or checkpoint with use_reentrant=False"
+                )
+            take(path, leaf)
+        nested.is_known = nested.is_known or bool(functions)
     return loss.detach(), tree.map_tensors(Tensor.detach, aux)
 
 

@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from fnddp import tree
 from fnddp.plan.draft import Donation
@@ -55,7 +56,7 @@ class jit:
         """The plan of the last call; None before the first, and for a pipeline that cannot be lowered."""
         return None if self._engines.last is None else self._engines.last.plan
 
-    def __call__(self, grads: T, state: State, *, weight: float | None = None) -> tuple[T, State]:
+    def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
         """See `Sync.__call__`.
 
         Raises:
@@ -64,10 +65,11 @@ class jit:
         if torch.compiler.is_compiling() or is_transforming():
             return self._eager(grads, state, weight=weight)
         leaves, spec = tree.flatten(grads)
-        engine = self._engines.of(leaves, state)
-        engine.start(state, weight=None if weight is None else float(weight))
-        done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
-        return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+        with torch.inference_mode(False):  # plans, and the memory that they keep, outlive it
+            engine = self._engines.of(leaves, state)
+            engine.start(state, weight=weight)
+            done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
+            return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     def __repr__(self) -> str:
         return f"jit({self.sync!r})"

@@ -1,49 +1,75 @@
-"""Reentrant activation checkpoints that would lose gradients without an error."""
+"""Backwards that a custom autograd function runs within its own: autograd does not see the parameters they reach."""
 
 import threading
-from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
 # torch looks the class up in its module at each checkpoint, for all threads; ranks may be threads.
 _torchs: Any = checkpoint.CheckpointFunction
 _lock = threading.Lock()
-_refusing = Counter[int]()
+_refusing: dict[int, list[str]] = {}
 
 
 @contextmanager
-def refuse_lost_gradients() -> Generator[None]:
-    """Has this thread's reentrant checkpoints raise where none of their inputs requires grad.
+def refuse_reentrant_checkpoints(owner: str) -> Generator[None]:
+    """Raise at each of torch's reentrant checkpoints that this thread reaches while gradients are enabled.
 
-    Such a checkpoint hides the parameters inside it from autograd: torch warns once and gives them no gradient.
-    torch.func.grad refuses all reentrant checkpoints.
+    They compute the module again when parameters that stand for its own are gone, and work only in a backward that
+    accumulates the gradients of all leaves, the caller's included. One whose inputs do not require grad hides its
+    parameters from that, too: torch warns once and gives them no gradient.
+
+    Args:
+        owner: Who refuses them, for the error.
     """
     me = threading.get_ident()
     with _lock:
-        _refusing[me] += 1
+        _refusing.setdefault(me, []).append(owner)
         checkpoint.CheckpointFunction = _Refusing
     try:
         yield
     finally:
         with _lock:
-            _refusing[me] -= 1
-            if not _refusing.total():
-                _refusing.clear()
+            _refusing[me].pop()
+            if not _refusing[me]:
+                del _refusing[me]
+            if not _refusing:
                 checkpoint.CheckpointFunction = _torchs
+
+
+def refuses_reentrant_checkpoints(owner: str) -> bool:
+    """Return whether `owner` refuses them in this thread."""
+    return owner in _refusing.get(threading.get_ident(), ())
 
 
 class _Refusing:
     @staticmethod
-    def apply(function: Any, preserve_rng_state: bool, *inputs: Any) -> Any:
-        needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        if _refusing[threading.get_ident()] and torch.is_grad_enabled() and not needs_grad:
+    def apply(*arguments: Any) -> Any:
+        owners = _refusing.get(threading.get_ident())
+        if owners and torch.is_grad_enabled():
             raise RuntimeError(
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=True) on inputs that do not require grad gives "
-                "the parameters used inside it no gradient; pass use_reentrant=False"
+                f"{owners[-1]}: torch.utils.checkpoint with use_reentrant=True hides the parameters inside it from "
+                "autograd, so their gradients may be lost; pass use_reentrant=False"
             )
-        return _torchs.apply(function, preserve_rng_state, *inputs)
+        return _torchs.apply(*arguments)
+
+
+def custom_functions(loss: Tensor) -> list[GradientEdge]:
+    """Return the custom autograd functions (`torch.autograd.Function`) that the graph of `loss` contains.
+
+    Given as `inputs` of its backward, each of them runs, even if autograd finds no parameter behind it.
+    """
+    todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]  # None of a loss that is a parameter
+    found = set(todo)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                todo.append(node)
+    return [GradientEdge(node, 0) for node in found if issubclass(type(node), BackwardCFunction)]

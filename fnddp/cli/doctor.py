@@ -127,7 +127,7 @@ def _show_steps(findings: Findings, model: str) -> None:
     columns = [Column("step", 4), Column("exposed", 3), Column("codec", 2), Column("link B", 1)]
     caption = (
         f"{model} on {count(len(findings.hosts), 'rank')}: forward {forward}, backward {backward} and codec, to encode "
-        "and decode, measured on the first rank; the rest predicted from the link above\n"
+        "and decode, measured by all ranks at once (the first one's); the rest predicted from the link above\n"
         "exposed: what is left to wait for; link: bytes that a rank sends in a step"
     )
     print()

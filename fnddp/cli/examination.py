@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import fnddp
 from fnddp.agreement import first_difference
@@ -20,7 +19,6 @@ from fnddp.cli.lessons import lesson
 from fnddp.cost.compute import measure_backward
 from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
-from fnddp.cost.step import Compute
 from fnddp.parse import parse
 from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome, cost
 from fnddp.wire import control
@@ -53,7 +51,7 @@ class Findings:
         disagreement: What is not the same on all ranks; None if all is.
         unequal: Pipelines whose mean is not the same on all ranks.
         links: By what they connect; none in a world of one.
-        costs: A step with each pipeline, predicted on the slowest link, by the first rank; not on other ranks.
+        costs: A step with each pipeline, predicted on the slowest link from what this rank has measured.
         forward_seconds, backward_seconds: Measured by it.
     """
 
@@ -124,25 +122,20 @@ def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _predicted(findings: Findings, model: str, device: str) -> Iterator[Stage | Findings]:
-    """`findings`, with what the first rank predicts while the others wait, a little at a time: none times out."""
-    is_first = dist.get_rank() == 0
+    """`findings`, with predicted steps. All ranks measure at once, as they share cores and caches when they train."""
     link, ranks = list(findings.links.values())[-1], len(findings.hosts)
     costs: list[Outcome] = []
-    leaves: dict[str, Tensor] = {}
-    compute = Compute()
     yield Stage("timing backward")
-    if is_first:
-        learnt = lesson(model, seed=0, rank=0, world_size=1)
-        model_on_device = replace(learnt, model=learnt.model.to(device))
-        batch = [part.to(device) for part in learnt.batch(torch.Generator().manual_seed(0))]
-        leaves = model_on_device.initial
-        compute = measure_backward(model_on_device.loss, leaves, *batch)
-    control.all_gather_object(None, None)
+    learnt = lesson(model, seed=0, rank=0, world_size=1)
+    model_on_device = replace(learnt, model=learnt.model.to(device))
+    batch = [part.to(device) for part in learnt.batch(torch.Generator().manual_seed(0))]
+    leaves = model_on_device.initial
+    control.all_gather_object(None, None)  # together, and a little at a time, so that none times out
+    compute = measure_backward(model_on_device.loss, leaves, *batch)
     for text in (MEAN, *SIXTEEN_BITS, *COMPRESSED):
         yield Stage(f"timing {text}")
-        if is_first:
-            costs.append(cost(parse(text), leaves, link, ranks, compute, BUCKET_CAP_MB))
         control.all_gather_object(None, None)
+        costs.append(cost(parse(text), leaves, link, ranks, compute, BUCKET_CAP_MB))
     spent = compute.forward_seconds, compute.backward_seconds
     yield Findings(findings.hosts, findings.disagreement, findings.unequal, findings.links, costs, *spent)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fnddp.cli import plan_report, terminal
-from fnddp.cli.checks import check_file, check_imports, check_link, check_pipeline
+from fnddp.cli.checks import check_file, check_groups, check_imports, check_links, check_pipeline, check_sizes
 from fnddp.cli.failures import FAILED, INTERRUPTED, WRONG_ARGUMENTS, WrongArgument, stop
 from fnddp.cli.models import ModelError, load
 from fnddp.cli.plan_report import Planned, Setting
@@ -14,6 +14,7 @@ from fnddp.cost.step import Compute
 from fnddp.plan.lower import lower
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
+from fnddp.plan.world import planned_world
 from fnddp.state import at_step
 from fnddp.sync import Sync
 from fnddp.wire.groups import World, within
@@ -23,7 +24,7 @@ def run(
     pipelines: Sequence[str],
     *,
     model: str,
-    ranks: int,
+    ranks: str,
     links: Sequence[str],
     step: int | None,
     backward: float | None,
@@ -39,8 +40,8 @@ def run(
     Args:
         pipelines: As `fnddp.parse` reads them.
         model: As `fnddp.cli.models.load` takes it.
-        ranks: Number of ranks to plan for.
-        links: As `Link.parse` reads them.
+        ranks: Number of ranks to plan for: see `check_sizes`.
+        links: See `check_links`.
         step: What the counters of the state are set to; None for what is repeated after all warm-ups.
         backward: Seconds that backward takes, for collectives to hide behind; None to hide nothing.
         bucket_cap_mb: Gradients in a bucket, MiB.
@@ -62,9 +63,12 @@ def run(
         for option, file in files.items():
             check_file(option, file)
         check_imports(imports)
-        by_text = {text: check_link(text) for text in links}
-        setting = Setting(model, check_model(model), ranks, by_text, step, backward, bucket_cap_mb)
-        syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
+        sizes, by_text = check_sizes(ranks), {text: check_links(text) for text in links}
+        setting = Setting(model, check_model(model), sizes, by_text, step, backward, bucket_cap_mb)
+        with within(World(size=sizes)):
+            syncs = [check_pipeline(text, setting.parameters) for text in pipelines]
+        for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
+            check_groups(option, text, given, syncs)
         planned = [Planned.of(plans, setting) for plans in _plans(syncs, setting)]
         link, compute = setting.links[links[0]], Compute(backward_seconds=backward or 0.0)
         plan = planned[0].busiest
@@ -105,12 +109,12 @@ def _plans(syncs: Sequence[Sync], setting: Setting) -> Iterator[list[tuple[Plan,
 
 
 def _plan(sync: Sync, setting: Setting) -> list[tuple[Plan, int]]:
-    ranks, cap = setting.ranks, setting.bucket_cap_mb
+    ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
     try:
         if setting.step is None:
             recurring = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
             return [(each.plan, each.steps) for each in recurring]
-        with within(World(size=ranks)):
+        with within(planned_world(sync, sync.groups, ranks)):
             state = at_step(setting.step, sync.init(setting.parameters))
         return [(lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap), 1)]
     except (TypeError, ValueError) as error:  # a LoweringError is a TypeError

@@ -11,9 +11,11 @@ from torch import Tensor
 from fnddp.cli import terminal
 from fnddp.cli.table import Column, Table
 from fnddp.cost.estimate import Estimate
-from fnddp.cost.link import Link, duration
+from fnddp.cost.link import duration
+from fnddp.cost.queue import Links
 from fnddp.plan.plan import Plan
 from fnddp.show.text import count, size
+from fnddp.wire.groups import DEFAULT_GROUP, WorldSize
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Setting:
     Attributes:
         model: Its name.
         parameters: By name, without values.
-        ranks: Number of ranks.
+        ranks: Number of ranks, or those of each group.
         links: By the text that writes them.
         step: Of all counters; None for a step after all warm-ups.
         backward: Seconds; None to hide nothing behind it.
@@ -32,8 +34,8 @@ class Setting:
 
     model: str
     parameters: dict[str, Tensor]
-    ranks: int
-    links: dict[str, Link]
+    ranks: WorldSize
+    links: dict[str, Links]
     step: int | None
     backward: float | None
     bucket_cap_mb: float
@@ -43,11 +45,17 @@ class Setting:
         """Of all parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
+    @property
+    def _ranks(self) -> list[str]:
+        if isinstance(self.ranks, int):
+            return [count(self.ranks, "rank")]
+        return [f"{count(n, 'rank')}{f' in group {group}' if group else ''}" for group, n in self.ranks.items()]
+
     def __str__(self) -> str:
         when = "after all warm-ups" if self.step is None else f"step {self.step}"
         return (
             f"{self.model}: {self.elements:,} parameters in {count(len(self.parameters), 'leaf', 'leaves')}; "
-            f"{count(self.ranks, 'rank')}; {when}; buckets of {self.bucket_cap_mb:g} MiB"
+            f"{', '.join(self._ranks)}; {when}; buckets of {self.bucket_cap_mb:g} MiB"
         )
 
 
@@ -155,7 +163,8 @@ def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None
 def table(setting: Setting, planned: Sequence[Planned]) -> Table:
     """The comparison: a row for each pipeline, and below it one for each kind of its steps, if they are not alike."""
     costs = {"comm": 9} if setting.backward is None else {"comm": 7, "step": 9, "exposed": 6}
-    times = [Column(f"{text}\n{cost}", weight) for text in setting.links for cost, weight in costs.items()]
+    headings = [text.replace(",", "\n") for text in setting.links]
+    times = [Column(f"{heading}\n{cost}", weight) for heading in headings for cost, weight in costs.items()]
     columns = [
         Column("wire B", 8),
         Column("reduction", 5),
@@ -198,7 +207,9 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
             "model": setting.model,
             "parameters": setting.elements,
             "leaves": len(setting.parameters),
-            "ranks": setting.ranks,
+            "ranks": setting.ranks
+            if isinstance(setting.ranks, int)
+            else {group or DEFAULT_GROUP: n for group, n in setting.ranks.items()},
             "step": setting.step,
             "bucket_cap_mb": setting.bucket_cap_mb,
             "backward_seconds": setting.backward,

@@ -167,4 +167,5 @@ def _told(recorded: Recorded) -> str:
     }
     rows = [(name, duration(measured or 0.0), duration(predicted)) for name, (measured, predicted) in pairs.items()]
     link = "one rank" if recorded.link is None else f"link {recorded.link}"
-    return f"{columns([('', 'measured', 'predicted'), *rows])}\n{link}; wire {stats['wire_bytes']:,} B"
+    predicted = "predicted: from what all ranks have measured at once, before that step"
+    return f"{columns([('', 'measured', 'predicted'), *rows])}\n{predicted}\n{link}; wire {stats['wire_bytes']:,} B"

@@ -1,4 +1,4 @@
-"""`fnddp tune`: which pipeline trains as well as the plain mean, in the shortest step on a link."""
+"""`fnddp tune`: which pipeline ends near the plain mean's loss, in the shortest step on a link."""
 
 from collections.abc import Sequence
 from pathlib import Path

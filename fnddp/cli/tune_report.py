@@ -64,6 +64,7 @@ def table(tuned: Tuned) -> Table:
         [Column(heading, weight) for heading, weight in zip(headings, weights, strict=True)],
         rows,
         f"step: with forward {forward}, backward {backward}, and codec, to encode and decode: measured here\n"
+        "that is by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute\n"
         "exposed: what is left to wait for on the link, predicted\n"
         "loss: at the end, simulated, the mean over seeds; spread: half of what lies between best and worst\n"
         "P: nothing else is as fast and as good; <- the fastest that is ok\n"

@@ -13,6 +13,7 @@ from fnddp.codec import Codec, Layer, Payload, wide
 from fnddp.codecs.packing import INDEX_DTYPES, blocks_of, pack_indices, unpack_indices
 from fnddp.layout import in_format_of
 from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.torch_private import reinterpreted
 from fnddp.tree import Leaves, Tree, require_leaves
 
 
@@ -23,6 +24,10 @@ class dct_topk(Codec):
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; one with at least `chunk` rows and columns is cut into square
     tiles, padded with zeros at the end of each side. Other leaves, and complex ones, are taken as a row of numbers, of
     which each chunk * chunk make a tile. Over `two_shot` a tile is cut where a rank's part ends: use `allgather`.
+
+    Magnitudes are compared to 12 bits, and of equal ones the first are taken: coefficients that are sums of 16-bit
+    numbers, as in the second hop of `two_shot`, are often equal but for what products round, which differs between
+    machines, and between ranks that are simulated and real ones. A rounding may still decide at the edge of 12 bits.
 
     The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), as top-k is: wrap it in
     `error_feedback`. DeMo's momentum is that residual: m = beta m + g, m -= sent, is `decay=beta`. The wrong choice for
@@ -87,7 +92,7 @@ class dct_topk(Codec):
         numbers = pad(x.to(wide(x.dtype)), (0, -x.shape[1] % (height * width)))
         tiles = rearrange(numbers, "rows (tiles h w) -> rows tiles h w", h=height, w=width)
         coefficients = (cosines(height, tiles) @ tiles @ cosines(width, tiles).mT).flatten(-2)
-        indices = coefficients.abs().topk(min(self.k, height * width), sorted=False).indices
+        indices = _ranked(coefficients.abs()).topk(min(self.k, height * width), sorted=False).indices
         return {
             "values": (coefficients.gather(-1, indices) / _range(height, width)).to(x.dtype),
             "indices": pack_indices(indices, height * width, self.index),
@@ -127,6 +132,21 @@ class dct_topk(Codec):
         rows, columns = leaf.shape[0], leaf.numel() // leaf.shape[0]
         matrix = rearrange(tiles, "(y x) h w -> (y h) (x w)", y=-(-rows // self.chunk))
         return in_format_of(leaf, matrix[:rows, :columns].reshape(leaf.shape))
+
+
+def _ranked(magnitudes: Tensor) -> Tensor:
+    """Return integers by which the largest are chosen: magnitudes to 12 bits, and equal ones by their place.
+
+    Coefficients that are sums of the same 16-bit numbers are often equal, and products tell them apart by their
+    rounding alone, which is another one where the rows of many ranks are multiplied at once.
+    """
+    # The bits of floats that are not negative are in the order of the floats: the upper ones are rounded to nearest,
+    # the lower ones replaced.
+    as_ints, lower = (torch.int64, 41) if magnitudes.dtype == torch.float64 else (torch.int32, 12)
+    rounded = reinterpreted(magnitudes, as_ints) + (1 << lower - 1)
+    places = magnitudes.shape[-1]
+    place = torch.arange(places, dtype=torch.int64, device=magnitudes.device) * (1 << lower) // max(places, 1 << lower)
+    return (rounded | (1 << lower) - 1) - place.to(as_ints)
 
 
 def _range(height: int, width: int) -> int:

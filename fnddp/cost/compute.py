@@ -29,8 +29,9 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
     """Times forward and backward on this machine, and when in backward the gradient of each leaf is ready.
 
     Nothing is synchronized and no gradient is kept. Give `order` of the result to `lower`, as `arrival`: that is the
-    order that engines learn. The wrong number for a machine that is not like the ones to train on, or that is busy
-    with something else; set `torch.set_num_threads` to what each rank will have.
+    order that engines learn. The wrong number for a machine that is not like the ones to train on, that is busy with
+    something else, or that ranks will share, unless all measure at once; set `torch.set_num_threads` to what each rank
+    will have.
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar.
@@ -88,7 +89,8 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     """Times what a plan computes on this machine: encoding and decoding, each segment by itself, of random gradients.
 
     They are run as in a step, with a wire on which all ranks send what this one does, and which takes no time. The
-    wrong number where compression depends on the values, beyond what random ones show.
+    wrong number where compression depends on the values, beyond what random ones show; and where ranks share cores,
+    caches or a GPU, unless as many processes as will share them measure at once, each with its number of threads.
 
     Args:
         plan: For any number of ranks: they need not be there. Its leaves must not be on the meta device.
@@ -165,7 +167,7 @@ class _Mirror:
 
     def initial_state(self) -> State:
         leaves = {path: leaf.empty().zero_() for path, leaf in self._plan.leaves.items()}
-        with within(World(size=max(self.sizes.values(), default=1))):
+        with within(World(self)):
             return self._plan.sync.init(leaves)
 
     def size(self, group: str | None) -> int:

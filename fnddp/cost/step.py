@@ -35,7 +35,9 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Compute:
-    """How long what a rank computes takes, alone. `measure_backward` and `measure_segments` measure it.
+    """How long what a rank computes takes, without waiting. `measure_backward` and `measure_segments` measure it.
+
+    Measured by one process alone, it is that of a rank with cores, caches and a GPU of its own.
 
     Attributes:
         forward_seconds: Before backward begins.
@@ -173,8 +175,8 @@ def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
     the segments that run within it; the wire does not slow them down. So the step takes the longest way through both:
     what backward hides costs nothing, and what it does not adds up.
 
-    The wrong model where ranks share cores, where encoding runs beside backward (on CUDA it has a stream of its own:
-    an upper bound there), and for the wire's own processor time.
+    The wrong model where ranks share cores and `compute` was measured by one alone, where encoding runs beside backward
+    (on CUDA it has a stream of its own: an upper bound there), and for the wire's own processor time.
 
     Args:
         plan: As `lower` makes it.

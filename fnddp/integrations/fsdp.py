@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.ending import end_with_backward
 from fnddp.agreement import agree, description
 from fnddp.group import group_name
 from fnddp.parse import parse
@@ -27,12 +28,23 @@ from fnddp.wire import control
 class Replicas:
     """What `compress_replicas` returns: the pipeline between the replicas of a model, and its state.
 
-    Attributes:
-        sync: The pipeline that runs: it names the replicas' process group.
+    Args:
+        parameters: What is synchronized, by name.
+        frozen: The parameters that require no gradient.
+        sync: The pipeline.
+        group: Name of the replicas' process group.
+        shards: The mesh over which all are sharded.
     """
 
-    def __init__(self, parameters: dict[str, DTensor], sync: Sync, group: str | None, shards: DeviceMesh) -> None:
-        self.sync = sync
+    def __init__(
+        self,
+        parameters: dict[str, DTensor],
+        frozen: dict[str, nn.Parameter],
+        sync: Sync,
+        group: str | None,
+        shards: DeviceMesh,
+    ) -> None:
+        self._frozen = frozen
         self._group = group
         self._shards = shards
         self._parameters = parameters
@@ -50,6 +62,11 @@ class Replicas:
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # that `.grad` holds
         self._before: dict[str, DTensor] = {}  # such, while others are made
         self._failure: Exception | None = None
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline that runs: it names the replicas' process group."""
+        return self._engine.sync
 
     @property
     def state(self) -> State:
@@ -99,11 +116,20 @@ class Replicas:
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or torch_private.is_within_backward():  # of an evaluation; of a checkpoint
             return
+        self._require_frozen()
         self._break_off()
         self._is_armed = self._synchronizes
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._before_backward)
+
+    def _require_frozen(self) -> None:
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"compress_replicas: {', '.join(thawed)} did not require a gradient when it was called, and does now, "
+                "so its gradient would not be synchronized; unfreeze parameters before compress_replicas"
+            )
 
     def _before_backward(self, _: Tensor) -> None:
         if not self._engine.is_open and not self._before:
@@ -130,7 +156,7 @@ class Replicas:
             self._failure = None
             self._engine.start()
             # Behind FSDP's own, which is queued before or after this.
-            torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._finish))
+            torch_private.at_end_of_backward(lambda: end_with_backward(self._engine, self._finish))
 
     def _feed(self, name: str) -> None:
         if not self._is_armed:
@@ -241,12 +267,14 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     def set_up() -> dict[str, str]:
         parameters, shards = _sharded(model, replicate)
         pipeline = (parse(sync) if isinstance(sync, str) else sync).over(group, unnamed_only=True)
-        made.append(Replicas(parameters, pipeline, group, shards))
+        frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
+        made.append(Replicas(parameters, frozen, pipeline, group, shards))
         local = {name: p.to_local() for name, p in parameters.items()}
         return description(pipeline, local, made[-1].state)
 
     agree(set_up, group)
     (replicas,) = made
+    replicas._engine.connect()  # pyright: ignore[reportPrivateUsage]
     control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)
     for name, parameter in replicas._parameters.items():  # pyright: ignore[reportPrivateUsage]
         parameter.register_post_accumulate_grad_hook(_Feed(replicas, name))

@@ -69,6 +69,12 @@ class Outer(Expression, abc.ABC):
         return self.every
 
     @property
+    def groups(self) -> frozenset[str | None] | None:
+        """The names of the process groups that its pipelines reduce over; None if one of them does not say."""
+        inner: list[frozenset[str | None] | None] = [child.groups for child in self._children()]
+        return frozenset(name for names in inner for name in names or ()) if None not in inner else None
+
+    @property
     def lead(self) -> int:
         """Number of local steps before the first period; with several trees, until all of them have begun."""
         return 0

@@ -10,10 +10,11 @@ from fnddp import tree
 from fnddp.outer.contract import Exchanges, Outer
 from fnddp.plan.lower import lower as lower_sync
 from fnddp.plan.plan import Plan
+from fnddp.plan.world import planned_world
 from fnddp.show.text import count
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves, Tree
-from fnddp.wire.groups import World, within
+from fnddp.wire.groups import WorldSize, within
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class OuterPlan:
         return "\n".join(lines)
 
 
-def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> OuterPlan:
+def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) -> OuterPlan:
     """Return the plan of a period of `outer`, found by running it on tensors without values.
 
     Nothing is sent. The plan of each exchange prints, draws and costs itself: `plan.exchanges[0].plan.estimate(link)`.
@@ -90,10 +91,11 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
     Args:
         outer: The outer step.
         params: Any pytree of parameters; meta tensors will do.
-        world_size: Plan for groups of this size, without a process group; None for the groups that there are.
+        world_size: As `fnddp.lower` takes it: of the group, or of each by name, {"node": 8, None: 1024}.
 
     Raises:
         LoweringError: A pipeline reads values or runs foreign code, so it has no static schedule.
+        ValueError: `world_size` does not give the size of each group.
 
     >>> from fnddp import outer, quantize, two_shot
     >>> params = {f"layers.{i}.weight": torch.empty(256, 256, device="meta") for i in range(4)}
@@ -105,7 +107,7 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
     (5, 8, 15667.2)
     """
     leaves = {path: torch.empty_like(leaf, device="meta") for path, leaf in tree.flatten(params)[0].items()}
-    world = World(size=world_size)
+    world = planned_world(outer, outer.groups, world_size)
     noted = Noted()
     with torch.no_grad(), within(world):
         state = outer.init(leaves)
@@ -114,7 +116,10 @@ def lower(outer: Outer, params: Tree, *, world_size: int | None = None) -> Outer
             _, state = outer.step(leaves, state, noted)
     exchanges = [
         Planned(
-            name, starts - outer.lead, ends - outer.lead, lower_sync(sync, each, state=state, world_size=world_size)
+            name,
+            starts - outer.lead,
+            ends - outer.lead,
+            lower_sync(sync, each, state=state, world_size=world.size_of(sync.groups)),
         )
         for starts, ends, name, (sync, each, state) in sorted(noted.done, key=lambda done: done[:2])
         if outer.lead < starts <= outer.lead + outer.period

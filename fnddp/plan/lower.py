@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fnddp import tree
 from fnddp.buckets import MB, assign_buckets
-from fnddp.options import checked_int
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import numbers, output_nodes
 from fnddp.plan.ir import Grad, Held, LeafSpec, Part, Ranks
@@ -20,9 +20,10 @@ from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
 from fnddp.plan.schedule import require_backend
+from fnddp.plan.world import planned_world
 from fnddp.sync import State, Sync, require_sync
 from fnddp.tree import Tree
-from fnddp.wire.groups import World, within
+from fnddp.wire.groups import World, WorldSize, within
 
 KEEP = Donation()
 
@@ -32,7 +33,7 @@ def lower(
     params: Tree,
     *,
     state: State = None,
-    world_size: int | None = None,
+    world_size: WorldSize | None = None,
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float = 25,
     first_bucket_mb: float = 1,
@@ -50,7 +51,9 @@ def lower(
             parameters that are trained.
         state: The pipeline's state, whose counters choose the phase (a warm-up, or what comes after it); None for the
             first step.
-        world_size: Plan for groups of this size, without a process group; None for the groups that there are.
+        world_size: Plan for a group of this size, without a process group; for a pipeline over several groups for
+            those sizes, by the group's name (None is the default group): {"node": 8, "across": 128}. None for the
+            groups that there are.
         arrival: Leaf paths in the order in which their gradients are expected; None for the reverse of `params`.
         bucket_cap_mb: Gradients are bucketed, in the order of arrival, and a bucket is closed once it holds this
             many MiB. A bucket's payloads travel together.
@@ -60,8 +63,8 @@ def lower(
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
-        ValueError: `arrival` does not name the leaves of `params`, a size is not positive (or `world_size`), or the
-            backend is none for these parameters.
+        ValueError: `arrival` does not name the leaves of `params`, a size is not positive, `world_size` does not give
+            the size of each group of the pipeline, or the backend is none for these parameters.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -69,33 +72,35 @@ def lower(
     >>> plan = lower(error_feedback(powersgd(fp16(allreduce), rank=4)), params, world_size=1024)
     >>> plan.wire_bytes, plan.rounds, len(plan.collectives)
     (4608, 2, 2)
+    >>> from fnddp import hierarchical
+    >>> sync = hierarchical(fp16(allreduce.over("across")), intra="node")
+    >>> plan = lower(sync, params, world_size={"node": 8, "across": 128})
+    >>> [(each.kind.name, each.world_size) for each in plan.collectives]
+    [('reduce_scatter', 8), ('all_reduce', 128), ('all_gather', 8)]
     """
     require_sync("lower: sync", sync)
     if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
         raise ValueError(
             f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"
         )
-    if world_size is not None and checked_int("lower: world_size", world_size) < 1:
-        raise ValueError(
-            f"lower: world_size must be at least 1, or None for the groups that there are, got {world_size}"
-        )
     if isinstance(params, nn.Module):
         params = {name: p for name, p in params.named_parameters() if p.requires_grad}
     leaves, _ = tree.flatten(params)
     require_backend(backend, [leaf.device for leaf in leaves.values()])
-    world = World(size=world_size)
-    with within(world):
-        state = sync.init(leaves) if state is None else state
-    return lower_leaves(
-        sync,
-        {path: LeafSpec.of(leaf) for path, leaf in leaves.items()},
-        state,
-        world=world,
-        arrival=arrival,
-        bucket_caps=(first_bucket_mb * MB, bucket_cap_mb * MB),
-        donation=donation,
-        backend=backend,
-    )
+    world = planned_world(sync, sync.groups, world_size)
+    with torch.inference_mode(False):  # in which operations are traced as others than they are
+        with within(world):
+            state = sync.init(leaves) if state is None else state
+        return lower_leaves(
+            sync,
+            {path: LeafSpec.of(leaf) for path, leaf in leaves.items()},
+            state,
+            world=world,
+            arrival=arrival,
+            bucket_caps=(first_bucket_mb * MB, bucket_cap_mb * MB),
+            donation=donation,
+            backend=backend,
+        )
 
 
 def lower_leaves(

@@ -10,10 +10,11 @@ from torch import Tensor
 from fnddp import tree
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
+from fnddp.plan.world import planned_world
 from fnddp.state import AFTER_ALL_WARM_UPS
 from fnddp.sync import State, Sync
 from fnddp.tree import Tree
-from fnddp.wire.groups import World, within, world_size
+from fnddp.wire.groups import WorldSize, within, world_size
 
 LONGEST = 10_000
 """Steps within which counters come back to where they were. Where they do not, so many steps are the period."""
@@ -40,7 +41,7 @@ def period(
     sync: Sync,
     params: Tree,
     *,
-    world_size: int | None = None,
+    world_size: WorldSize | None = None,
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float = 25,
 ) -> tuple[Recurring, ...]:
@@ -82,9 +83,9 @@ class _Walk:
     """Counters from step to step, and the plans that they lead to."""
 
     def __init__(
-        self, sync: Sync, params: Tree, size: int | None, arrival: Sequence[str] | None, bucket_cap_mb: float
+        self, sync: Sync, params: Tree, size: WorldSize | None, arrival: Sequence[str] | None, bucket_cap_mb: float
     ) -> None:
-        self._world, self._sync, self._params = World(size=size), sync, params
+        self._world, self._sync, self._params = planned_world(sync, sync.groups, size), sync, params
         self._options: Any = {"world_size": size, "arrival": arrival, "bucket_cap_mb": bucket_cap_mb}
         leaves, _ = tree.flatten(params)
         with within(self._world):

@@ -4,6 +4,7 @@ It owns the pipeline's state, keeps a plan for each phase, learns the order in w
 step on all ranks alike: either all of them have the result, or all of them raise.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -34,15 +35,18 @@ from fnddp.show.trace import debug_level, observer, observing, profiled
 from fnddp.state import require_like, shared
 from fnddp.sync import State, Sync, groups_of, require_weighable
 from fnddp.tree import Leaves
-from fnddp.wire.c10d import C10D, apart
+from fnddp.wire.c10d import C10D, with_dedicated_groups
 from fnddp.wire.groups import World, identity
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
-from fnddp.wire.weights import scaled
+from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 
 SLOW_SECONDS = 2
 """A lowering that takes longer is told of, since the step that waits for it looks like one that hangs."""
 
 MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
+
+
+_numbers = itertools.count()
 
 
 class Synchronized(NamedTuple):
@@ -92,6 +96,7 @@ class Engine:
         traces: Of this pipeline and such leaves, where several engines share them.
 
     Attributes:
+        number: Higher than those of the engines that were made before it.
         positions: Of the leaves, by path.
         is_open: Whether a step has begun and not ended.
         begun: How many steps have begun.
@@ -118,6 +123,7 @@ class Engine:
         traces: Traces | None = None,
     ) -> None:
         self.sync = sync
+        self.number = next(_numbers)
         self.leaves = dict(leaves)
         self.positions = {path: position for position, path in enumerate(self.leaves)}
         self.is_open = False
@@ -149,9 +155,13 @@ class Engine:
         self._prepared: list[_Prepared] = []
         self._current: _Prepared | None = None
         self._structure: Any = None
+        self._weight: Weight | None = None
+        self._exchanges_weights = False  # at the start of each step, from the first one with weights on
+        self._asks = False  # this rank has a weight, in a step that began without such an exchange
         self._weighing: Weighing | None = None
-        self._next_weighing: Weighing | None = None
-        self._scale: float | None = None  # known once the first gradient of a step is there
+        self._plain_scale = 1.0
+        self._scale: float | None = None  # None until the ranks' weights are known
+        self._held: list[tuple[str, Tensor, bool]] = []  # gradients that wait for it
         self._has_voted = False
         self._broken: BaseException | None = None
         self._epoch = 0  # of an elastic wire, when this rank was last in step
@@ -204,56 +214,40 @@ class Engine:
     @property
     def missing(self) -> frozenset[str]:
         """The leaves that have not arrived in this step."""
-        return frozenset() if self._current is None else frozenset(self._current.runner.missing)
+        held = {path for path, _, _ in self._held}
+        return frozenset() if self._current is None else frozenset(self._current.runner.missing) - held
 
     @property
     def has_sent(self) -> bool:
         """Whether a collective of this step has been issued."""
         return self._current is not None and self._current.runner.has_sent
 
-    def weigh(self, weight: float) -> None:
-        """Tells the other ranks how much this rank's gradients of the next step count, without waiting for theirs.
-
-        All ranks of a step call it, or none does.
-
-        Args:
-            weight: A number of samples or tokens; 0 is allowed, not on all ranks.
-
-        Raises:
-            ValueError: The pipeline takes no mean, or a leaf holds no fractions.
-        """
-        self.refuse_after_failure()
-        require_weighable(self.sync, {path: leaf.dtype for path, leaf in self.leaves.items()})
-        self._next_weighing = Weighing(weight, self._wire, self._groups, self._device)
-
-    def fail_if_weighed(self, error: BaseException) -> None:
-        """Where other ranks have been told the weight of a step that will not come, because of `error`: it fails."""
-        if self._next_weighing is not None and not self.is_open:
-            self.start()
-            self.fail(error)
-
-    def forget_weight(self) -> None:
-        """The next step is not weighted."""
-        self._next_weighing = None
-
-    def start(self, state: State = None, *, weight: float | None = None, scale: float = 1.0) -> None:
+    def start(self, state: State = None, *, weight: Any = None, scale: float = 1.0) -> None:
         """Begins a step.
 
         Args:
             state: Where it begins; None for where the last one ended.
-            weight: See `weigh`; None for a step in which all ranks count alike, or one that is weighed already.
-            scale: What gradients are multiplied by on their way.
+            weight: How much this rank's gradients count, a number of samples or tokens: 0 is allowed, not on all ranks.
+                None for a step in which all ranks count alike. All ranks give one or none does; anything else, and what
+                is no weight, is a ValueError on all ranks, of `feed` or `finish`.
+            scale: What gradients are multiplied by on their way in a step without weights.
 
         Raises:
             RuntimeError: An earlier step has left the ranks out of step.
+            ValueError: There is a weight, and the pipeline takes no mean, or a leaf holds no fractions. The step has
+                failed on all ranks.
         """
         self.refuse_after_failure()
         if state is not None:
             self._state = state
-        if weight is not None:
-            self.weigh(weight)
         with profiled("start"):
-            self._begin(scale)
+            self._begin(scale, None if weight is None else Weight.of(weight))
+        if weight is not None:
+            try:
+                require_weighable(self.sync, {path: leaf.dtype for path, leaf in self.leaves.items()})
+            except ValueError as error:
+                self.fail(error)
+                raise
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
         """Hands over a gradient, and carries the step on when a segment is complete, or now and then.
@@ -267,10 +261,18 @@ class Engine:
 
         Raises:
             ValueError: There is no such leaf, it has arrived already, or it is not like the leaf; on all ranks: their
-                weights are none.
+                weights are invalid.
         """
+        scale = self._known_scale()
+        if scale is None:
+            self._held.append((path, grad, keep))
+            if self._asks:
+                self._take(path, grad, keep, 0.0)
+        else:
+            self._take(path, grad, keep, scale)
+
+    def _take(self, path: str, grad: Tensor, keep: bool, scale: float) -> None:
         assert self._current is not None
-        scale = self._scaled_by()
         if self._arriving is not None:
             self._arriving.append(path)
         grad, is_new = (grad, False) if scale == 1 else (scaled(grad, scale), True)
@@ -300,7 +302,7 @@ class Engine:
 
     def poll(self) -> None:
         """Carries an open step on as far as it goes without waiting."""
-        if self.is_open and self._current is not None and not self._holds:
+        if self.is_open and self._current is not None and not self.is_held:
             self._current.runner.advance()
 
     @property
@@ -316,7 +318,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
-        if self.is_open and self._current is not None and not self._holds:
+        if self.is_open and self._current is not None and not self.is_held:
             self._current.runner.advance(block=True)
 
     def is_followed_by(self, engine: "Engine") -> None:
@@ -328,6 +330,7 @@ class Engine:
 
         Raises:
             StepFailedError: Another rank has failed in this step.
+            ValueError: On all ranks: see `start` for weights.
         """
         with profiled("end"):
             return self._end()
@@ -359,6 +362,7 @@ class Engine:
         self.failed_steps += 1
         assert self._current is not None
         runner, vote = self._current
+        self._held = []
         if self._has_voted and runner.plan is None and isinstance(error, FloatingPointError):
             self._broken = None  # of fp16(..., check=True), which raises on all ranks
         elif vote is None or isinstance(error, CollectiveError) or self._has_voted:
@@ -366,14 +370,24 @@ class Engine:
         else:
             self._broken = error  # until the others know
             try:
-                runner.abort()
-                vote.cast(frozenset(), failed=True)
-                runner.wait()
-                vote.explain(error)
+                if self._have_valid_weights():
+                    runner.abort()
+                    vote.cast(frozenset(), failed=True)
+                    runner.wait()
+                    vote.explain(error)
+                    self._broken = None if vote.is_heeded else error
+                else:
+                    self._broken = None
                 runner.forget()
-                self._broken = None if vote.is_heeded else error
             except RuntimeError as broken:
                 self._broken = broken
+
+    def fail_next(self, error: BaseException) -> None:
+        """Ends the open step because of `error`, or else begins the next one only to fail it, on all ranks."""
+        if not self.is_open:
+            self.refuse_after_failure()
+            self._begin(1.0, FAILED)
+        self.fail(error)
 
     def refuse_from_now_on(self, error: BaseException) -> None:
         """Refuses further steps because of `error`, which leaves this rank out of step with the others."""
@@ -399,6 +413,17 @@ class Engine:
         self._broken = None
         return True
 
+    def connect(self) -> None:
+        """Connect the groups that steps use, if that is still to be done. All ranks call it where they set up.
+
+        In the first step it could be too late: models that share a backward begin theirs in another order elsewhere.
+
+        Raises:
+            CollectiveError: See `with_dedicated_groups`.
+        """
+        if self._device.type != "cuda":
+            with_dedicated_groups(self._wire, self._groups)
+
     def prepare(self) -> Plan | None:
         """Makes the plan for the state that is there, which the first step would wait for."""
         parts, self._structure = tree.flatten_any(self._state)
@@ -410,14 +435,12 @@ class Engine:
             self._arrival, self._prepared = arrival, []
             self._memory.clear()
 
-    def _begin(self, scale: float) -> None:
-        parts, self._structure = tree.flatten_any(self._state)
-        if isinstance(self._wire, Elastic):
+    def _begin(self, scale: float, weight: Weight | None) -> None:
+        if isinstance(self._wire, Elastic) and self._wire.epoch != self._epoch:
             self._epoch = self._wire.epoch
+            self._exchanges_weights = False  # newcomers know of none
         try:
-            runner, vote = self._choose(parts)
-            groups = self._groups if runner.plan is None else runner.plan.phase.groups
-            runner.start(parts, {group: self._wire.size(group) for group in groups})
+            vote = self._start_runner()
         except BaseException as error:
             self._broken = error if self._has_others() else None  # they may have begun
             raise
@@ -426,17 +449,110 @@ class Engine:
         self._behind = []
         for engine in ahead:
             engine.is_followed_by(self)
-        self._weighing, self._next_weighing = self._next_weighing, None
-        self._scale = None if self._weighing is not None else scale
         self._has_voted, self.is_open = False, True
         self.begun += 1
+        self._weight, self._weighing, self._held = weight, None, []
+        has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and vote.has_peers
+        self._asks = has_weight and has_peers and not self._exchanges_weights
+        self._plain_scale = scale
+        self._scale = None if has_weight or (self._exchanges_weights and has_peers) else scale
+        if not self.is_held:
+            self._weigh()
+
+    def _start_runner(self) -> Vote | None:
+        parts, self._structure = tree.flatten_any(self._state)
+        runner, vote = self._choose(parts)
+        groups = self._groups if runner.plan is None else runner.plan.phase.groups
+        runner.start(parts, {group: self._wire.size(group) for group in groups})
+        return vote
+
+    # Weights. A rank cannot know whether the others give one. So the first step with weights begins as one without:
+    # ranks that have a weight send zeros, and say so in the vote. If all do, the step is run again. From then on each
+    # step begins with an exchange of weights, in which a rank without one says that. So the collectives of ranks match
+    # whoever gives a weight, and ranks that never do send nothing for it.
+
+    def _weigh(self) -> None:
+        """Start the exchange of weights, if the step has one that has not been started."""
+        if self._scale is None and not self._asks and self._weighing is None:
+            vote = None if self._current is None else self._current.vote
+            wire = self._wire if vote is None else vote.wire
+            self._weighing = Weighing(self._weight or NO_WEIGHT, wire, self._groups, self._device)
+
+    def _known_scale(self, *, at_end: bool = False) -> float | None:
+        """What gradients are scaled by: wait for weights under way, but not for other engines or the vote.
+
+        Raises:
+            ValueError: The weights are invalid, and all ranks raise before any has sent a gradient.
+        """
+        if self._scale is not None:
+            return self._scale
+        if self._asks or (self.is_held and not at_end):
+            return None
+        self._weigh()
+        assert self._weighing is not None
+        try:
+            scale = self._weighing.scale()
+        except CollectiveError as error:
+            self.fail(error)
+            raise
+        except ValueError as error:
+            self._fail_alike()
+            if isinstance(self._wire, Elastic):
+                self._wire.report(error)
+            raise
+        self._scale = self._plain_scale if scale is None else scale
+        held, self._held = self._held, []
+        for path, grad, keep in held:
+            self._take(path, grad, keep, self._scale)
+        return self._scale
+
+    def _have_valid_weights(self) -> bool:
+        """Whether other ranks go on with a step that fails on this one: they do not if its weights are invalid."""
+        if self._scale is not None or self._asks:
+            return True
+        self._weigh()
+        assert self._weighing is not None
+        try:
+            self._weighing.scale()
+        except ValueError:
+            return False
+        return True
+
+    def _ask(self) -> None:
+        """Ends a step that began without an exchange of weights, and begins it again with one.
+
+        Raises:
+            StepFailedError: Another rank has failed in this step.
+            ValueError: On all ranks: not all have a weight.
+        """
+        assert self._current is not None
+        runner, vote = self._current
+        assert vote is not None
+        absent = self.missing
+        runner.drain()
+        vote.cast(absent, weight=self._weight)
+        self._has_voted = True
+        runner.wait()
+        try:
+            vote.outcome()
+        except CollectiveError:
+            raise
+        except Exception:
+            self._fail_alike()
+            raise
+        runner.forget()
+        self._start_runner()
+        self._has_voted = self._asks = False
+        self._exchanges_weights = True
 
     def _end(self) -> Synchronized:
         assert self._current is not None
         runner, vote = self._current
         for engine in self._in_front():  # to where all ranks are with the same gradients
             engine.catch_up()
-        self._scaled_by()
+        if self._asks:
+            self._ask()
+        self._known_scale(at_end=True)
         absent = frozenset(runner.missing)
         runner.drain()
         unused = frozenset[str]()  # without a vote nobody knows: the zeros of this rank count as gradients
@@ -453,13 +569,10 @@ class Engine:
             except CollectiveError:  # ranks are out of step
                 raise
             except Exception:
-                self.failed_steps += 1
-                self._give_up()
-                self._drop_behind()
+                self._fail_alike()
                 raise
             if is_none:
                 self._give_up()
-                self._next_weighing = self._weighing  # it is for a step
                 return Synchronized({}, unused)
         mean, parts = runner.commit()  # only now is anything written over
         self._state = tree.unflatten_any(self._structure, parts)
@@ -469,25 +582,26 @@ class Engine:
         return Synchronized(mean, unused)
 
     @property
-    def _holds(self) -> bool:
-        """Whether another engine's step goes first on a process group of this one."""
+    def is_held(self) -> bool:
+        """Whether the step of another engine goes first on a process group of this one."""
         return bool(self._ahead) and bool(self._in_front())
 
     def _in_front(self) -> "list[Engine]":
         return [engine for engine, step in self._ahead if engine.is_open and engine.begun == step]
 
-    def _scaled_by(self) -> float:
-        if self._scale is None:
-            assert self._weighing is not None
-            self._scale = self._weighing.scale()
-        return self._scale
-
     def _has_others(self) -> bool:
         return any(self._wire.size(group) > 1 for group in self._groups or {None})
+
+    def _fail_alike(self) -> None:
+        """Ends the step here, as all ranks do without another message."""
+        self.failed_steps += 1
+        self._give_up()
+        self._drop_behind()
 
     def _give_up(self) -> None:
         assert self._current is not None
         self._current.runner.forget()
+        self._held = []
         self.is_open = False
 
     def _drop_behind(self) -> None:
@@ -537,9 +651,7 @@ class Engine:
 
     def _prepare(self, plan: Plan) -> _Prepared:
         groups = tuple(dict.fromkeys([*plan.groups, *self._groups]))
-        on_cuda = self._device.type == "cuda"
-        # With a second round, the moment of a launch is a matter of polling. (CUDA is not polled.)
-        wire = apart(self._wire, groups) if plan.rounds > 1 and not on_cuda else self._wire
+        wire = self._wire if self._device.type == "cuda" else with_dedicated_groups(self._wire, groups)
         vote = Vote(plan.leaves, wire, groups, self._device)
         # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
         runner = Planned(
@@ -595,7 +707,10 @@ class Engines:
         kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
         world = [identity(group) for group in self._groups] if self._wire is C10D else []
         key = (likes, structure, kinds, tuple(world))
-        engine = self._engines.pop(key, None) or self._make(_dense_specs(leaves))
+        engine = self._engines.pop(key, None)
+        if engine is None:
+            engine = self._make(_dense_specs(leaves))
+            engine.connect()
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
         self.last = engine
         return engine

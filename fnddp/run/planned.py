@@ -21,7 +21,7 @@ from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Buffer, Memory
 from fnddp.run.runner import unexpected
 from fnddp.show.trace import Observer, Ranges
-from fnddp.torch_private import storage_use_count, without_autocast, without_modes
+from fnddp.torch_private import is_held, storage_use_count, without_autocast, without_modes
 from fnddp.tree import Leaves
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
@@ -111,10 +111,11 @@ class Planned:
             (path, leaf, register_of.get(path), path in plan.overwrites) for path, leaf in plan.leaves.items()
         ]
         # As most gradients are, and what is to be done with them: nothing but to keep them, if nobody else does where
-        # they are written over.
+        # they are written over. Not complex ones, which autograd conjugates lazily, and scalars: it negates imaginary
+        # parts lazily, which are views with gaps otherwise.
         self._plain = [
             (path, register, (leaf.shape, leaf.dtype, leaf.device, leaf.stride), is_overwritten and clones_shared)
-            if register is not None and self._stream is None
+            if register is not None and self._stream is None and leaf.shape and not leaf.dtype.is_complex
             else (path, 0, None, False)
             for path, leaf, register, is_overwritten in self._leaves
         ]
@@ -262,7 +263,7 @@ class Planned:
                 path, register, like, is_cloned = plain[position]
                 if (grad.shape, grad.dtype, grad.device, grad.stride()) == like and path in missing:
                     del missing[path]
-                    values[register] = grad.clone() if is_cloned and storage_use_count(grad) > 1 else grad
+                    values[register] = grad.clone() if is_cloned and is_held(grad) else grad
                 else:
                     self._take_over(position, grad)
 
@@ -273,9 +274,10 @@ class Planned:
             raise unexpected(path, grad, self.plan.leaves, leaf if is_missing else None)
         if register is None:
             return
+        grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits
         if grad.stride() != leaf.stride:
             grad = leaf.empty().copy_(grad)
-        elif is_overwritten and self._clones_shared and storage_use_count(grad) > 1:
+        elif is_overwritten and self._clones_shared and is_held(grad):
             grad = grad.clone()
         if self._stream is not None and grad.is_cuda:
             grad.record_stream(self._stream)

@@ -1,4 +1,4 @@
-"""How ranks end a step alike: a byte for each leaf and one for the step, gathered behind a plan's last collective."""
+"""How ranks end a step alike: a byte for each leaf and three for the step, gathered behind its last collective."""
 
 import traceback
 from collections.abc import Generator, Iterable
@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.run.weighing import refusal
 from fnddp.wire.control import first_over, gather_over
 from fnddp.wire.groups import rank
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
+from fnddp.wire.weights import NO_WEIGHT, Weight
 
 
 class StepFailedError(RuntimeError):
@@ -35,22 +37,26 @@ class Vote:
         wire: Who carries it.
         groups: The process groups that must agree. Where several have other ranks, they are asked one after the other.
         device: Where their payloads live.
+
+    Attributes:
+        wire: As given.
     """
 
     def __init__(self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
-        self._wire = wire
+        self.wire = wire
         self._all_groups = tuple(dict.fromkeys(groups))
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._leaves = list(leaves)
         self._absent: frozenset[str] = frozenset()
-        self._flags: Tensor | None = None  # of all ranks: [ranks, 1 + leaves]
+        self._weight: Weight | None = None
+        self._flags: Tensor | None = None  # of all ranks: [ranks, 3 + leaves]
         self._work: Work | None = None
 
     @property
     def groups(self) -> list[str | None]:
         """The groups that have other ranks: as many as there are now."""
-        return [group for group in self._all_groups if self._wire.size(group) > 1]
+        return [group for group in self._all_groups if self.wire.size(group) > 1]
 
     @property
     def has_peers(self) -> bool:
@@ -62,16 +68,18 @@ class Vote:
         """Whether other ranks wait for what this one says before they end a step. On CUDA they do not."""
         return not (self.groups and self._on_cuda)
 
-    def cast(self, absent: frozenset[str], failed: bool = False) -> None:
+    def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
         """Tells the other ranks, without waiting for them.
 
         Args:
             absent: Leaves that have not arrived here.
             failed: Whether this rank has failed.
+            weight: Given by this rank in a step that began without an exchange of weights.
         """
-        self._absent, self._work = absent, None
+        self._absent, self._weight, self._work = absent, weight, None
         if self.groups:
-            flags = [int(failed), *(int(path not in absent) for path in self._leaves)]
+            has_weight, has_none = weight is not None, weight is None and not failed
+            flags = [failed, has_weight, has_none, *(path not in absent for path in self._leaves)]
             # From pinned memory: a copy from any other would have the host wait for all that is queued before it.
             on_host = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)
             with _named_failures():
@@ -83,22 +91,28 @@ class Vote:
         """The leaves that have arrived on no rank.
 
         On CUDA the host does not wait for the answer unless this rank misses a leaf, so failures of other ranks end
-        there with the process group's timeout.
+        there with the process group's timeout. A rank with a weight waits.
 
         Raises:
             StepFailedError: Another rank has failed, and all ranks raise.
             CollectiveError: Another rank has died, left or hangs; on CUDA also: it has failed. Ranks are out of step.
+            ValueError: On all ranks: some have given a weight, and others none.
         """
         absent = self._absent
-        if self._work is None or (self._on_cuda and not absent):
+        if self._work is None or (self._on_cuda and not absent and self._weight is None):
             self._work = None
             return frozenset() if self.groups else absent
-        flags = self._complete()
-        if flags[0] and self._on_cuda:
+        failed, has_weight, has_none, *used = self._complete()
+        is_mixed = has_weight and has_none
+        if failed and self._on_cuda:
             raise CollectiveError("another rank has failed in this step; see its own error")
-        if flags[0]:
+        if is_mixed and self._on_cuda:
+            raise CollectiveError("weight: all ranks of a step give one, or none does, but only some have")
+        if failed:
             raise StepFailedError(self._explanation(None))
-        return frozenset(path for path, used in zip(self._leaves, flags[1:], strict=True) if not used)
+        if is_mixed:
+            raise refusal(self._weight or NO_WEIGHT, self.wire, self.groups[0], self._device)
+        return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
     def explain(self, error: BaseException) -> None:
         """Completes the vote of a step in which this rank has failed and said so, and tells the others why."""
@@ -110,7 +124,7 @@ class Vote:
         """`value` as the first rank has it. Every rank must ask."""
         with _named_failures(), self._on_device():
             for group in self.groups:
-                value = first_over(self._wire, value, group, self._device)
+                value = first_over(self.wire, value, group, self._device)
         return value
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -118,7 +132,7 @@ class Vote:
         return torch.cuda.device(self._device) if self._on_cuda else nullcontext()
 
     def _start(self, flags: Tensor, group: str | None) -> None:
-        self._flags, self._work = self._wire.vote(flags, group)
+        self._flags, self._work = self.wire.vote(flags, group)
 
     def _waited(self) -> Tensor:
         """Each flag as it is on some rank."""
@@ -141,7 +155,7 @@ class Vote:
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
         with _named_failures(), self._on_device():
             for group in self.groups:
-                told = gather_over(self._wire, reasons, group, self._device)
+                told = gather_over(self.wire, reasons, group, self._device)
                 named = {(i if who is None else who, why) for i, some in enumerate(told) for who, why in some}
                 reasons = sorted(named, key=str)
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)

@@ -1,4 +1,4 @@
-"""Time and loss together: which pipeline trains as well as the plain mean, in the shortest step."""
+"""Time and loss together: which pipeline ends near the plain mean's loss, in the shortest step."""
 
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -54,8 +54,9 @@ def tune(
 
     The plain mean and 16-bit wires are always among them. Losses are simulated (`fnddp.simulate_training`); times are
     predicted (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The wrong
-    judge for a cluster whose processors are not like this one's, for a loss that decides after more steps than these,
-    and for a warm-up: it is trained with, but costed as if it were over.
+    judge at a learning rate that is not the plain mean's best (all train at one, and the order may turn round at
+    another); for a cluster whose processors are not like this one's, or are shared by ranks; for a loss that decides
+    after more steps than these; and for a warm-up: it is trained with, but costed as if it were over.
 
     Args:
         problem: What is trained.
@@ -70,8 +71,8 @@ def tune(
         tell: Called after each training.
 
     Raises:
-        ValueError: A pipeline does not parse, does not fit, or takes no mean; there is no step or no seed; `within` is
-            negative.
+        ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
+            seed; `within` is negative.
         LoweringError: A pipeline has no plan.
     """
     if checked_int("tune: steps", steps) < 1 or checked_int("tune: ranks", ranks) < 1:
@@ -106,6 +107,11 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
 
 
 def _require_mean(sync: Sync) -> None:
+    if named := [group for group in sync.groups or () if group is not None]:
+        raise ValueError(
+            f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but tune's virtual ranks are one group; "
+            "leave it out, or cost the pipeline with lower(sync, params, world_size={...}).predict(link, compute)"
+        )
     if not sync.ops:
         raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train apart; name one with a reducer in it")
 

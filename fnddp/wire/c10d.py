@@ -1,7 +1,9 @@
 """torch.distributed as a wire."""
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
@@ -9,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp.torch_private import backend_timeout, without_modes
+from fnddp.torch_private import connect_again, without_modes
 from fnddp.wire.gloo_messages import Messages, faster, is_gloo_on_cpu
 from fnddp.wire.groups import live_group, live_rank, live_size
 from fnddp.wire.kinds import Kind
-from fnddp.wire.protocol import Wire, Work
+from fnddp.wire.protocol import CollectiveError, Wire, Work
 
 
 class C10d:
@@ -22,7 +24,7 @@ class C10d:
     On a large payload the functional collectives spend more time in their copy than in the sum.
 
     Args:
-        own: For groups (by name) the name of another one over the same ranks that is used instead.
+        own: For groups (by name) the name of the one dedicated to them, which is used instead.
     """
 
     def __init__(self, own: Mapping[str | None, str] = MappingProxyType({})) -> None:
@@ -39,7 +41,7 @@ class C10d:
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
         """See `Wire.start`."""
         live = self._live(group, send.device)
-        steps = faster(kind, send, receive, op, live, tag)
+        steps = faster(kind, send, receive, op, live)
         return kind.start(send, receive, op, live) if steps is None else Messages(steps)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
@@ -62,43 +64,54 @@ class C10d:
         return "C10D" if self is C10D else (C10d, (dict(self._own),))
 
     def _live(self, group: str | None, device: torch.device) -> dist.ProcessGroup:
-        return live_group(group if device.type == "cuda" else self._own.get(group, group))  # twins are gloo's
+        return live_group(group if device.type == "cuda" else self._own.get(group, group))  # these are gloo's
 
 
 C10D = C10d()
 
-# By the group over whose ranks they are. They live as long as torch.distributed knows them.
-_twins: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+# By the group over whose ranks they are: the name of each, or why there is none.
+_dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, Future[str]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
-def apart(wire: Wire, groups: Iterable[str | None]) -> Wire:
-    """A wire whose collectives cannot meet others on the same groups, for launches whose moment is a matter of timing.
+def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
+    """Return a wire whose collectives cannot meet any others on `groups`: a user's own, within backward.
 
-    On gloo, messages meet in the order in which they are sent. Where that is decided by polling, a collective of the
-    user's own within backward would meet ours. So gloo groups get a twin over the same ranks, made once, by all ranks
-    of the group: a few milliseconds and one more connection between each two ranks.
+    On gloo, messages meet in the order in which they are sent, and the moment at which a plan sends is a matter of
+    timing. So each gloo group gets a second one over the same ranks. It is made once, by all ranks of the group, and
+    named after it: it takes a few milliseconds and one more connection between each two ranks.
 
     Args:
-        wire: Another wire than torch.distributed is given back as it is.
-        groups: By name; those of one rank need no twin.
+        wire: Another wire than torch.distributed is returned as it is.
+        groups: By name; those of one rank need none.
+
+    Raises:
+        CollectiveError: Another rank of a group did not come within the timeout of that group, now or before.
     """
     if type(wire) is not C10d:
         return wire
-    own: dict[str | None, str] = {}
-    for group in groups:
-        live = live_group(group)
-        if is_gloo_on_cpu(live):
-            if live not in _twins:
-                _twins[live] = _new_twin(live)
-            own[group] = _twins[live]
+    named = [(group, live_group(group)) for group in groups if dist.is_initialized()]
+    own = {group: _dedicated_to(live) for group, live in named if is_gloo_on_cpu(live)}
     return C10d(own) if own else wire
 
 
-def _new_twin(group: dist.ProcessGroup) -> str:
-    twin: Any = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=backend_timeout(group),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    return twin.group_name
+def _dedicated_to(group: dist.ProcessGroup) -> str:
+    with _lock:
+        made = _dedicated.get(group)
+        is_first = made is None
+        made = _dedicated.setdefault(group, Future())
+    if is_first:  # without the lock: threads may connect several groups, in another order on each rank
+        try:
+            made.set_result(connect_again(group, f"{group.group_name}/fnddp").group_name)
+        except RuntimeError as error:
+            made.set_exception(
+                CollectiveError(
+                    f"the ranks of process group {group.group_name!r} could not be connected for fnddp: {error}. All "
+                    "of its ranks must set up the same pipelines, in the same order; another rank has failed, left, or "
+                    "not come to this point; see its own error"
+                )
+            )
+        except BaseException as error:
+            made.set_exception(error)
+            raise
+    return made.result()

@@ -1,8 +1,9 @@
 """Collectives on gloo that are made of messages between two ranks, where its own are slow."""
 
 import threading
+import weakref
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, cycle
 from typing import TypeAlias
 
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind
 from fnddp.wire.protocol import waited
 
-_TAGS = 0x666E0000  # away from the tags of a user's own messages
+_TAGS = range(0x666E0000, 0x666F0000)  # away from the tags of a user's own messages
 _BYTES = 2**18  # of a result; below, messages cost more than they save
+
+# The tags of a group's collectives, one after the other: a ring posts messages late, while others are under way.
+_tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 Steps: TypeAlias = Iterator[list[dist.Work]]
 """Posts messages, yields them, and goes on once they are over."""
@@ -55,17 +60,21 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
     return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group)
 
 
-def faster(
-    kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup, tag: int
-) -> Steps | None:
-    """The messages that are faster than the collective of `group`; None where its own is. The same on all ranks."""
+def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Steps | None:
+    """Return the messages that are faster than the collective of `group`; None where its own is. So on all ranks."""
     if receive.nbytes < _BYTES or send.is_cuda or not is_gloo_on_cpu(group):
         return None
     if kind is ALL_REDUCE and send.dtype == torch.float16 and op == "sum":
-        return ring(send, group, _TAGS + tag)
+        return ring(send, group, _next_tag(group))
     if kind in (ALL_GATHER, ALL_TO_ALL):
-        return direct(send if kind.sends_rows else send.expand_as(receive), receive, group, _TAGS + tag)
+        return direct(send if kind.sends_rows else send.expand_as(receive), receive, group, _next_tag(group))
     return None
+
+
+def _next_tag(group: dist.ProcessGroup) -> int:
+    """Return the same tag on all ranks, which start the collectives of `group` in one order."""
+    with _lock:
+        return next(_tags.setdefault(group, cycle(_TAGS)))
 
 
 def ring(buffer: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:

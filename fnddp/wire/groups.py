@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ _LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where launchers say how many processes they have started."""
 
 
+WorldSize: TypeAlias = int | Mapping[str | None, int]
+"""The number of ranks of a cluster that is not there: of every group, or of each by name (None: the default group)."""
+
+
 @dataclass(frozen=True)
 class World:
     """What a pipeline meets, if not torch.distributed as it is.
@@ -29,7 +33,7 @@ class World:
     Attributes:
         wire: Who moves bytes; None for torch.distributed.
         traced: Whether collectives are recorded, not run.
-        size: Of every group, where a plan is made for a cluster that is not there.
+        size: Where a plan is made for a cluster that is not there.
         ranks: What means divide by, by group, where it is not the size: a number that a graph takes as an input.
         simulated: The ranks of a simulation, of which this is a step.
         asked: The groups in which a pipeline that is traced has asked for this process's rank.
@@ -37,10 +41,16 @@ class World:
 
     wire: Wire | None = None
     traced: bool = False
-    size: int | None = None
+    size: WorldSize | None = None
     ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
     simulated: Ranks | None = None
     asked: set[str | None] = field(default_factory=set[str | None])
+
+    def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:
+        """The part of `size` that is about `groups`; all of it for None."""
+        if self.size is None or isinstance(self.size, int) or groups is None:
+            return self.size
+        return {group: n for group, n in self.size.items() if group in groups}
 
     @property
     def carries_bytes(self) -> bool:
@@ -73,15 +83,25 @@ def world_size(group: str | None) -> int:
     Raises:
         RuntimeError: A launcher started several ranks but the process group is not initialized, or a group is named
             that does not exist.
+        ValueError: A plan is made for groups of other names.
     """
     world = current()
     if world is not None and world.simulated is not None:
         return world.simulated.size(group)
     if world is not None and world.size is not None:
-        return world.size
+        return _planned_size(world.size, group)
     if world is not None and world.wire is not None:
         return world.wire.size(group)
     return live_size(group)
+
+
+def _planned_size(sizes: WorldSize, group: str | None) -> int:
+    if isinstance(sizes, int):
+        return sizes
+    if group not in sizes:
+        which = "the default group (None)" if group is None else f"group {group!r}"
+        raise ValueError(f"the plan has no number of ranks for {which}; there are those of {list(sizes)}")
+    return sizes[group]
 
 
 def live_size(group: str | None) -> int:
@@ -128,6 +148,8 @@ def rank(group: str | None) -> Any:
         return world.simulated.rank_in(group)
     if world is not None and world.traced:
         world.asked.add(group)
+    if world is not None and world.size is not None:
+        return 0  # a plan for ranks that need not be there is the first one's
     return live_rank(group) if world is None or world.wire is None else world.wire.rank(group)
 
 

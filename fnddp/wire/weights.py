@@ -7,34 +7,114 @@ weighted, and is sent whatever the weight of the next step.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+_NAMED = 8  # ranks that an error names
+_LONGEST = 80  # characters of what a rank gave
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as a rank gave it, valid or not, so that all ranks can raise the same error.
+
+    Attributes:
+        number: Finite and not negative; NaN if the rank gave no such number.
+        text: How errors name it.
+    """
+
+    number: float
+    text: str
+
+    @classmethod
+    def of(cls, given: Any) -> "Weight":
+        """Return the weight of a rank that gave `given`: a number, or a tensor of one element.
+
+        >>> Weight.of(3), Weight.of(-1), Weight.of("a")
+        (Weight(number=3.0, text='3'), Weight(number=nan, text='-1'), Weight(number=nan, text="'a'"))
+        """
+        if isinstance(given, Weight):
+            return given
+        try:
+            number = math.nan if isinstance(given, str | bytes) else float(given)
+        except Exception:  # of anybody's __float__: the step fails on all ranks, not on this one alone
+            number = math.nan
+        if number >= 0 and math.isfinite(number):
+            return cls(number, repr(number).removesuffix(".0"))
+        try:
+            text = " ".join(repr(given).split())
+        except ValueError:  # an int of more digits than Python writes
+            text = f"a {type(given).__name__}"
+        return cls(math.nan, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+
+NO_WEIGHT = Weight(-1.0, "none")
+"""The weight of a rank that gave none."""
+
+FAILED = Weight(-2.0, "none, because it failed")
+"""The weight of a rank that takes part in a step only to fail it."""
+
+
+def require_weights(everyone: Sequence[Weight]) -> None:
+    """Raise a ValueError unless each rank has given a valid weight.
+
+    Args:
+        everyone: The weights of all ranks, in rank order.
+    """
+    invalid = [rank for rank, weight in enumerate(everyone) if math.isnan(weight.number)]
+    if invalid:
+        raise ValueError(f"weight: must be a number, finite and not negative, but {_said(everyone, invalid)}")
+    without = [rank for rank, weight in enumerate(everyone) if weight == NO_WEIGHT]
+    if without:
+        with_one = [rank for rank in range(len(everyone)) if rank not in without]
+        raise ValueError(
+            f"weight: all ranks of a step give one, or none does, but {_said(everyone, with_one)}, and "
+            f"{_said(everyone, without)}"
+        )
+
+
+def _said(everyone: Sequence[Weight], ranks: Sequence[int]) -> str:
+    said = [f"rank {rank} gave {everyone[rank].text}" for rank in ranks[:_NAMED]]
+    more = [f"{len(ranks) - _NAMED} more ranks likewise"] if len(ranks) > _NAMED else []
+    return ", ".join([*said, *more])
+
 
 def scale_of(weight: float, everyone: Sequence[float]) -> float:
-    """By what a rank of `weight` scales its gradients.
+    """Return what a rank of `weight` scales its gradients by.
 
     Args:
         weight: Its own.
-        everyone: Those of all ranks, in rank order.
+        everyone: Those of all ranks, in rank order; valid ones.
 
     Raises:
-        ValueError: On all ranks: all weights are zero, or one is negative or not finite.
+        ValueError: On all ranks: all weights are zero.
 
-    >>> scale_of(3.0, [1.0, 3.0])
-    1.5
+    >>> scale_of(3.0, [1.0, 3.0]), scale_of(1e308, [1e308, 1e308])
+    (1.5, 1.0)
     """
-    wrong = [(rank, each) for rank, each in enumerate(everyone) if not (each >= 0 and math.isfinite(each))]
-    if wrong:
-        said = ", ".join([f"rank {rank} gave {each}" for rank, each in wrong])
-        raise ValueError(f"weight: must be finite and not negative, but {said}")
-    total = math.fsum(everyone)
-    if total == 0:
+    highest = max(everyone)
+    if highest == 0:
         raise ValueError(
             f"weight: all of {len(everyone)} ranks gave 0, so there is no mean; skip the step on all ranks"
         )
-    return len(everyone) * weight / total
+    down = 2.0**-64 if highest > 2.0**900 else 1.0  # a sum that is finite; exact, as any power of two
+    return len(everyone) * (weight * down) / math.fsum(each * down for each in everyone)
+
+
+def compiled_scale_of(weight: Tensor, everyone: Tensor) -> Tensor:
+    """Return `scale_of` as a tensor, for torch.compile, with an assertion of torch's in place of errors.
+
+    Args:
+        weight: This rank's, a float64 scalar.
+        everyone: Those of all ranks, `[ranks]`.
+    """
+    are_weights = (everyone >= 0).all() & (everyone > 0).any() & everyone.isfinite().all()
+    torch.ops.aten._assert_async.msg(are_weights, "weight: one is negative or not finite, or all ranks gave 0")
+    down = torch.where(everyone.max() > 2.0**900, 2.0**-64, 1.0)
+    return everyone.shape[0] * (weight * down) / (everyone * down).sum()
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:

@@ -232,3 +232,27 @@ def test_static_graph_and_manual_optimization_as_in_lightning(rank: int) -> None
     before = bits(grads_of(model))
     model.reducer._delay_all_reduce()  # lightning: behind the first backward of manual optimization
     assert bits(grads_of(model)) == before
+
+
+@on_ranks(2)
+def test_grads_that_are_asked_for_after_another_dtype_and_back(rank: int) -> None:
+    """Autograd accumulates them at another place then."""
+    model = DDP(nn.Linear(2, 1, bias=False))
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(model(torch.full((1, 2), rank + 1.0)).sum(), [model.module.weight])
+        assert grad.tolist() == [[1.5, 1.5]]
+        model.double()
+        model.float()
+
+
+def test_parameters_are_not_swapped():
+    """As in torch's class: their hooks would be gone."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for wrapped in (DDP(nn.Linear(2, 1)), DDP(nn.Linear(2, 1), sync=fnddp.none)):
+            with pytest.raises(RuntimeError, match="Couldn't swap Linear.weight"):
+                wrapped.to(torch.float64)
+            with pytest.raises(RuntimeError, match="While swapping the parameter"):
+                wrapped.load_state_dict({key: value.clone() for key, value in wrapped.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

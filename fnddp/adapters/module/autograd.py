@@ -21,7 +21,6 @@ class Requests:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
-        self._nodes: dict[str, Any] = {}
 
     def asked_for(self) -> set[str]:
         """The parameters whose gradients torch.autograd.grad will return, if the backward that runs is of that kind."""
@@ -30,18 +29,11 @@ class Requests:
             if not parameter.requires_grad:
                 continue
             try:
-                if torch_private.will_execute(self._node(name, parameter)):
+                if torch_private.will_execute(get_gradient_edge(parameter).node):
                     return set()  # a gradient is accumulated: this is no torch.autograd.grad
             except RuntimeError:  # so torch says that it returns the gradient
                 asked.add(name)
         return asked
-
-    def _node(self, name: str, parameter: nn.Parameter) -> Any:
-        """Where autograd accumulates the gradient: another place once the parameter was moved or cast."""
-        kind = parameter.dtype, parameter.device
-        if name not in self._nodes or self._nodes[name][0] != kind:
-            self._nodes[name] = kind, get_gradient_edge(parameter).node
-        return self._nodes[name][1]
 
 
 class WeakHook(Generic[Owner]):
@@ -137,13 +129,3 @@ class Quick:
                 inbox.noted.append((position, grad))
         for position, parameter in unusual:
             self._takes[position](parameter)
-
-
-class Ending:
-    """The callback at the end of a backward. It lives as long as that is going on."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def __call__(self) -> None:
-        self._run()

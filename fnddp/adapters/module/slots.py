@@ -1,5 +1,6 @@
 """Where a module keeps its parameters, and what lies there now."""
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,8 @@ class Slots:
 
     def __init__(self, module: nn.Module, trained: Trained) -> None:
         self._parameters, self._frozen, self._ignored = trained.parameters, trained.frozen, trained.others
+        # So torch.utils.swap_tensors, which would take our hooks away, refuses to swap them, as it does torch's class.
+        self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]
         self._look_up(module)
 
     @property

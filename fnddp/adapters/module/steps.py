@@ -7,14 +7,16 @@ hands its gradient over, in one of two ways: as `parameter.grad`, once it is acc
 
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.module.autograd import Ending, Quick, Requests, WeakHook
+from fnddp.adapters.ending import end_with_backward
+from fnddp.adapters.module.autograd import Quick, Requests, WeakHook
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -31,6 +33,22 @@ from fnddp.sync import State, Sync
 from fnddp.torch_private import has_other_hooks, optimizers_in_backward
 from fnddp.tree import Leaves
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
+from fnddp.wire.weights import Weight
+
+
+@dataclass(eq=False)
+class Block:
+    """A block in which this rank's gradients have a weight.
+
+    Attributes:
+        weight: It.
+        has_stepped: Whether a step has begun in it.
+        may_step: Whether a forward ran in it whose backward synchronizes.
+    """
+
+    weight: Weight
+    has_stepped: bool = False
+    may_step: bool = False
 
 
 class Steps:
@@ -51,6 +69,8 @@ class Steps:
     Attributes:
         is_armed: Whether the next backward is one that synchronizes.
         scale: What gradients are multiplied by on their way.
+        block: The block with a weight that runs now.
+        told: The weight of the block in which the last forward ran.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
     """
 
@@ -86,6 +106,9 @@ class Steps:
         )
         self.is_armed = False
         self.scale = 1.0
+        self.block: Block | None = None
+        self.told: Weight | None = None
+        self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
         self._world = World(group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._wire, self._log = wire, log
@@ -153,30 +176,26 @@ class Steps:
         """No step is taken any more because of `error`, which leaves this rank out of step with the others."""
         self.engine.refuse_from_now_on(error)
 
-    def weigh(self, weight: float) -> None:
-        """See `Engine.weigh`."""
-        self.settle()
-        self.require_same_world()
-        with self._log.errors():
-            self.engine.weigh(weight)
-
-    def fail_if_weighed(self, error: BaseException) -> None:
-        """See `Engine.fail_if_weighed`."""
-        self.engine.fail_if_weighed(error)
-
-    def forget_weight(self) -> None:
-        """See `Engine.forget_weight`."""
-        self.engine.forget_weight()
+    def leave_out(self, error: BaseException) -> None:
+        """Ends the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
+        with suppress(RuntimeError):  # in a step that cannot begin nobody waits for this rank
+            self.engine.fail_next(error)
+        self._close()
 
     def arm(self) -> None:
         """The next backward synchronizes."""
         self.is_armed = True
 
-    def start(self, _: Tensor | None = None) -> None:
-        """At the beginning of a backward."""
+    def start_of(self, told: Weight | None, _: Tensor) -> None:
+        """At the beginning of a backward, at what a forward has returned that ran in a block of the weight `told`."""
         if self._successor is not None:
-            self._successor.start()
+            self._successor.start_of(told, _)
             return
+        self.start(told)
+        self._require_one_weight(told)
+
+    def start(self, told: Weight | None) -> None:
+        """At the beginning of a backward."""
         self._fail_if_stale()
         if self.engine.is_open:
             return
@@ -188,20 +207,20 @@ class Steps:
         self._found = Gradients(self.parameters, self.unsynchronized) if isinstance(self._wire, Elastic) else None
         self._asked = self._requests.asked_for()
         self._task = torch_private.current_backward()
-        self._begin()
+        self._begin(told)
         if self._asked:
             self._require_updates("torch.autograd.grad")
         elif not torch.is_grad_enabled() and not any(map(has_other_hooks, self.parameters.values())):
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
             self._quick.open(self._task, self.engine.inbox, {self.engine.positions[name] for name in self._kept})
         self._log.backward_starts()
-        ending = Ending(self._finish)
-        self._ending = weakref.ref(ending)
-        torch_private.at_end_of_backward(ending)
+        self._ending = end_with_backward(self.engine, self._finish)
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step because of `error`."""
         self.engine.fail(error)
+        for name in self._late - self._kept:  # this rank's own, which are not to be added to
+            self.parameters[name].grad = None
         self._close()
 
     def settle_on(self, is_committed: bool) -> None:
@@ -213,11 +232,11 @@ class Steps:
 
     def shadow(self) -> None:
         """Takes part in a step in which this rank has no gradients, and keeps nothing of it but the state."""
-        self._step({})
+        self._step({}, None)
         self._at_end()
 
-    def synchronize(self, grads: Mapping[str, Tensor]) -> Leaves:
-        """The means of gradients that are all there, of a step outside of backward's hooks."""
+    def synchronize(self, grads: Mapping[str, Tensor], told: Weight | None) -> Leaves:
+        """The means of gradients that are all there, of a step outside of backward's hooks; see `start_of`."""
         self._fail_if_stale()
         if self.engine.is_open:
             raise RuntimeError(
@@ -227,10 +246,11 @@ class Steps:
         _refuse_compiled_autograd()
         if self.sync.skips:
             raise _cannot_skip(self.sync, "torch.func, and parameters that are not those that were wrapped")
-        return self._step(grads).mean
+        return self._step(grads, told).mean
 
-    def _step(self, grads: Mapping[str, Tensor]) -> Synchronized:
-        self._begin()
+    def _step(self, grads: Mapping[str, Tensor], told: Weight | None) -> Synchronized:
+        self._begin(told)
+        self._require_one_weight(told)
         try:
             for name in reversed(self.parameters):
                 if name in grads:
@@ -248,10 +268,22 @@ class Steps:
             self.detach()  # for who wraps the module again
             raise
 
-    def _begin(self) -> None:
+    def _begin(self, told: Weight | None) -> None:
         self.require_same_world()
+        self._weight = told
+        if self.block is not None:
+            self._weight, self.block.has_stepped = self.block.weight, True
         with self._log.errors():
-            self.engine.start(scale=self.scale)
+            self.engine.start(weight=self._weight, scale=self.scale)
+
+    def _require_one_weight(self, told: Weight | None) -> None:
+        """Fails the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
+        if told != self._weight and (told is not None or self.block is None):
+            given = [weight.text for weight in (self._weight, told) if weight is not None]
+            one = " and ".join(given) if len(given) > 1 else f"{given[0]} for some of its forward passes only"
+            error = RuntimeError(f"{OWNER}: a backward was given the weights {one}; put the backward into one block")
+            self.fail(error)
+            raise error
 
     def detach(self, successor: "Steps | None" = None) -> None:
         """Lets go of the parameters: from now on their gradients are nobody's, or those of `successor`."""
@@ -263,6 +295,7 @@ class Steps:
         if successor is not None:
             self._successor = successor
             successor.is_armed, successor.scale = self.is_armed, self.scale
+            successor.block, successor.told = self.block, self.told
             successor.unsynchronized |= self.unsynchronized
 
     def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
@@ -270,7 +303,7 @@ class Steps:
         if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
             return None
         if self.is_armed:  # or it began with what the module returned
-            self.start()
+            self.start(self.told)
         if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
             return None
         return self._feed_with_placeholder(name, grad)
@@ -284,8 +317,10 @@ class Steps:
         if not self.engine.is_open:
             self.unsynchronized.add(name)
             return
-        if torch_private.current_backward() != self._task and not self._is_finishing:
-            self._late.add(name)  # a backward within the backward, of reentrant checkpointing: more may be added
+        # A backward within the backward, of reentrant checkpointing or another custom function: more may be added.
+        is_nested = torch_private.current_backward() != self._task
+        if (is_nested or name in self._late) and not self._is_finishing:
+            self._late.add(name)
             return
         if grad.is_sparse:
             self._sparse[name] = grad.sparse_dim()
@@ -295,6 +330,7 @@ class Steps:
             return
         if name not in self._kept:
             parameter.grad = None  # so that its memory is free once it is on its way
+            grad = grad.data  # a hook of the user's may hold the other one, which only its own storage can tell
         self._feed(name, grad, keep=name in self._kept)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
@@ -334,7 +370,10 @@ class Steps:
             with self._named():
                 self._quick.hand_over()
                 waiting = sorted(self._waiting())
+            missing = self.engine.missing if self._late else frozenset[str]()
             for name in waiting:
+                if name in self._late and name not in missing and self.parameters[name].grad is not None:
+                    raise _used_twice(name)
                 self._accumulated(name, self.parameters[name])
             done = self._run()
         except BaseException as error:
@@ -428,7 +467,7 @@ class Steps:
 
     def _close(self) -> None:
         self.is_armed = self._is_finishing = False
-        self._placeholders, self._ending = {}, None
+        self._placeholders, self._late, self._ending = {}, set(), None
         self._quick.close()
 
 
@@ -455,6 +494,14 @@ def _refuse_compiled_autograd() -> None:
             f"{OWNER}: gradients are not synchronized in a backward that compiled autograd runs; turn "
             "torch._dynamo.config.compiled_autograd off (torch.compile of the model works without it)"
         )
+
+
+def _used_twice(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{OWNER}: parameter {name!r} is used both inside and outside a reentrant checkpoint (or another custom "
+        "autograd function whose backward runs a backward of its own), and its gradient was synchronized before that "
+        "ran; checkpoint with use_reentrant=False, or pass the parameter to the function as an input"
+    )
 
 
 def _changed(name: str, grad: Tensor, expected: LeafSpec) -> ValueError:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -17,7 +17,7 @@ from fnddp import state, torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.slots import OWNER, Slots, Trained
-from fnddp.adapters.module.steps import Steps, take_over_optimizers
+from fnddp.adapters.module.steps import Block, Steps, take_over_optimizers
 from fnddp.adapters.module.torch import arguments
 from fnddp.adapters.module.torch.arguments import Arguments, BucketSizes
 from fnddp.adapters.module.torch.buffers import HookLocation
@@ -25,6 +25,7 @@ from fnddp.adapters.module.torch.join import on
 from fnddp.adapters.module.torch.names import TorchNames
 from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
+from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.agreement import agree, description, fails_alike
 from fnddp.buckets import MB
 from fnddp.group import group_name
@@ -36,6 +37,7 @@ from fnddp.torch_private import is_transforming
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Wire
+from fnddp.wire.weights import Weight
 
 _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 
@@ -163,6 +165,7 @@ class DistributedDataParallel(TorchNames):
         super().__init__(module, trained, given)
         self._wire, self._backend = wire, backend
         self._install(*self._agreed(sync, verify=init_sync))
+        self._steps.engine.connect()
         if init_sync:
             buffers = self._buffers_of_module.named().values() if sync_now else ()
             control.broadcast([t.detach() for t in [*parameters, *buffers]], self._group, wire=wire)
@@ -189,6 +192,7 @@ class DistributedDataParallel(TorchNames):
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
         self._go_on(*self._agreed(sync, verify=True))
+        self._steps.engine.connect()  # another pipeline may have other groups
 
     @property
     def sync_state(self) -> State:
@@ -234,7 +238,8 @@ class DistributedDataParallel(TorchNames):
             stand_ins = self._stand_ins()
             tensors = self._cast_parameters(stand_ins)
             if tensors:
-                output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
+                with refuse_reentrant_checkpoints(OWNER):
+                    output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
             else:
                 output = self.module(*inputs, **kwargs)
             self._after_forward(output, has_stand_ins=bool(stand_ins))
@@ -251,30 +256,48 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
-        """Within it, this rank's gradients count `count` times in the mean that a backward synchronizes.
+        """Within it, this rank's gradients count `count` times in the means that backwards synchronize.
 
         `with model.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
-        of the mean over the tokens of all ranks. The ranks tell each other while forward, if that is in the block, or
-        the start of backward runs. All ranks of a step give a weight, or none does. It is for one step: after
-        `no_sync`, for all that was accumulated.
+        of the mean over the tokens of all ranks. It is for each step whose backward begins in the block, or whose
+        forward ran in it; after `no_sync`, for all that was accumulated. All ranks of a step give a weight, or none
+        does.
 
         Args:
             count: Of samples or tokens; 0 is allowed (such a gradient may even be no number), not on all ranks.
 
         Raises:
-            ValueError: The pipeline takes no mean; in backward, on all ranks: all weights are 0, or one is no weight.
-            RuntimeError: Within `join`, where ranks without inputs give none.
+            RuntimeError: Within `join`, where ranks without inputs give none; within another such block; at the end,
+                if there was nothing to weigh in it, such as a backward within `no_sync` only. Other ranks raise
+                `StepFailedError`. (A block under `torch.no_grad()` does nothing.)
+            ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; the
+                pipeline takes no mean.
         """
         if self._joins:
-            raise RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
-        self._steps.weigh(float(count))
+            raise _weighed_within_join()
+        if self._steps.block is not None:
+            raise RuntimeError(
+                f"{OWNER}: the weight {Weight.of(count).text} is given within a block of the weight "
+                f"{self._steps.block.weight.text}; end that one first"
+            )
+        self._steps.settle()
+        self._steps.require_same_world()
+        self._steps.block = block = Block(Weight.of(count))
+        is_for_steps = torch.is_grad_enabled()  # and not for a forward alone
         try:
             yield
+            if is_for_steps and not (block.has_stepped or block.may_step):
+                raise RuntimeError(
+                    f"{OWNER}: the weight {block.weight.text} was given for nothing: no backward that synchronizes "
+                    "began in its block, nor did the forward of one run there. A weight is for a whole step, with all "
+                    "that no_sync has accumulated: put the last backward into the block"
+                )
         except BaseException as error:
-            self._steps.fail_if_weighed(error)
+            if is_for_steps and not block.has_stepped:
+                self._steps.leave_out(error)
             raise
         finally:
-            self._steps.forget_weight()
+            self._steps.block = None
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The module's state under `module.`, as torch's class gives it.
@@ -309,10 +332,18 @@ class DistributedDataParallel(TorchNames):
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
 
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See `torch.distributed.algorithms.Joinable`."""
+        if self._steps.block is not None:
+            raise _weighed_within_join()
+        return super().join_hook(**kwargs)
+
     # Forward
 
     @torch_private.untraced
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if torch_private.is_in_torchs_ddp():
+            raise _shared_with_torch("it, or a module that has it as a part,")
         self._slots.require_known(self.module)
         if not self._log.has_stepped:
             take_over_optimizers(self._trained.parameters.values())
@@ -335,13 +366,16 @@ class DistributedDataParallel(TorchNames):
         with on(self.device):
             self._sync_buffers(HookLocation.POST_FORWARD)
         self._buffers_of_module.is_due = self._synchronizes
+        told = self._told
         if torch.is_grad_enabled():
-            self._steps.is_armed = self._synchronizes and not has_stand_ins
+            self._steps.is_armed, self._steps.told = self._synchronizes and not has_stand_ins, told
+        if self._steps.block is not None:
+            self._steps.block.may_step |= self._synchronizes
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
             for tensor in _tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
-                    tensor.register_hook(self._steps.start)
+                    tensor.register_hook(partial(self._steps.start_of, told))
 
     def _sync_buffers(self, location: HookLocation) -> None:
         if not self._slots.has_buffers or not self._buffers_of_module.runs_at(location):
@@ -381,7 +415,7 @@ class DistributedDataParallel(TorchNames):
         self._slots.require_alike(swapped)
         now = self._slots.tensors().items()
         tensors = {name: t for name, t in now if t.requires_grad or is_differentiated(t)}
-        return gated(tensors, partial(self._synchronize, tuple(tensors)))
+        return gated(tensors, partial(self._synchronize, tuple(tensors), self._told))
 
     @torch_private.untraced
     def _cast_parameters(self, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -401,8 +435,16 @@ class DistributedDataParallel(TorchNames):
                 "accumulate their gradients; wrap the module again"
             )
 
-    def _synchronize(self, names: tuple[str, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        mean = self._steps.synchronize(dict(zip(names, grads, strict=True)))
+    @property
+    def _told(self) -> Weight | None:
+        """The weight of the block that runs now."""
+        block = self._steps.block
+        return None if block is None else block.weight
+
+    def _synchronize(
+        self, names: tuple[str, ...], told: Weight | None, grads: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        mean = self._steps.synchronize(dict(zip(names, grads, strict=True)), told)
         return tuple(mean[name] for name in names)
 
     # Set-up
@@ -488,9 +530,23 @@ TorchDDP.register(DistributedDataParallel)
 
 def _trained(module: nn.Module, ignored: set[str]) -> Trained:
     """What to synchronize. Parameters of a wrapped part of the module are synchronized by that part."""
+    for name, part in module.named_modules():
+        if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
+            raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
     parts = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
     theirs = {parameter for part in parts for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
     return Trained.of(module, ignored, theirs)
+
+
+def _shared_with_torch(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{OWNER}: {what} is wrapped in torch's DistributedDataParallel, too, and each would take gradients from the "
+        "other; wrap it in one of the two only"
+    )
+
+
+def _weighed_within_join() -> RuntimeError:
+    return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

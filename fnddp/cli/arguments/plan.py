@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fnddp.cli.arguments.values import DEFAULT_PIPELINES, add_imports, natural, positive, positive_float
+from fnddp.cli.arguments.values import DEFAULT_PIPELINES, add_imports, natural, positive_float
 
 
 def add(commands: Any) -> None:
@@ -25,14 +25,18 @@ def add(commands: Any) -> None:
         help="transformer, deep, gpt2, resnet18, or FILE.py:fn: a module, or what makes one (default: %(default)s)",
     )
     plan.add_argument(
-        "--ranks", type=positive, default=8, metavar="N", help="number of ranks, thousands too (default: %(default)s)"
+        "--ranks",
+        default="8",
+        metavar="N",
+        help="number of ranks, thousands too; for pipelines over several groups that of each, such as "
+        "node=8,across=128, and one without a name of the default group (default: %(default)s)",
     )
     plan.add_argument(
         "--link",
         action="append",
         metavar="RATE[:LATENCY]",
-        help="of each rank, such as 200mbit, 25gbit:20us or 100GB/s; once for each link to compare; no "
-        "latency unless given (default: 1gbit)",
+        help="of each rank, such as 200mbit, 25gbit:20us or 100GB/s; or of each group, node=100GB/s,across=25gbit; "
+        "once for each link to compare; no latency unless given (default: 1gbit)",
     )
     plan.add_argument(
         "--step",

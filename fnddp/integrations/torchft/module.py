@@ -147,7 +147,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         """Ends a step that nobody has asked to commit, in the quorum in which the others wait for it."""
         error = RuntimeError("this replica has not finished its backward, or left it out")
         if self._engine.begun == self._begun:
-            self._engine.start()
+            self._engine.fail_next(error)
         self._steps.fail(error)
         self._replicas.report(error)
         self.manager.should_commit()  # False, which makes another quorum, and tells the other ranks of this replica

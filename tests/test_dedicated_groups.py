@@ -1,0 +1,124 @@
+"""Models on process groups of their own, whose backwards come in another order on each rank."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fnddp
+from fnddp.wire.c10d import C10D, with_dedicated_groups
+from fnddp.wire.protocol import CollectiveError
+from tests.ranks import on_ranks
+
+TIMEOUT = timedelta(seconds=3)
+SECONDS = 60
+TWO_ROUNDS = ("two_shot", "powersgd(allreduce, rank=4)")
+
+
+def models_of(text: str) -> list[nn.Module]:
+    """Two models of equal shapes, whose messages could be taken for each other's."""
+    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
+    return [fnddp.DistributedDataParallel(nn.Linear(4, 4), sync=fnddp.parse(text), process_group=g) for g in groups]
+
+
+def loss_of(models: list[nn.Module], which: int, rank: int) -> torch.Tensor:
+    return models[which](torch.ones(1, 4) * (which + 1) * (rank + 1)).sum()
+
+
+def require_means(models: list[nn.Module]) -> None:
+    """The mean over ranks of (which + 1) (rank + 1)."""
+    mean = (dist.get_world_size() + 1) / 2
+    for which, model in enumerate(models):
+        torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
+
+
+@pytest.mark.parametrize("text", ["allreduce", *TWO_ROUNDS])
+@on_ranks(2, 3, seconds=SECONDS)
+def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str) -> None:
+    models = models_of(text)
+    for _ in range(3):
+        for model in models:
+            model.zero_grad()
+        order = (0, 1) if rank == 0 else (1, 0)
+        sum(loss_of(models, which, rank) for which in order).backward()
+        require_means(models)
+
+
+@pytest.mark.parametrize("text", TWO_ROUNDS)
+@on_ranks(2, seconds=SECONDS)
+def test_a_thread_for_each_model_which_begin_in_another_order_on_each_rank(rank: int, text: str) -> None:
+    models = models_of(text)
+    has_begun = threading.Event()
+    errors: list[BaseException] = []
+
+    def train(which: int) -> None:
+        try:
+            loss = loss_of(models, which, rank)
+            if which == rank:
+                loss.register_hook(lambda grad: has_begun.set())
+            else:
+                has_begun.wait()
+            loss.backward()
+        except BaseException as error:
+            has_begun.set()
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    require_means(models)
+
+
+@on_ranks(2, seconds=SECONDS)
+def test_an_error_in_one_of_two_models_in_a_backward_leaves_the_other_in_step(rank: int) -> None:
+    models = models_of("two_shot")
+    models[0].sync = fnddp.fp16(fnddp.allreduce, check=True)
+    for scale in (1e9, 1.0):
+        for model in models:
+            model.zero_grad()
+        losses = [loss_of(models, which, rank) for which in ((0, 1) if rank == 0 else (1, 0))]
+        total = losses[0] + losses[1]
+        if scale == 1.0:
+            total.backward()
+        else:
+            with pytest.raises(FloatingPointError):
+                (total + (scale - 1) * losses[rank]).backward()  # of the first model
+    require_means(models)
+
+
+@on_ranks(2, seconds=SECONDS)
+def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(rank: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    wires = [None] * 4
+    barrier = threading.Barrier(4)
+
+    def set_up(i: int) -> None:
+        barrier.wait()
+        wires[i] = with_dedicated_groups(C10D, [groups[(i + rank) % 2].group_name])
+
+    threads = [threading.Thread(target=set_up, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = [next(iter(wire._own.values())) for wire in wires]
+    assert sorted(set(names)) == sorted(f"{group.group_name}/fnddp" for group in groups)
+    assert names[0] == names[2]
+    assert names[1] == names[3]
+
+
+@on_ranks(2, seconds=SECONDS)
+def test_a_rank_that_does_not_set_up(rank: int) -> None:
+    group = dist.new_group(timeout=TIMEOUT)
+    sync = fnddp.jit(fnddp.two_shot.over(group))
+    if rank == 0:
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match=r"could not be connected for fnddp: .* not come to this point"):
+                sync({"w": torch.ones(4)}, ())
+    dist.barrier()
