@@ -1,8 +1,8 @@
 """Gradient synchronization as composable pure transforms on gradient pytrees."""
 
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from fnddp import outer
 from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import value_and_grad
 from fnddp.adapters.hook import from_hook
@@ -60,6 +60,9 @@ from fnddp.transforms.squared import squared
 from fnddp.version import __version__
 from fnddp.wire.counter import WireCounter
 from fnddp.wire.protocol import CollectiveError
+
+if TYPE_CHECKING:
+    from fnddp import outer as outer
 
 __all__ = [
     "Codec",
@@ -139,5 +142,7 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
+    if name == "outer":  # imported when first asked for: most scripts synchronize gradients only
+        return import_module("fnddp.outer")
     raise AttributeError(f"module 'fnddp' has no attribute {name!r}{did_you_mean(name, __all__)}")

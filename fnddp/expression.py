@@ -27,6 +27,8 @@ class Expression:
 
     named: ClassVar[frozenset[str]] = frozenset()
     """Fields without a default that are printed with their names; the last ones."""
+    tables: ClassVar[frozenset[str]] = frozenset()
+    """Fields that hold a dict as a tuple of pairs, so that it hashes; they are printed as the dict."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
@@ -54,6 +56,7 @@ class Expression:
         arguments: list[str] = []
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, field.name)
+            value = dict(value) if field.name in self.tables else value
             if field.init and field.default is MISSING and field.name not in self.named:
                 arguments.append(_show(value))
             elif field.init and value != field.default:

@@ -4,8 +4,10 @@ import difflib
 import math
 import numbers
 import operator
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 def checked_int(what: str, value: Any) -> int:
@@ -30,6 +32,21 @@ def checked_float(what: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
     return value if type(value) is int else float(value)
+
+
+def checked_pairs(what: str, value: Any, kind: type[T], key: type = object) -> tuple[tuple[Any, T], ...]:
+    """Return the items of a dict, or the pairs that stand for one, as a tuple; `what` begins the TypeError.
+
+    >>> checked_pairs("steps must be a dict of ints by name", {"a": 1}, int, str)
+    (('a', 1),)
+    """
+    pairs: Any = value.items() if isinstance(value, Mapping) else value
+    pairs = list(pairs) if isinstance(pairs, Iterable) else [None]
+    for pair in pairs:
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], key) and isinstance(pair[1], kind)):
+            raise TypeError(f"{what}, got {value!r}")
+    return tuple((name, each) for name, each in pairs)
 
 
 class Share(NamedTuple):

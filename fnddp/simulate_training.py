@@ -1,4 +1,4 @@
-"""Training on n virtual ranks: what a pipeline does to a loss, in one process."""
+"""Training on n virtual ranks in one process, to see what a pipeline does to a loss."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -15,14 +15,18 @@ from fnddp.wire.simulated import Division
 Means: TypeAlias = Mapping[str, Tensor | None]
 """Means by path; None for a leaf that has no update in a step."""
 
+MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""Returns an optimizer for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`."""
+
 
 class Trained(NamedTuple):
-    """What a simulated training gives.
+    """The result of a simulated training.
 
     Attributes:
         losses: Each rank's loss before each step, `[steps, n]`.
-        params: The parameters after the last step, in the tree that was given.
-        state: The simulation's state after it: see `fnddp.simulate`.
+        params: The parameters after the last step, in the tree of those given; of ranks that train apart, with outer
+            steps, `[n, *shape]` leaves.
+        state: The simulation's state after the last step: see `fnddp.simulate`.
     """
 
     losses: Tensor
@@ -37,16 +41,17 @@ def simulate_training(
     sync: Sync,
     *,
     world_size: int,
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    optimizer: MakeOptimizer | None = None,
     update: Callable[[Tree, Tree, Any], tuple[Tree, Any]] | None = None,
     ranks_at_once: int | None = None,
     groups: Mapping[str, Division] | None = None,
 ) -> Trained:
-    """Trains on `world_size` virtual ranks: their gradients by one vmap, `sync` simulated, one set of parameters.
+    """Train on `world_size` virtual ranks: their gradients by one vmap, `sync` simulated, one set of parameters.
 
-    Real ranks hold the same parameters, so one set stands for all, and one optimizer. As many batches as are given are
-    steps. The numbers depend on the arguments alone, and on torch's global seed where `loss_fn` draws random numbers.
-    The wrong choice for modules whose buffers change in `forward` (BatchNorm), and to measure time.
+    Real ranks hold the same parameters, so one set and one optimizer stand for all. Each batch is a step. The numbers
+    depend on the arguments alone, and on torch's global seed where `loss_fn` draws random numbers. For ranks with
+    parameters of their own, see `fnddp.outer.simulate_training`. The wrong choice for modules whose buffers change in
+    `forward` (BatchNorm), and to measure time.
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar: one rank's, on its batch. `torch.func.vmap` runs it, for
@@ -55,11 +60,11 @@ def simulate_training(
         batches: For each step a tuple of tensors `[n, batch, ...]`: a row for each rank.
         sync: The pipeline.
         world_size: The number of ranks, n.
-        optimizer: Makes one for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`; or
+        optimizer: Returns one for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`; or
         update: `update(params, mean, memory) -> (params, memory)`, pure; `memory` is None in the first step, and
             the mean of a leaf that has no update is, too. Exactly one of both.
-        ranks_at_once: Compute the gradients of so many ranks at a time: less memory for activations. The pipeline runs
-            for all at once, since they meet in its collectives.
+        ranks_at_once: Number of ranks whose gradients are computed at a time: fewer need less memory for activations.
+            The pipeline always runs for all at once, as its collectives connect them.
         groups: See `fnddp.simulate`.
 
     Raises:
@@ -88,51 +93,82 @@ def simulate_training(
     leaves, spec = tree.flatten(params)
     leaves = {path: leaf.detach().clone() for path, leaf in leaves.items()}
     state = simulation.init({path: leaf.expand(world_size, *leaf.shape) for path, leaf in leaves.items()})
-    step = _by_optimizer(optimizer, leaves) if update is None else _by_function(update, spec)
+    local = None if optimizer is None else LocalOptimizers(optimizer, leaves)
+    memory: Any = None
+
+    def step(leaves: Leaves, grads: Leaves) -> Leaves:
+        nonlocal state, memory
+        mean, state = simulation(grads, state)
+        _require_one_mean(leaves, mean)
+        if local is not None:
+            local.step(mean)
+            return leaves
+        assert update is not None
+        stepped, memory = update(tree.unflatten(spec, leaves), tree.unflatten(spec, mean), memory)
+        return tree.flatten(stepped)[0]
+
+    losses, leaves = train_ranks(loss_fn, spec, leaves, None, batches, step, world_size, ranks_at_once)
+    return Trained(losses, tree.unflatten(spec, leaves), state)
+
+
+def train_ranks(
+    loss_fn: Callable[..., Tensor],
+    spec: tree.Spec,
+    leaves: Leaves,
+    in_dim: int | None,
+    batches: Iterable[tuple[Tensor, ...]],
+    step: Callable[[Leaves, Leaves], Leaves],
+    world_size: int,
+    ranks_at_once: int | None,
+) -> tuple[Tensor, Leaves]:
+    """Return losses `[steps, n]` and parameters after a `step(leaves, grads) -> leaves` for each batch.
+
+    `leaves` have a row for each rank where `in_dim` is 0; with None, ranks share them.
+    """
 
     def loss_of(leaves: Leaves, *batch: Tensor) -> Tensor:
         return loss_fn(tree.unflatten(spec, leaves), *batch)
 
     losses: list[Tensor] = []
     for batch in batches:
-        require_batch_rows(batch, world_size)
-        in_dims = (None, *[0] * len(batch))
+        _require_batch_rows(batch, world_size)
+        in_dims = (in_dim, *[0] * len(batch))
         of_ranks = torch.func.vmap(
             torch.func.grad_and_value(loss_of), in_dims, randomness="different", chunk_size=ranks_at_once
         )
         grads, loss = of_ranks(leaves, *batch)
-        mean, state = simulation(grads, state)
-        _require_one_mean(leaves, mean)
-        leaves = step(leaves, mean)
+        leaves = step(leaves, grads)
         losses.append(loss)
-    stacked = torch.stack(losses) if losses else torch.empty(0, world_size)
-    return Trained(stacked, tree.unflatten(spec, leaves), state)
+    return torch.stack(losses) if losses else torch.empty(0, world_size), leaves
 
 
-def _by_optimizer(make: Any, leaves: Leaves) -> Callable[[Leaves, Means], Leaves]:
-    optimizer = make(list(leaves.values()))
+class LocalOptimizers:
+    """One optimizer for `leaves`; or, with `by_rank`, one for each rank on its row of all leaves."""
 
-    def step(leaves: Leaves, mean: Means) -> Leaves:
-        for path, leaf in leaves.items():
-            leaf.grad = mean[path]
-        optimizer.step()
-        return leaves
+    def __init__(self, make: MakeOptimizer, leaves: Leaves, *, by_rank: bool = False) -> None:
+        self._by_rank = by_rank
+        self._leaves = self._split(leaves)
+        self._optimizers = [make(list(leaves.values())) for leaves in self._leaves]
 
-    return step
+    def step(self, grads: Means) -> None:
+        """Step with `grads`, laid out as the leaves are; None for no update."""
+        for leaves, own, optimizer in zip(self._leaves, self._split(grads), self._optimizers, strict=True):
+            for path, leaf in leaves.items():
+                leaf.grad = own[path]
+            optimizer.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the first optimizer, by path."""
+        return {path: self._optimizers[0].state[leaf] for path, leaf in self._leaves[0].items()}
+
+    def _split(self, leaves: Any) -> list[Any]:
+        if not self._by_rank:
+            return [leaves]
+        return [dict(zip(leaves, rows, strict=True)) for rows in zip(*leaves.values(), strict=True)]
 
 
-def _by_function(update: Callable[..., tuple[Tree, Any]], spec: tree.Spec) -> Callable[[Leaves, Means], Leaves]:
-    memory: Any = None
-
-    def step(leaves: Leaves, mean: Means) -> Leaves:
-        nonlocal memory
-        params, memory = update(tree.unflatten(spec, leaves), tree.unflatten(spec, mean), memory)
-        return tree.flatten(params)[0]
-
-    return step
-
-
-def require_batch_rows(batch: tuple[Tensor, ...], n: int) -> None:
+def _require_batch_rows(batch: tuple[Tensor, ...], n: int) -> None:
     for i, part in enumerate(batch):
         if part.ndim == 0 or part.shape[0] != n:
             raise ValueError(

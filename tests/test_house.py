@@ -1,6 +1,8 @@
 """The order of the house: a file imports only what comes before it, typing included."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import fnddp
@@ -10,8 +12,8 @@ ROOT = Path(fnddp.__file__).parent
 OUTER = [
     f"outer/{name}"
     for name in [
-        *("contract", "local_sgd", "descent", "diloco", "fragments", "streaming_diloco", "post_local_sgd"),
-        *("hierarchical_local_sgd", "des_loc", "compositions", "trees", "overlap", "plan", "simulate"),
+        *("contract", "local_sgd", "descent", "diloco", "streaming_diloco"),
+        *("hierarchical_local_sgd", "des_loc", "compositions", "overlap", "plan", "simulate"),
         *("simulate_training", "attach", "__init__"),
     ]
 ]
@@ -117,3 +119,20 @@ def test_private_names_of_torch_are_in_one_file():
             ):
                 parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
                 assert not [part for part in parts if part.startswith("_") and part != "__future__"], f"{file}: {parts}"
+
+
+ASKED_FOR = """
+import sys, fnddp
+early = [name for name in sys.modules if name.startswith(("fnddp.outer", "fnddp.integrations", "fnddp.cli"))]
+assert not early, early
+assert "outer" in dir(fnddp)
+from fnddp import outer
+assert fnddp.outer is outer is sys.modules["fnddp.outer"]
+assert isinstance(fnddp.outer.parse("local_sgd(every=2)"), outer.local_sgd)
+"""
+
+
+def test_outer_steps_and_integrations_are_imported_when_asked_for():
+    subprocess.run([sys.executable, "-c", ASKED_FOR], check=True, cwd=ROOT.parent)
+    attribute = "import fnddp; assert fnddp.outer.diloco(fnddp.allreduce, every=2)"
+    subprocess.run([sys.executable, "-c", attribute], check=True, cwd=ROOT.parent)

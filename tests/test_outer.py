@@ -1,5 +1,6 @@
 """Outer steps as values: their laws, over every registered name, on threaded and on virtual ranks."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,11 @@ from torch import Tensor
 import fnddp
 from fnddp import Sync, WireCounter, allreduce, outer, two_shot
 from fnddp.laws import bits, gather
-from fnddp.outer.contract import AtOnce, outers
-from fnddp.outer.fragments import divided
+from fnddp.outer.contract import Exchanges, outers
+from fnddp.outer.streaming_diloco import divided
 from fnddp.ranks import RankFailed, run_threads
 from fnddp.state import parts
-from fnddp.sync import REPLICATED
+from fnddp.sync import REPLICATED, Exchange
 from fnddp.tree import Leaves
 
 # One expression for each registered name; a new outer step gets a line here and inherits every law.
@@ -63,18 +64,28 @@ def moved(params: Leaves, rank: int, call: int) -> Leaves:
     return {path: leaf - 0.1 * torch.randn(leaf.shape, generator=generator) for path, leaf in params.items()}
 
 
-class Recording(AtOnce):
-    """Exchanges that note which leaves begin and end."""
+def trained(rank: int, step: outer.Outer, calls: int = STEPS) -> list[tuple[Leaves, Any]]:
+    """Parameters and states of a rank, before the first local step and after each of them."""
+    seen = [(start(step), step.init(start(step)))]
+    for call in range(calls):
+        seen.append(step(moved(seen[-1][0], rank, call), seen[-1][1]))
+    return seen
+
+
+def agree(value: Any) -> bool:
+    """True on all ranks, or on none."""
+    return len({str(each) for each in gather(bits(value))}) == 1
+
+
+class Recording(Exchanges):
+    """Exchanges that note the paths of leaves that end."""
 
     def __init__(self) -> None:
-        self.begun: list[Leaves] = []
-        self.ended: list[tuple[str, list[str]]] = []
-
-    def begin(self, name: str, sync: Sync, leaves: Leaves, state: Any) -> None:
-        self.begun.append(leaves)
+        self.ended: set[str] = set()
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: Any) -> tuple[Leaves, Any]:
-        self.ended.append((name, list(leaves)))
+        tree, slash, _ = name.partition("/")  # of several trees
+        self.ended |= {f"{tree}.{path}" if slash else path for path in leaves}
         return super().end(name, sync, leaves, state)
 
 
@@ -102,21 +113,13 @@ def test_what_is_exchanged_is_equal_on_all_ranks_to_the_bit(name: str):
         for call in range(STEPS):
             recording = Recording()
             params, state = step.step(moved(params, rank, call), state, recording)
-            replicated = [bits(part.value) for part in parts(state) if part.kind == REPLICATED]
-            assert all(each == replicated for each in gather(replicated))
-            ended = {_path(name, path) for name, paths in recording.ended for path in paths}
-            exchanged += len(ended)
+            assert agree([part.value for part in parts(state) if part.kind == REPLICATED])
+            exchanged += len(recording.ended)
             for path, leaf in params.items():
-                same = all(each == bits(leaf) for each in gather(bits(leaf)))
-                assert same == (path in ended and not merges), (call, path)
+                assert agree(leaf) == (path in recording.ended and not merges), (call, path)
         return exchanged
 
     assert min(run_threads(RANKS, body)) > len(start(step))
-
-
-def _path(name: str, path: str) -> str:
-    tree, slash, _ = name.partition("/")
-    return f"{tree}.{path}" if slash else path
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -165,16 +168,13 @@ def test_resuming_is_exact(name: str):
     step = example(name)
 
     def body(rank: int) -> None:
-        params, state = start(step), step.init(start(step))
-        runs: list[tuple[Leaves, Any]] = []
-        for call in range(STEPS):
-            runs.append((params, fnddp.state_dict(state)))
-            params, state = step(moved(params, rank, call), state)
-        for begin, (resumed, saved) in enumerate(runs[::4]):
-            loaded = fnddp.load_state_dict(step.init(start(step)), saved)
-            for call in range(4 * begin, STEPS):
-                resumed, loaded = step(moved(resumed, rank, call), loaded)
-            assert (bits(resumed), bits(loaded)) == (bits(params), bits(state))
+        seen = trained(rank, step)
+        for begin in range(0, STEPS, 4):
+            params, state = seen[begin]
+            state = fnddp.load_state_dict(step.init(start(step)), fnddp.state_dict(state))
+            for call in range(begin, STEPS):
+                params, state = step(moved(params, rank, call), state)
+            assert bits((params, state)) == bits(seen[-1])
 
     run_threads(2, body)
 
@@ -184,69 +184,50 @@ def test_simulated_is_real(name: str):
     """To the bit: the pipelines of the examples add in rank order."""
     step = example(name)
     simulation = outer.simulate(step, RANKS)
-    rows = {path: leaf.expand(RANKS, *leaf.shape) for path, leaf in start(step).items()}
-    virtual, virtual_state = rows, simulation.init(rows)
+    params = {path: leaf.expand(RANKS, *leaf.shape) for path, leaf in start(step).items()}
+    state = simulation.init(params)
     for call in range(STEPS):
-        each = [moved({path: leaf[rank] for path, leaf in virtual.items()}, rank, call) for rank in range(RANKS)]
-        together = {path: torch.stack([leaves[path] for leaves in each]) for path in rows}
-        virtual, virtual_state = simulation(together, virtual_state)
+        each = [moved({path: leaf[rank] for path, leaf in params.items()}, rank, call) for rank in range(RANKS)]
+        params, state = simulation({path: torch.stack([leaves[path] for leaves in each]) for path in params}, state)
+    for rank, seen in enumerate(run_threads(RANKS, trained, step)):
+        virtual = {path: leaf[rank] for path, leaf in params.items()}
+        assert bits((virtual, simulation.of_rank(state, rank))) == bits(seen[-1])
 
-    def body(rank: int) -> tuple[Leaves, Any]:
-        params, state = start(step), step.init(start(step))
-        for call in range(STEPS):
-            params, state = step(moved(params, rank, call), state)
-        return params, state
 
-    for rank, (params, state) in enumerate(run_threads(RANKS, body)):
-        assert bits(params) == bits({path: leaf[rank] for path, leaf in virtual.items()})
-        assert bits(state) == bits(simulation.of_rank(virtual_state, rank))
+@dataclass(frozen=True, repr=False)
+class backwards(Sync):
+    """Means in another order than the leaves."""
+
+    def init(self, grads: Any) -> Any:
+        return ()
+
+    def exchange(self, leaves: Leaves, state: Any) -> Exchange:
+        return Exchange(dict(reversed(leaves.items())), leaves, state)
+
+
+def test_leaves_come_back_in_their_places():
+    step, params = outer.local_sgd(every=1, sync=backwards()), (torch.tensor(1.0), torch.tensor(2.0))
+    assert step(params, step.init(params))[0] == params
 
 
 # What they are
 
 
-def gradient(params: Leaves, rank: int, call: int, *, exact: bool) -> Leaves:
-    """Of a linear model's squared error, on 4 samples: whole numbers where it is to be exact."""
-    generator = torch.Generator().manual_seed(10 * rank + call)
-    if exact:
-        x = torch.randint(-1, 2, (4, 3), generator=generator).to(params["w"].dtype)
-        y = torch.randint(-3, 4, (4,), generator=generator).to(params["w"].dtype)
-    else:
-        x, y = torch.randn(4, 3, generator=generator), torch.randn(4, generator=generator)
-    return {"w": (x @ params["w"] - y) @ x / 4}
-
-
-@pytest.mark.parametrize("text", ["diloco(allreduce, every=1, lr=1, momentum=0)", "local_sgd(every=1)"])
-def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(text: str):
-    """a - (a - x) is x only where neither difference is rounded; on whole numbers and halves of them none is."""
-    step, lr = outer.parse(text), 0.5
-
-    def body(rank: int, dtype: torch.dtype) -> tuple[Leaves, Leaves]:
-        apart = together = {"w": torch.tensor([1.0, -2.0, 3.0], dtype=dtype)}
-        state = step.init(apart)
-        for call in range(3):
-            grads = gradient(apart, rank, call, exact=True)
-            apart, state = step({"w": apart["w"] - lr * grads["w"]}, state)
-            mean, _ = allreduce(gradient(together, rank, call, exact=True), ())
-            together = {"w": together["w"] - lr * mean["w"]}
-            assert bits(apart) == bits(together)
-        return apart, together
-
-    single, double = (run_threads(2, body, dtype)[0][0]["w"] for dtype in (torch.float32, torch.float64))
-    assert torch.equal(single.double(), double)  # nothing was rounded
-    assert not torch.equal(single, torch.tensor([1.0, -2.0, 3.0]))
-
-
 def test_every_step_is_data_parallel_sgd_but_for_rounding():
+    """To the bit where nothing is rounded: test_outer_attach.py."""
     step, lr, steps = outer.diloco(allreduce, every=1, lr=1, momentum=0), 0.1, 30
 
     def body(rank: int) -> None:
+        def gradient(params: Leaves, call: int) -> Leaves:
+            generator = torch.Generator().manual_seed(10 * rank + call)
+            x, y = torch.randn(4, 3, generator=generator), torch.randn(4, generator=generator)
+            return {"w": (x @ params["w"] - y) @ x / 4}
+
         apart = together = {"w": torch.tensor([1.0, -2.0, 3.0])}
         state = step.init(apart)
         for call in range(steps):
-            grads = gradient(apart, rank, call, exact=False)
-            apart, state = step({"w": apart["w"] - lr * grads["w"]}, state)
-            mean, _ = allreduce(gradient(together, rank, call, exact=False), ())
+            apart, state = step({"w": apart["w"] - lr * gradient(apart, call)["w"]}, state)
+            mean, _ = allreduce(gradient(together, call), ())
             together = {"w": together["w"] - lr * mean["w"]}
         # Four roundings of values up to 4 in a step, which the descent does not enlarge.
         torch.testing.assert_close(apart, together, rtol=0, atol=4 * steps * 4 * 2**-24)
@@ -272,17 +253,11 @@ def test_the_outer_optimizer_is_torch_sgd_to_the_bit(momentum: float, nesterov: 
 
 
 def test_streaming_with_one_fragment_and_no_delay_is_diloco():
-    one, other = outer.diloco(two_shot, every=3), outer.streaming_diloco(two_shot, every=3, fragments=1)
-
-    def body(rank: int) -> None:
-        params = [start(one), start(one)]
-        states = [one.init(start(one)), other.init(start(one))]
-        for call in range(7):
-            for i, step in enumerate((one, other)):
-                params[i], states[i] = step(moved(params[i], rank, call), states[i])
-            assert bits(params[0]) == bits(params[1])
-
-    run_threads(2, body)
+    diloco, streaming = (
+        [[bits(params) for params, _ in seen] for seen in run_threads(2, trained, outer.parse(text))]
+        for text in ("diloco(two_shot, every=3)", "streaming_diloco(two_shot, every=3, fragments=1)")
+    )
+    assert diloco == streaming
 
 
 def test_a_delayed_exchange_applies_what_it_started_with():
@@ -405,16 +380,23 @@ def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
     assert plan.exchanges[0].starts == plan.exchanges[0].ends == 30
 
 
+def test_a_plan_names_the_exchanges_of_trees():
+    step = outer.des_loc({"params": outer.streaming_diloco(allreduce, every=3, fragments=1, delay=1)})
+    plan = outer.lower(step, {"params": {"w": torch.empty(4, device="meta")}}, world_size=2)
+    assert [(each.name, each.starts, each.ends) for each in plan.exchanges] == [("params/0", 3, 4)]
+
+
 def test_fragments_are_runs_of_about_the_same_size():
     def runs(sizes: list[int], n: int) -> list[list[int]]:
         leaves = {str(i): torch.empty(size) for i, size in enumerate(sizes)}
-        return [[sizes[int(path)] for path in paths] for paths in divided("", leaves, n)]
+        return [[sizes[int(path)] for path in part] for part in divided(leaves, n)]
 
     assert runs([5] * 8, 4) == [[5, 5]] * 4
     assert runs([100, 1, 1, 1, 50, 50, 3], 3) == [[100], [1, 1, 1, 50], [50, 3]]
     assert runs([1, 1, 1000], 3) == [[1], [1], [1000]]
     assert runs([1000, 1, 1], 2) == [[1000], [1, 1]]
-    assert divided("", {"a.0": torch.ones(1), "b.0": torch.ones(1)}, ("b*", "*")) == [["b.0"], ["a.0"]]
+    parts = divided({"a.0": torch.ones(1), "b.0": torch.ones(1)}, ("b*", "*"))
+    assert [list(part) for part in parts] == [["b.0"], ["a.0"]]
 
 
 # Errors
@@ -455,18 +437,18 @@ def test_what_is_wrong_with_leaves_names_them():
         outer.diloco(allreduce, every=2).init({"n": torch.ones(2, dtype=torch.int64)})
     with pytest.raises(ValueError, match="2 leaves cannot be 3 fragments"):
         outer.streaming_diloco(allreduce, every=3, fragments=3).init({"a": torch.ones(2), "b": torch.ones(2)})
-    with pytest.raises(ValueError, match="leaf 'a' matches none of the fragments"):
+    with pytest.raises(ValueError, match="leaf 'a' matches none of the patterns"):
         outer.streaming_diloco(allreduce, every=3, fragments=("b",)).init({"a": torch.ones(2)})
     with pytest.raises(ValueError, match=r"there is no tree 'exp_avg' among \['params'\]"):
         outer.des_loc({"exp_avg": outer.local_sgd(every=2)}).init({"params": {"w": torch.ones(2)}})
-    with pytest.raises(ValueError, match="begin with the same parameters, and leaf 'w' is not"):
+    with pytest.raises(ValueError, match="begin with the same parameters, but leaf 'w' differs"):
         outer.simulate(outer.local_sgd(every=2), 2).init({"w": torch.tensor([1.0, 2.0])})
     with pytest.raises(ValueError, match="no row for each of 3 ranks"):
         outer.simulate(outer.local_sgd(every=2), 3).init({"w": torch.ones(2)})
     step = outer.diloco(allreduce, every=1)
-    with pytest.raises(ValueError, match=r"leaf 'extra' has shape \(2,\), and the state was made for none"):
+    with pytest.raises(ValueError, match=r"the state has no entry for leaf 'extra'"):
         step({"w": torch.ones(2), "extra": torch.ones(2)}, step.init({"w": torch.ones(2)}))
-    with pytest.raises(ValueError, match=r"leaf 'w' has shape \(3,\), and the state was made for \(2,\)"):
+    with pytest.raises(ValueError, match=r"an entry of shape \(2,\) for leaf 'w', which needs one of shape \(3,\)"):
         step({"w": torch.ones(3)}, step.init({"w": torch.ones(2)}))
     with pytest.raises(ValueError, match="made for another pipeline"):
         step({"w": torch.ones(2)}, outer.local_sgd(every=2).init({"w": torch.ones(2)}))
@@ -496,30 +478,28 @@ def batches(n: int, steps: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x, x @ torch.tensor([1.0, -2.0, 3.0]), strict=True))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+SGD = partial(torch.optim.SGD, lr=0.05)
+
+
+def simulated(step: outer.Outer, steps: int, optimizer: Any = SGD, n: int = 4, **options: Any) -> Any:
+    start = {"w": torch.zeros(3)}
+    return outer.simulate_training(
+        loss_fn, start, batches(n, steps), step, world_size=n, optimizer=optimizer, **options
+    )
+
+
+@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.AdamW, lr=0.05)])
 def test_an_optimizer_for_all_ranks_is_one_for_each(optimizer: Any):
-    make = partial(optimizer, lr=0.05)
     step = outer.diloco(two_shot, every=3)
-    done = [
-        outer.simulate_training(
-            loss_fn, {"w": torch.zeros(3)}, batches(4, 7), step, world_size=4, optimizer=make, elementwise=elementwise
-        )
-        for elementwise in (True, False)
-    ]
-    torch.testing.assert_close(done[0].params, done[1].params, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(done[0].losses, done[1].losses, rtol=1e-5, atol=1e-6)
+    one, each = (simulated(step, 7, optimizer, elementwise=elementwise) for elementwise in (True, False))
+    torch.testing.assert_close(one.params, each.params, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(one.losses, each.losses, rtol=1e-5, atol=1e-6)
 
 
 def test_training_apart_with_an_exchange_in_every_step_is_training_together():
-    def make(params: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.05)
-
-    step = outer.diloco(two_shot, every=1, lr=1, momentum=0)
-    apart = outer.simulate_training(
-        loss_fn, {"w": torch.zeros(3)}, batches(4, 20), step, world_size=4, optimizer=make, elementwise=True
-    )
+    apart = simulated(outer.diloco(two_shot, every=1, lr=1, momentum=0), 20, elementwise=True)
     together = fnddp.simulate_training(
-        loss_fn, {"w": torch.zeros(3)}, batches(4, 20), two_shot, world_size=4, optimizer=make
+        loss_fn, {"w": torch.zeros(3)}, batches(4, 20), two_shot, world_size=4, optimizer=SGD
     )
     torch.testing.assert_close(apart.losses, together.losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(apart.params["w"][0], together.params["w"], rtol=1e-5, atol=1e-6)
@@ -527,28 +507,17 @@ def test_training_apart_with_an_exchange_in_every_step_is_training_together():
 
 def test_post_local_sgd_trains_together_and_then_apart():
     step = outer.post_local_sgd(start=3, every=2, before=two_shot)
-    done = [
-        outer.simulate_training(
-            loss_fn,
-            {"w": torch.zeros(3)},
-            batches(2, steps),
-            step,
-            world_size=2,
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
-            sync=step.gradients,
-        ).params["w"]
-        for steps in (3, 4, 5, 6)
-    ]
+    done = [simulated(step, steps, n=2, sync=step.gradients).params["w"] for steps in (3, 4, 5, 6)]
     # Parameters are averaged right after step 3 (the first local one), and after step 5.
     assert [torch.equal(rows[0], rows[1]) for rows in done] == [True, True, False, True]
 
 
 def test_moments_are_exchanged_in_simulated_training():
     step = outer.des_loc({"params": outer.local_sgd(every=2), "exp_avg": outer.local_sgd(every=4)})
-    arguments: Any = (loss_fn, {"w": torch.zeros(3)}, batches(2, 5), step)
     with pytest.raises(ValueError, match="elementwise=True"):
-        outer.simulate_training(*arguments, world_size=2, optimizer=torch.optim.Adam)
-    done = outer.simulate_training(*arguments, world_size=2, optimizer=torch.optim.Adam, elementwise=True)
-    assert done.losses.shape == (5, 2)
+        simulated(step, 5, torch.optim.Adam)
+    done = simulated(step, 4, torch.optim.Adam, n=2, elementwise=True)
+    assert done.losses.shape == (4, 2)
+    assert torch.equal(done.params["w"][0], done.params["w"][1])
     with pytest.raises(ValueError, match="keeps no 'exp_avg' like parameter 'w'"):
-        outer.simulate_training(*arguments, world_size=2, optimizer=torch.optim.SGD, elementwise=True)
+        simulated(step, 5, elementwise=True)

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import Work
 from tests.ranks import on_ranks
 
+SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.01)
 STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
 
 
@@ -53,6 +55,20 @@ def parameters(model: nn.Module) -> Leaves:
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
 
 
+def agree(value: Any) -> bool:
+    """True on all ranks, or on none."""
+    return len({str(each) for each in gather(bits(value))}) == 1
+
+
+def attached_model(
+    step: outer.Outer | str, make: Callable[..., torch.optim.Optimizer] = SGD, seed: int = 0, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, outer.Attached]:
+    model = make_model(seed)
+    optimizer = make(model.parameters())
+    step = outer.parse(step) if isinstance(step, str) else step
+    return model, optimizer, outer.attach(model, optimizer, step, **options)
+
+
 # The same as the function
 
 
@@ -61,9 +77,9 @@ def test_attached_is_the_function_after_each_step(text: str):
     step = outer.parse(text)
 
     def body(rank: int) -> None:
-        model, other = make_model(), make_model()
-        optimizer, local = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, other))
-        attached = outer.attach(model, optimizer, step)
+        model, optimizer, attached = attached_model(step, ADAMW)
+        other = make_model()
+        local = ADAMW(other.parameters())
         state = step.init(parameters(other))
         for call in range(9):
             train(model, optimizer, rank, range(call, call + 1))
@@ -78,13 +94,7 @@ def test_attached_is_the_function_after_each_step(text: str):
 
 @on_ranks(2)
 def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(rank: int):
-    """Against torch's DDP, on gloo: whole numbers, and halves of them, are what parameters and gradients are."""
-
-    def exact(step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(10 * rank + step)
-        return torch.randint(-1, 2, (4, 3), generator=generator).float(), torch.randint(
-            -3, 4, (4, 1), generator=generator
-        ).float()
+    """Against torch's DDP, on gloo: parameters and gradients are whole numbers, and halves of them."""
 
     def make() -> nn.Module:
         model = nn.Linear(3, 1)
@@ -93,28 +103,28 @@ def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(ran
             model.bias.fill_(2.0)
         return model
 
-    apart, together = make(), TorchDDP(make())
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (apart, together)]
-    outer.attach(apart, optimizers[0], outer.diloco(allreduce, every=1, lr=1, momentum=0))
-    for step in range(3):
-        x, y = exact(step)
-        for model, optimizer in zip((apart, together), optimizers, strict=True):
-            optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
-        assert bits(parameters(apart)) == bits(parameters(together))
+    for step in (outer.diloco(allreduce, every=1, lr=1, momentum=0), outer.local_sgd(every=1)):
+        apart, together = make(), TorchDDP(make())
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (apart, together)]
+        outer.attach(apart, optimizers[0], step)
+        for call in range(3):
+            generator = torch.Generator().manual_seed(10 * rank + call)
+            x = torch.randint(-1, 2, (4, 3), generator=generator).float()
+            y = torch.randint(-3, 4, (4, 1), generator=generator).float()
+            for model, optimizer in zip((apart, together), optimizers, strict=True):
+                optimizer.zero_grad()
+                (model(x) - y).square().mean().backward()
+                optimizer.step()
+            assert bits(parameters(apart)) == bits(parameters(together))
+        assert bits(parameters(apart)) != bits(parameters(make()))
 
 
 @on_ranks(2)
 def test_streaming_on_gloo(rank: int):
-    step = outer.parse(STREAMING)
-    model = make_model(seed=rank)  # made equal by attach
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attached = outer.attach(model, optimizer, step)
+    model, optimizer, attached = attached_model(STREAMING, seed=rank)  # made equal by attach
     for call in range(12):
         train(model, optimizer, rank, range(call, call + 1))
-        anchors = gather(bits(attached.state.anchor))
-        assert anchors[0] == anchors[1]
+        assert agree(attached.state.anchor)
     assert attached.under_way == ("0", "1")  # one began with call 10, the other with call 12
     attached.detach()
     assert attached.under_way == ()
@@ -155,9 +165,8 @@ class _WatchedWork:
 
 
 def watched(rank: int, text: str, calls: int) -> tuple[list[int], list[int], list[int]]:
-    wire, model = Watched(), make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer.attach(model, optimizer, outer.parse(text), wire=wire)
+    wire = Watched()
+    model, optimizer, _ = attached_model(text, wire=wire)
     for log in (wire.began, wire.votes, wire.waited):  # of setting up
         log.clear()
     for call in range(1, calls + 1):
@@ -192,17 +201,13 @@ def test_resuming_is_exact(text: str, at: int):
     """In the middle of an exchange too: who loads a state sends again what was under way."""
 
     def body(rank: int) -> None:
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        attached = outer.attach(model, optimizer, outer.parse(text))
+        model, optimizer, attached = attached_model(text, ADAMW)
         train(model, optimizer, rank, range(at))
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
         train(model, optimizer, rank, range(at, 11))
 
         for used in (False, True):  # a new run, and one that is in the middle of another exchange
-            resumed = make_model(seed=5)
-            again = torch.optim.AdamW(resumed.parameters(), lr=0.01)
-            other = outer.attach(resumed, again, outer.parse(text))
+            resumed, again, other = attached_model(text, ADAMW, seed=5)
             train(resumed, again, rank, range(5 * used))
             of_model, of_optimizer, of_outer = copy.deepcopy(saved)  # which the optimizer would share
             resumed.load_state_dict(of_model)
@@ -265,9 +270,8 @@ class flaky(Sync):
 def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(delay: int):
     def body(rank: int) -> None:
         step = outer.streaming_diloco(flaky(allreduce), every=3, fragments=1, delay=delay, lr=1, momentum=0)
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attached = outer.attach(model, optimizer, step, init_sync=False)
+        prepare = None if delay else (lambda: None)  # with which it is known what a step will exchange
+        model, optimizer, attached = attached_model(step, init_sync=False, prepare=prepare)
         train(model, optimizer, rank, range(2))
         gather(None)
         TROUBLED.add(1)
@@ -281,15 +285,13 @@ def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(delay
         TROUBLED.clear()
         gather(None)
         train(model, optimizer, rank, range(3 + delay, 4 + delay))
-        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+        assert agree(parameters(model))
 
     run_threads(2, body)
 
 
 def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges():
     def body(rank: int) -> None:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         calls: list[str] = []
         answers = iter([False, True])
 
@@ -297,23 +299,18 @@ def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchang
             calls.append("commit")
             return next(answers)
 
-        attached = outer.attach(
-            model,
-            optimizer,
-            outer.diloco(allreduce, every=2),
-            prepare=lambda: calls.append("prepare"),
-            commit=commit,
-        )
+        options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit}
+        model, optimizer, attached = attached_model("diloco(allreduce, every=2)", **options)
         train(model, optimizer, rank, range(1))
         assert calls == []
         state = bits(attached.state)
         train(model, optimizer, rank, range(1, 2))
         assert calls == ["prepare", "commit"]
         assert bits(attached.state) == state
-        assert len({str(each) for each in gather(bits(parameters(model)))}) == 2
+        assert not agree(parameters(model))
         train(model, optimizer, rank, range(2, 3))
         assert calls == ["prepare", "commit"] * 2
-        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+        assert agree(parameters(model))
 
     run_threads(2, body)
 
@@ -322,10 +319,8 @@ def test_a_rank_that_others_wait_for_in_vain_is_no_error_where_steps_are_committ
     """But for that rank itself."""
 
     def body(rank: int) -> None:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = outer.diloco(flaky(allreduce), every=1)
-        attached = outer.attach(model, optimizer, step, init_sync=False, commit=lambda: not TROUBLED)
+        model, optimizer, attached = attached_model(step, init_sync=False, commit=lambda: not TROUBLED)
         gather(None)
         TROUBLED.add(1)
         state = bits(attached.state)
@@ -336,7 +331,7 @@ def test_a_rank_that_others_wait_for_in_vain_is_no_error_where_steps_are_committ
         TROUBLED.clear()
         gather(None)
         train(model, optimizer, rank, range(1, 2))
-        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
+        assert agree(parameters(model))
 
     run_threads(2, body)
 
@@ -345,28 +340,37 @@ def test_what_prepare_loads_is_what_the_step_goes_on_from():
     """A rank that joins, and gets parameters and what is replicated from another one, within the step."""
 
     def body(rank: int) -> None:
-        model = make_model(seed=rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
         def prepare() -> None:
             everyone = gather((model.state_dict(), attached.replicated_state_dict()))
             if rank == 1:
                 model.load_state_dict(everyone[0][0])
                 attached.load_replicated_state_dict(everyone[0][1])
 
-        step = outer.parse("diloco(error_feedback(quantize(two_shot, bits=4)), every=2)")
-        attached = outer.attach(model, optimizer, step, init_sync=False, prepare=prepare)
+        step = "diloco(error_feedback(quantize(two_shot, bits=4)), every=2)"
+        model, optimizer, attached = attached_model(step, seed=rank, init_sync=False, prepare=prepare)
         train(model, optimizer, rank, range(2))
-        assert len({str(each) for each in gather(bits(parameters(model)))}) == 1
-        assert len({str(each) for each in gather(bits(attached.state.anchor))}) == 1
+        assert agree(parameters(model))
+        assert agree(attached.state.anchor)
 
     run_threads(2, body)
 
 
+def test_commit_is_called_only_if_the_state_that_prepare_has_loaded_ends_an_exchange():
+    calls: list[str] = []
+    model, optimizer, attached = attached_model(
+        "diloco(allreduce, every=2)",
+        prepare=lambda: attached.load_state_dict(saved),
+        commit=lambda: calls.append("commit") is None,
+    )
+    saved = attached.state_dict()
+    train(model, optimizer, 0, range(2))
+    assert calls == []
+    assert attached.state.step == 1
+
+
 def test_ranks_that_disagree_are_told_so():
     def body(rank: int) -> None:
-        model = make_model()
-        outer.attach(model, None, outer.diloco(allreduce, every=2 + rank))
+        outer.attach(make_model(), None, outer.diloco(allreduce, every=2 + rank))
 
     with pytest.raises(RankFailed, match="ranks disagree about pipeline: rank 0: diloco"):
         run_threads(2, body)
@@ -380,7 +384,7 @@ def test_ranks_that_disagree_are_told_so():
 
 def test_what_is_wrong_is_said_at_once():
     model = make_model()
-    with pytest.raises(ValueError, match="give it"):
+    with pytest.raises(ValueError, match="pass it"):
         outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
     with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
         outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
@@ -399,23 +403,19 @@ def test_moments_are_exchanged_at_their_own_periods():
     )
 
     def body(rank: int) -> None:
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        outer.attach(model, optimizer, step)
+        model, optimizer, _ = attached_model(step, ADAMW)
         for call in range(1, 7):
             train(model, optimizer, rank, range(call, call + 1))
             for name, period in (("exp_avg", 3), ("exp_avg_sq", 6)):
-                moments = [bits(optimizer.state[p][name]) for p in model.parameters()]
-                assert (len({str(each) for each in gather(moments)}) == 1) == (call % period == 0), (call, name)
-            assert (len({str(each) for each in gather(bits(parameters(model)))}) == 1) == (call % 2 == 0)
+                moments = [optimizer.state[p][name] for p in model.parameters()]
+                assert agree(moments) == (call % period == 0), (call, name)
+            assert (agree(parameters(model))) == (call % 2 == 0)
 
     run_threads(2, body)
 
 
 def test_an_optimizer_without_such_moments_is_an_error():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer.attach(model, optimizer, outer.des_loc({"momentum_buffer": outer.local_sgd(every=2)}))
+    model, optimizer, _ = attached_model(outer.des_loc({"momentum_buffer": outer.local_sgd(every=2)}))
     with pytest.raises(ValueError, match=r"keeps no 'momentum_buffer' like parameter '0.weight', but \[\]"):
         train(model, optimizer, 0, range(1))
 
@@ -433,7 +433,7 @@ def test_steps_of_the_callers_own_and_muon():
             train(model, muon, rank, range(call, call + 1))
             adam.step()
             attached.step()
-            assert (len({str(each) for each in gather(bits(parameters(model)))}) == 1) == bool(call % 2)
+            assert (agree(parameters(model))) == bool(call % 2)
 
     run_threads(2, body)
 
@@ -468,8 +468,7 @@ def _both(
         train(ours, optimizers[1], rank, range(call, call + 1))
         # Four ranks add in another order in buckets of another layout.
         torch.testing.assert_close(parameters(ours), parameters(theirs), rtol=1e-5, atol=1e-6)
-        same = len({str(each) for each in gather(bits(parameters(ours)))}) == 1
-        assert same == (len({str(each) for each in gather(bits(parameters(theirs)))}) == 1)
+        assert agree(parameters(ours)) == agree(parameters(theirs))
 
 
 @on_ranks(4)

@@ -155,7 +155,7 @@ def test_device_meshes(gloo):
         (lambda: error_feedback(all_reduce(op="min")), TypeError, "losses do not add up"),
         (lambda: warmup(allreduce, -1), ValueError, "steps must be at least 0, got -1"),
         (lambda: partition({}), ValueError, "no rules"),
-        (lambda: partition({"*": "allreduce"}), TypeError, "a rule is a pattern and a pipeline"),
+        (lambda: partition({"*": "allreduce"}), TypeError, "rules must be a dict of pipelines by pattern"),
         (lambda: partition("ab"), TypeError, "rules must be a dict of pipelines by pattern, got 'ab'"),
         (lambda: partition((("*", allreduce), ("*", allreduce))), ValueError, "a pattern occurs twice"),
         (lambda: partition({"*" * 2000: allreduce}), ValueError, "a pattern has 2000 characters"),

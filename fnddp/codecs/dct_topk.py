@@ -19,7 +19,7 @@ from fnddp.tree import Leaves, Tree, require_leaves
 
 @transform
 class dct_topk(Codec):
-    """Sends the k largest coefficients of the two-dimensional DCT of each tile of a matrix.
+    """Send the k largest coefficients of the two-dimensional DCT of each tile of a matrix.
 
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; one with at least `chunk` rows and columns is cut into square
     tiles, padded with zeros at the end of each side. Other leaves, and complex ones, are taken as a row of numbers, of
@@ -75,9 +75,7 @@ class dct_topk(Codec):
             raise ValueError(f"dct_topk: index must be one of {', '.join(INDEX_DTYPES)}, got {self.index!r}")
         chosen = INDEX_DTYPES[self.index]
         if chosen is not None and self.chunk**2 - 1 > torch.iinfo(chosen).max:
-            raise ValueError(
-                f"dct_topk: {self.index} cannot tell the {self.chunk**2} numbers of a tile apart; use small"
-            )
+            raise ValueError(f"dct_topk: {self.index} cannot index the {self.chunk**2} numbers of a tile; use small")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
@@ -152,12 +150,12 @@ def _ranked(magnitudes: Tensor) -> Tensor:
 
 
 def _range(height: int, width: int) -> int:
-    """By how much a coefficient may exceed the largest element, so that float16 can hold it; a power of 2."""
+    """Return the factor by which a coefficient may exceed the largest element and still fit float16: a power of 2."""
     return 1 << math.ceil(math.log2(height * width) / 2)
 
 
 def cosines(n: int, like: Tensor) -> Tensor:
-    """The orthonormal DCT-II of `n` numbers as a matrix, `[n, n]`: row f is a cosine of frequency f.
+    """Return the orthonormal DCT-II of `n` numbers as a matrix, `[n, n]`: row f is a cosine of frequency f.
 
     >>> basis = cosines(4, torch.empty(0, dtype=torch.float64))
     >>> torch.allclose(basis @ basis.mT, torch.eye(4, dtype=torch.float64))

@@ -13,7 +13,7 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @transform
 class fp8(Codec):
-    """Sends each element as an 8-bit float, after scaling its block to the format's range.
+    """Send each element as an 8-bit float, after scaling its block to the format's range.
 
     Relative precision as of a float, where `quantize` has the same error for all elements of a block: e4m3 errs by at
     most 1 / 16 of an element down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29. The wrong

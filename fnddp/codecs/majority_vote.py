@@ -16,14 +16,14 @@ NOT_FINITE = -2  # the fourth number of two bits
 
 @transform
 class majority_vote(Codec):
-    """Sends the sign of each element, and gives the sign of their sum: 1, -1, or 0 where the votes are even.
+    """Send the sign of each element; the mean is the sign of their sum: 1, -1, or 0 where the votes are even.
 
-    Zeros abstain: what a rank without a gradient, or of weight 0, gives counts for nobody. The mean's magnitude is 1,
-    so the learning rate alone says how far a step goes. The wrong choice without a rate made for it; with memory, whose
-    residuals are measured in gradients and are corrected in units of 1; and on two ranks, which either agree or tie.
+    Zeros abstain: a rank without a gradient, or of weight 0, does not count. The mean's magnitude is 1, so the learning
+    rate alone sets the size of a step. The wrong choice without a rate made for it; with memory, whose residuals are
+    measured in gradients and are corrected in units of 1; and on two ranks, which either agree or tie.
 
-    What the vote changes of the mean of the votes is a loss like any other. Over `two_shot` the owner of a chunk has
-    it, n times; over `allgather` each rank has its share. An element that is not finite makes its mean NaN.
+    The difference between the vote and the mean of the votes is a loss like any other. Over `two_shot` the owner of a
+    chunk has it, n times; over `allgather` each rank has its share. An element that is not finite makes its mean NaN.
 
     Args:
         inner: A carrier. `two_shot` sends 2 bits an element twice, and `allgather` once, but to all ranks: for few.
@@ -66,6 +66,6 @@ class majority_vote(Codec):
 
 
 def _sign(mean: Tensor) -> Tensor:
-    """Of each number, real and imaginary parts apart, in the memory format of `mean`; NaN stays."""
+    """Return signs, of real and imaginary parts by themselves, in the memory format of `mean`; NaN stays."""
     wire = layout.to_wire(mean)
     return layout.from_wire(torch.where(wire.isnan(), wire, wire.sign()), mean)

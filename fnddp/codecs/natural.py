@@ -16,7 +16,7 @@ NOT_FINITE = 255 << MANTISSA
 
 @transform
 class natural(Codec):
-    """Rounds each element to one of the two powers of two around it, at random: unbiased, in 9 bits.
+    """Round each element to one of the two powers of two around it, at random: unbiased, in 9 bits.
 
     Its variance is at most 1 / 8 of the square of each element, whatever the others are, so it needs neither memory
     nor blocks nor scales. The wrong choice where 8 bits and a scale do (`quantize` errs less for elements near the

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from fnddp.torch_private import reinterpreted
 
-PACKED_INDICES = 4096  # elements that 12 bits can tell apart
+PACKED_INDICES = 4096  # elements that 12 bits can index
 
 _WORDS = {4: torch.int16, 2: torch.int32}
 """As many bytes as numbers share one: bytes side by side are taken for one word, so that few operations do it."""
@@ -27,12 +27,12 @@ INDEX_DTYPES = {"small": None, "int16": torch.int16, "int32": torch.int32, "int6
 
 
 def block_size(block: int | None, n: int) -> int:
-    """How many of the `n` elements of a row make a block: all of them, where `block` is None or larger."""
+    """Return the number of elements of a block, in rows of `n`: all of them where `block` is None or larger."""
     return min(n, block or n)
 
 
 def blocks_of(length: Tensor, block: int | None, n: int) -> Tensor:
-    """How many blocks of a row of `n` elements have one of its first `length`.
+    """Return how many blocks of a row of `n` elements have one of its first `length`.
 
     >>> blocks_of(torch.tensor([[5], [0]]), 4, 12)
     tensor([[2],
@@ -42,13 +42,13 @@ def blocks_of(length: Tensor, block: int | None, n: int) -> Tensor:
 
 
 def require_block(owner: str, block: int | None) -> None:
-    """Raises a ValueError unless blocks have elements."""
+    """Raise a ValueError unless blocks have elements."""
     if block is not None and block < 1:
         raise ValueError(f"{owner}: block must be at least 1, or None, got {block!r}")
 
 
 def in_blocks(x: Tensor, block: int | None) -> Tensor:
-    """Rows in blocks, the last one padded with zeros: `[rows, n]` becomes `[rows, blocks, block]`.
+    """Return rows in blocks, the last one padded with zeros: `[rows, n]` becomes `[rows, blocks, block]`.
 
     >>> in_blocks(torch.tensor([[1, 2, 3]]), 2)
     tensor([[[1, 2],
@@ -60,7 +60,7 @@ def in_blocks(x: Tensor, block: int | None) -> Tensor:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / `scale`, to multiply by, which takes a third of the time of dividing; 0 where it would be infinite.
+    """Return 1 / `scale`, or 0 where that is infinite: to multiply takes a third of the time of dividing.
 
     >>> inverse(torch.tensor([4.0, 0.0]))
     tensor([0.2500, 0.0000])
@@ -69,7 +69,7 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def pack(q: Tensor, bits: int) -> Tensor:
-    """Small integers of `bits` bits each, in two's complement, 8 / `bits` of them in a byte: `[..., ceil(n bits / 8)]`.
+    """Pack integers of `bits` bits each, in two's complement, 8 / `bits` of them in a byte: `[..., ceil(n bits / 8)]`.
 
     >>> pack(torch.tensor([1, -1, 0, 1], dtype=torch.int8), bits=2)
     tensor([77], dtype=torch.uint8)
@@ -82,7 +82,7 @@ def pack(q: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """The inverse of `pack`: `[..., n]`.
+    """Return the inverse of `pack`: `[..., n]`.
 
     >>> unpack(torch.tensor([77], dtype=torch.uint8), bits=2, n=3)
     tensor([ 1, -1,  0], dtype=torch.int8)
@@ -100,7 +100,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Bytes whose lowest bits count, `[..., n]`, as one bit each: `[..., ceil(n / 8)]`, the first one lowest.
+    """Pack the lowest bits of bytes, `[..., n]`, as one bit each: `[..., ceil(n / 8)]`, the first one lowest.
 
     >>> pack_bits(torch.tensor([1, 0, -1], dtype=torch.int8))
     tensor([5], dtype=torch.uint8)
@@ -110,7 +110,7 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
-    """The inverse, as zeros and ones: `[..., n]`.
+    """Return the inverse of `pack_bits`, zeros and ones: `[..., n]`.
 
     >>> unpack_bits(torch.tensor([5], dtype=torch.uint8), 3)
     tensor([1, 0, 1], dtype=torch.uint8)
@@ -120,7 +120,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
 
 
 def is_negative(x: Tensor) -> Tensor:
-    """-1 for what has its sign bit set, -0.0 and some NaN too, else 0, in int8. (Comparing takes four times as long.)
+    """Return -1 in int8 where the sign bit is set, also of -0.0 and some NaN, else 0. (Comparing takes 4 times longer.)
 
     >>> is_negative(torch.tensor([2.0, -3.0]))
     tensor([ 0, -1], dtype=torch.int8)
@@ -135,7 +135,7 @@ def _padded(q: Tensor, multiple: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
-    """Indices below `among`: in the fewest of 16, 32 and 64 bits; in 12 if `among` is 4,096 and their number even.
+    """Pack indices below `among`: in the fewest of 16, 32 and 64 bits; in 12 if `among` is 4,096 and their number even.
 
     Two of 12 bits are three bytes: `[..., k]` becomes `[..., k / 2, 3]`. Another `dtype` than "small" is taken as is.
 
@@ -154,7 +154,7 @@ def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
 
 
 def unpack_indices(packed: Tensor) -> Tensor:
-    """The inverse, in int64.
+    """Return the inverse of `pack_indices`, in int64.
 
     >>> unpack_indices(torch.tensor([[0, 31, 255]], dtype=torch.uint8))
     tensor([   1, 4095])

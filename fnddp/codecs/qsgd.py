@@ -12,7 +12,7 @@ BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
 
 @transform
 class qsgd(Codec):
-    """Sends ||x||_2 sign(x_i) l_i / s of each element, l_i in 0..s rounded up or down at random: unbiased.
+    """Send ||x||_2 sign(x_i) l_i / s of each element, l_i in 0..s rounded up or down at random: unbiased.
 
     Its variance is at most min(d / s^2, sqrt(d) / s) times ||x||_2^2 over d elements of a block. It needs no memory;
     with `error_feedback` only where that bound is below 1. The wrong choice at few levels for large blocks, whose

@@ -13,7 +13,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @transform
 class quantize(Codec):
-    """Rounds each element to one of 2 ** bits - 1 multiples of its block's scale, the largest magnitude of the block.
+    """Round each element to one of 2 ** bits - 1 multiples of its block's scale, the largest magnitude of the block.
 
     Rounded to the nearest it is biased, by less than half a multiple: wrap it in `error_feedback` below 8 bits.
     Rounded stochastically it is unbiased, with a larger error. The wrong choice for gradients with few large elements

@@ -12,7 +12,7 @@ SCALES = ("mean", "max", "none")
 
 @transform
 class sign(Codec):
-    """Sends the sign of each element, eight in a byte, and one scale a row.
+    """Send the sign of each element, eight in a byte, and one scale a row.
 
     With the mean magnitude as its scale it is a contraction by 1 - ||x||_1^2 / (n ||x||_2^2), which needs
     `error_feedback`; the largest magnitude is no contraction. Zeros count as positive. The wrong choice without memory,
@@ -60,7 +60,7 @@ class sign(Codec):
         if self.scale == "max":
             payload["scale"] = torch.maximum(chunks.amax(-1), -chunks.amin(-1)).to(wide(x.dtype))
         elif self.scale == "mean":
-            # What pads a row or its last chunk is not of its elements.
+            # Padding of a row or its last chunk is none of its elements.
             left = (x.shape[1] if length is None else length) - chunk * torch.arange(chunks.shape[1], device=x.device)
             payload["scale"] = chunks.to(wide(x.dtype)).abs().sum(-1) / left.clamp(1, chunk)
         return payload

@@ -10,7 +10,7 @@ from fnddp.sync import Sync, transform
 
 @transform
 class terngrad(Codec):
-    """Sends s sign(x_i) with probability |x_i| / s, else 0, where s is the largest |x_i|: unbiased, in 2 bits.
+    """Send s sign(x_i) with probability |x_i| / s, else 0, where s is the largest |x_i|: unbiased, in 2 bits.
 
     It needs no memory, but its variance is large: sum over i of |x_i| (s - |x_i|). The wrong choice for gradients with
     few large elements, which make s large: clip them, at the price of a bias, or take smaller blocks. It is
@@ -18,8 +18,8 @@ class terngrad(Codec):
 
     Args:
         inner: The carrier, or a codec around one, which encodes the scales.
-        clip: Clip elements beyond so many standard deviations of the row first, as the paper does with 2.5; biased,
-            so use `error_feedback`. None does not clip.
+        clip: First clip elements beyond this number of standard deviations of the row, as the paper does with 2.5;
+            biased, so use `error_feedback`. None does not clip.
         block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
         seed: Ranks, leaves and steps draw different numbers.
 
@@ -75,7 +75,7 @@ class terngrad(Codec):
 
 
 def _spread(x: Tensor, length: Tensor | None) -> Tensor:
-    """The standard deviation of each row, `[rows, 1]`. (Not x.std(), whose sum runs in another order under vmap.)"""
+    """Return the standard deviation of each row, `[rows, 1]`. (Under vmap, x.std() adds in another order.)"""
     if length is None:
         return (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
     counted = length.clamp(min=1)

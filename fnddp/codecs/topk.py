@@ -1,4 +1,4 @@
-"""Top-k: the largest elements, as values and where they stand."""
+"""Top-k: the largest elements, as values and indices."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from fnddp.sync import Sync, transform
 
 @transform
 class topk(Codec):
-    """Sends the largest elements of each row, or of each chunk of it, and zeros for all others.
+    """Send the largest elements of each row, or of each chunk of it, and zeros for all others.
 
     Biased, a contraction by 1 - k / n: wrap it in `error_feedback`. The wrong choice for dense gradients at small
     ratios without memory, on links above a few Gbit/s (finding the largest costs tens of copies), and over `allgather`

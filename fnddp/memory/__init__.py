@@ -1,1 +1,1 @@
-"""Memory: what a lossy pipeline did not send today is sent tomorrow."""
+"""Memory: sends later what a lossy pipeline has lost in earlier steps."""

@@ -1,4 +1,4 @@
-"""EF21: what is sent is how far the gradient is from what the others hold of it."""
+"""EF21: sends the difference between the gradient and the other ranks' estimate of it."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,7 @@ class EF21State(NamedTuple):
 
 @transform
 class ef21(Sync):
-    """Sends compressed differences: all ranks hold an estimate of each rank's gradient, and step along their mean.
+    """Send compressed differences: all ranks hold an estimate of each rank's gradient, and step along their mean.
 
     With h the estimate, g the gradient and C what `inner` makes of its input: v = (1 - eta) v + eta g; c = C(v - h);
     h = h + c; the output is the mean of h over ranks, which is kept as the sum of all mean c. Where gradients settle,
@@ -31,11 +31,11 @@ class ef21(Sync):
     gradients that differ between ranks. With stochastic gradients take eta below 1 (EF21-SGDM), or their noise travels
     and is compressed in every step. Integer leaves are reduced as `inner` does.
 
-    The wrong choice: around lossless pipelines; for gradients that change wholly from step to step; and around sums
-    in 16 bits such as `bf16(allreduce)`. What those round is in the mean but in no rank's h, and nothing ever corrects
-    it: the sum of all mean c drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. So are
-    differences handed to `inner` in float32, and h kept, whatever the gradients' dtype, `topk(bf16(allgather))` being
-    the way to 16 bits on the wire; float32 drifts by about 6e-8 of h times the root of the number of steps.
+    The wrong choice: around lossless pipelines; for gradients that change wholly from step to step; and around sums in
+    16 bits such as `bf16(allreduce)`. Their rounding is in the mean but in no rank's h, and nothing ever corrects it:
+    the sum of all mean c drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. Differences are
+    passed to `inner`, and h is kept, in float32, whatever the gradients' dtype, `topk(bf16(allgather))` being the way
+    to 16 bits on the wire; float32 drifts by about 6e-8 of h times the root of the number of steps.
 
     Args:
         inner: The compressor: `topk(allgather, ratio=0.01)`, `powersgd(allreduce)`, `sign(two_shot)`.

@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent is added to the next gradient."""
+"""Error feedback: adds to the next gradient what this one lost."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,7 @@ class ErrorFeedbackState(NamedTuple):
 
 @transform
 class error_feedback(Sync):
-    """Adds to each gradient what earlier exchanges lost of it on this rank.
+    """Add to each gradient what earlier exchanges lost of it on this rank.
 
     With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. Whatever `inner` is made of,
     `sent` accounts for all of its losses, so the sum of all outputs plus the mean residual equals the sum of all mean

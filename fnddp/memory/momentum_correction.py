@@ -23,7 +23,7 @@ class MomentumCorrectionState(NamedTuple):
 
 @transform
 class momentum_correction(Sync):
-    """Accumulates momentum instead of gradients where they wait to be sent, as deep gradient compression does.
+    """Accumulate momentum, not gradients, where they wait to be sent, as deep gradient compression does.
 
     With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; and, masking, u = 0 where something
     was sent. It is memory of its own: no `error_feedback` around it or in it, and an optimizer *without* momentum
@@ -38,10 +38,10 @@ class momentum_correction(Sync):
     Without compression and masking the outputs are the steps of SGD with momentum; with masking those of plain SGD.
 
     Args:
-        inner: What makes it sparse: `topk(allgather, ratio=0.001)`. A warm-up of the ratio stands in here too, so
-            that u and v live on: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
+        inner: The pipeline that makes it sparse: `topk(allgather, ratio=0.001)`. Put a warm-up of the ratio in here
+            too, so that u and v stay: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
         momentum: In [0, 1). Higher remembers longer; 0 is error feedback.
-        masking: Whether the momentum of what is sent becomes zero ("momentum factor masking").
+        masking: Set the momentum of sent elements to zero ("momentum factor masking").
 
     Raises:
         ValueError: `momentum` is outside [0, 1); at the exchange: the state is of another tree.

@@ -1,4 +1,4 @@
-"""Outer steps: local SGD, DiLoCo and kin, for ranks that train apart and meet now and then."""
+"""Outer steps: local SGD, DiLoCo and related methods, for ranks that train apart and exchange once in several steps."""
 
 from fnddp.outer.attach import Attached, attach
 from fnddp.outer.compositions import muloco, sparse_loco
@@ -6,9 +6,8 @@ from fnddp.outer.contract import Outer, outer, parse
 from fnddp.outer.des_loc import des_loc
 from fnddp.outer.diloco import diloco
 from fnddp.outer.hierarchical_local_sgd import hierarchical_local_sgd
-from fnddp.outer.local_sgd import local_sgd
+from fnddp.outer.local_sgd import local_sgd, post_local_sgd
 from fnddp.outer.plan import OuterPlan, lower
-from fnddp.outer.post_local_sgd import post_local_sgd
 from fnddp.outer.simulate import OuterSimulation, simulate
 from fnddp.outer.simulate_training import simulate_training
 from fnddp.outer.streaming_diloco import streaming_diloco

@@ -1,6 +1,7 @@
 """Outer steps in a training script: they follow the optimizer's."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,19 +10,16 @@ from torch import nn
 from fnddp.agreement import agree, description
 from fnddp.group import Group, group_name
 from fnddp.outer.contract import Outer
-from fnddp.outer.des_loc import des_loc
 from fnddp.outer.overlap import Overlapped
-from fnddp.outer.trees import leaves_of
+from fnddp.outer.plan import Noted
 from fnddp.run.vote import StepFailedError
 from fnddp.state import load_state_dict, parts, require_like, state_dict
-from fnddp.sync import REPLICATED, State, Sync
+from fnddp.sync import REPLICATED, State
 from fnddp.torch_private import without_autocast
 from fnddp.tree import Leaves
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Wire
-
-OWNER = "outer.attach"
 
 
 def attach(
@@ -35,30 +33,27 @@ def attach(
     prepare: Callable[[], object] | None = None,
     commit: Callable[[], bool] | None = None,
 ) -> "Attached":
-    """Has `outer` follow each step of `optimizer`, on the parameters of `model`. All ranks call it.
+    """Run `outer` after each step of `optimizer`, on the parameters of `model`. All ranks call this.
 
-    Exchanges that end in a later call than they begin in go on meanwhile. If one fails, it fails on all ranks, out of
-    `optimizer.step()`: parameters and state are then what the local step left, and the next step exchanges again.
+    Exchanges that end in a later call than they begin continue in between. If one fails, `optimizer.step()` raises on
+    all ranks, `StepFailedError` where another rank has failed: parameters and state are then those after the local
+    step, and the next step exchanges again.
 
-    Ranks count their own steps: each takes as many, or the last exchanges wait for ranks that do not come. Where a step
-    of the optimizer is left out now and then, as by a `GradScaler`, give no optimizer, and call `Attached.step` in
-    every iteration.
+    Each rank counts its own steps, so all must take the same number, or the last exchanges wait for missing ranks.
+    Where a step is sometimes left out, as by a `GradScaler`, pass no optimizer, and call `Attached.step` each time.
 
     Args:
-        model: Its parameters that require gradients are what is exchanged. Not one that averages gradients over the
-            same ranks.
-        optimizer: After its steps the outer step runs; None if the caller runs it, `Attached.step`.
-        outer: The outer step. One with several trees, `des_loc`, finds those that are not "params" in the optimizer's
-            state by their names.
-        wire: Who moves bytes; torch.distributed by default.
+        model: Its parameters that require gradients are exchanged. It must not average gradients over the same ranks.
+        optimizer: The outer step runs after its steps; None if the caller runs `Attached.step`.
+        outer: The outer step. `des_loc` finds trees other than "params" in the optimizer's state by their names.
+        wire: Moves bytes; torch.distributed by default.
         group: The ranks that train together, where the pipelines of `outer` name none; None for the default group.
-        init_sync: Whether to check that ranks agree, and to make parameters and buffers equal to the first rank's, now.
-            If not, they must be.
-        prepare: Called before a step in which an exchange starts, and before anything is read: it may load parameters
-            and state. Such as `start_quorum` of a torchft manager.
-        commit: Asked when an exchange has ended or failed, before anything is written. Such as `should_commit`. If it
-            says no, parameters and state stay what they are, nothing is raised but what this rank itself has failed
-            with, and the next step exchanges again.
+        init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's; False if they are.
+        prepare: Called before a step in which an exchange starts, and before anything is read; it may load parameters
+            and state, such as `start_quorum` of a torchft manager.
+        commit: Called when an exchange has ended or failed, before anything is written, such as `should_commit`. If it
+            returns False, parameters and state stay as they are, only an error of this rank itself is raised, and the
+            next step exchanges again.
 
     Raises:
         ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them.
@@ -68,55 +63,49 @@ def attach(
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> attached = attach(model, optimizer, outer.diloco(allreduce, every=30))
-    >>> model(torch.ones(2)).sum().backward()
     >>> optimizer.step()
     >>> attached.state.step
     1
     """
-    return Attached(
-        model, optimizer, outer, wire=wire, group=group, init_sync=init_sync, prepare=prepare, commit=commit
-    )
+    outer = outer if group is None else outer.over(group, unnamed_only=True)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def described() -> dict[str, str]:
+        if not parameters:
+            raise ValueError("outer.attach: no parameter of the model requires gradients")
+        if optimizer is None and outer.wants_moments:
+            raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; pass it")
+        like = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}
+        outer.init(outer.leaves_of(like, None))
+        return description(outer, parameters, None)
+
+    if init_sync:
+        agree(described, group_name(group), wire)
+        tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
+        control.broadcast(tensors, group_name(group), wire=wire)
+    else:
+        described()
+    return Attached(outer, parameters, optimizer, Overlapped(wire), prepare, commit)
 
 
+@dataclass(eq=False, repr=False)
 class Attached:
     """An outer step on a model: see `attach`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        outer: Outer,
-        *,
-        wire: Wire,
-        group: Group,
-        init_sync: bool,
-        prepare: Callable[[], object] | None,
-        commit: Callable[[], bool] | None,
-    ) -> None:
-        self.outer = outer if group is None else outer.over(group, unnamed_only=True)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = optimizer
-        name = group_name(group)
-        if init_sync:
-            agree(self._described, name, wire)
-            tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
-            control.broadcast(tensors, name, wire=wire)
-        else:
-            self._described()
-        self._state = self.outer.init(leaves_of(self.outer, self._detached(), None))
-        self._exchanges = Overlapped(wire)
-        self._prepare, self._commit = prepare, commit
-        self._handle = None if optimizer is None else optimizer.register_step_post_hook(self._after)
+    outer: Outer
+    _parameters: Mapping[str, nn.Parameter]
+    _optimizer: torch.optim.Optimizer | None
+    _exchanges: Overlapped
+    _prepare: Callable[[], object] | None
+    _commit: Callable[[], bool] | None
+
+    def __post_init__(self) -> None:
+        self._state = self._fresh()
+        self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     @property
     def state(self) -> State:
-        """The outer step's state. It can be kept: later steps do not write over it.
-
-        Set it to go on from another one, on all ranks.
-
-        Raises:
-            ValueError: It is of another outer step or other parameters.
-        """
+        """The outer step's state, which later steps do not write over. Set it on all ranks to go on from another."""
         return self._state
 
     @state.setter
@@ -125,29 +114,25 @@ class Attached:
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """The names of the exchanges that have been started and not finished."""
+        """Names of the exchanges that have started and not ended."""
         return self._exchanges.under_way
 
     def step(self) -> None:
-        """The outer step: what follows a local one. Called by the optimizer, if there is one.
-
-        Raises:
-            StepFailedError: Another rank has failed in the exchange of this call.
-        """
-        rehearsed = self._rehearsed()
-        if self._prepare is not None and rehearsed.starts:
+        """Run the outer step after a local one: called by the optimizer, if there is one. See `attach` for failures."""
+        ahead = self._ahead()
+        if self._prepare is not None and ahead.starts:
             self._prepare()
-            rehearsed = self._rehearsed()  # of what it may have loaded
+            ahead = self._ahead()  # of the state that it may have loaded
         leaves = self._leaves()
         with torch.no_grad(), without_autocast():
             self._exchanges.poll()
             try:
                 stepped, state = self.outer.step(leaves, self._state, self._exchanges)
             except Exception as error:
-                if not (rehearsed.ends and self._is_given_up(error)):
+                if not ahead.done or self._commits() or not isinstance(error, CollectiveError | StepFailedError):
                     raise
                 return
-            if self._commit is not None and rehearsed.ends and not self._commit():
+            if ahead.done and not self._commits():
                 return
             for path, leaf in leaves.items():
                 if stepped[path] is not leaf:
@@ -155,89 +140,51 @@ class Attached:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as a flat dict, as `fnddp.state_dict` makes it: every rank saves its own, also by itself.
+        """Return the state as a flat dict, like `fnddp.state_dict`. Every rank saves its own, at any time.
 
-        What is under way is saved as what it was given: who loads it exchanges that again.
+        For an open exchange this holds the exchange's input: after loading, it is exchanged again.
         """
         return state_dict(self._state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from a saved state, on all ranks; load the model and the optimizer, too.
-
-        Raises:
-            ValueError: It is of another outer step or other parameters.
-        """
+        """Go on, on all ranks, from a `state_dict` of the same outer step; load the model and the optimizer too."""
         self._state = load_state_dict(self._state, saved)
 
     def replicated_state_dict(self) -> dict[str, Any]:
-        """The part of it that is the same on all ranks: what a rank that joins gets from another one."""
+        """Return the part of `state_dict` that is equal on all ranks: a rank that joins loads it from another one."""
         return {part.key: part.value for part in parts(self._state) if part.kind == REPLICATED}
 
     def load_replicated_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from another rank's `replicated_state_dict`; what is this rank's own, such as residuals, begins anew.
-
-        Raises:
-            ValueError: It is of another outer step or other parameters.
-        """
-        fresh = self.outer.init(leaves_of(self.outer, self._detached(), None))
+        """Go on from another rank's `replicated_state_dict`; this rank's own part, such as residuals, begins anew."""
+        fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
 
     def detach(self) -> None:
-        """Ends it: the optimizer's steps are followed by nothing. What is under way is finished, on all ranks."""
-        self._exchanges.discard()
+        """Stop following the optimizer's steps, and finish open exchanges, on all ranks."""
+        self._exchanges.discard(self.under_way)
         if self._handle is not None:
             self._handle.remove()
 
-    def _described(self) -> dict[str, str]:
-        """What ranks must agree on, if this rank can do it."""
-        if not self._parameters:
-            raise ValueError(f"{OWNER}: no parameter of the model requires gradients")
-        if self._optimizer is None and isinstance(self.outer, des_loc):
-            raise ValueError(f"{OWNER}: {self.outer!r} exchanges the moments of an optimizer; give it")
-        like = {name: torch.empty_like(p, device="meta") for name, p in self._detached().items()}
-        self.outer.init(leaves_of(self.outer, like, None))
-        return description(self.outer, self._parameters, None)
+    def _fresh(self) -> State:
+        return self.outer.init(self.outer.leaves_of(self._detached(), None))
+
+    def _ahead(self) -> Noted:
+        """Return the exchanges that the next step starts and ends, if there is a `prepare` or `commit` to call."""
+        noted = Noted(self.under_way)
+        if self._prepare is not None or self._commit is not None:
+            with torch.no_grad():
+                self.outer.step(self._leaves(), self._state, noted)
+        return noted
 
     def _after(self, *_: Any) -> None:
         self.step()
 
-    def _is_given_up(self, error: Exception) -> bool:
-        """Whether a step that failed with `error` is one that is not committed, and no more than that."""
-        is_committed = self._commit is None or self._commit()
-        return not is_committed and isinstance(error, CollectiveError | StepFailedError)
-
-    def _rehearsed(self) -> "_Rehearsal":
-        """What the next step is going to do."""
-        rehearsal = _Rehearsal(self._exchanges.under_way)
-        if self._prepare is not None or self._commit is not None:
-            with torch.no_grad():
-                self.outer.step(self._leaves(), self._state, rehearsal)
-        return rehearsal
+    def _commits(self) -> bool:
+        return self._commit is None or self._commit()
 
     def _leaves(self) -> Leaves:
-        moments = self._moments() if isinstance(self.outer, des_loc) else None
-        return leaves_of(self.outer, self._detached(), moments)
+        state: Mapping[Any, Any] = {} if self._optimizer is None else self._optimizer.state
+        return self.outer.leaves_of(self._detached(), {name: state.get(p, {}) for name, p in self._parameters.items()})
 
     def _detached(self) -> Leaves:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
-
-    def _moments(self) -> dict[str, Any]:
-        state: Mapping[Any, Any] = {} if self._optimizer is None else self._optimizer.state
-        return {name: state.get(parameter, {}) for name, parameter in self._parameters.items()}
-
-
-class _Rehearsal:
-    """Exchanges that do not take place: whether one starts, and whether one ends."""
-
-    def __init__(self, under_way: Collection[str]) -> None:
-        self._under_way = set(under_way)
-        self.starts = self.ends = False
-
-    def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        self._under_way.add(name)
-        self.starts = True
-
-    def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        self.starts = self.starts or name not in self._under_way
-        self.ends = True
-        return leaves, state

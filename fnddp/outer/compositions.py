@@ -1,4 +1,4 @@
-"""Outer steps with names of their own that are compositions of others with pipelines."""
+"""Outer steps of the literature that are compositions of `diloco` with a pipeline."""
 
 from fnddp.codecs.quantize import quantize
 from fnddp.codecs.topk import topk
@@ -21,25 +21,21 @@ def sparse_loco(
     lr: float = 1.0,
     carrier: Sync = allgather,
 ) -> Outer:
-    """SparseLoCo: the largest differences of each chunk, in few bits, with decaying memory in place of outer momentum.
+    """Return SparseLoCo: the largest differences of each chunk, in few bits; decaying memory replaces outer momentum.
 
-    Leaves are laid out one after the other before they are cut into chunks. What a rank receives grows with the number
-    of ranks: it is meant for few of them, far apart.
+    Leaves are laid out one after the other and then cut into chunks. The bytes that a rank receives grow with the
+    number of ranks: it is meant for few ranks with slow links.
 
     Args:
-        every: Local steps from one exchange to the next.
-        k: Differences that are sent, of each chunk: a multiple of 8 / bits.
+        every, lr: See `diloco`.
+        k: Differences sent of each chunk: a multiple of 8 / bits.
         chunk: Elements of a chunk.
-        bits: Of each value: 8, 4 or 2.
-        decay: Factor on the memory of what was not sent.
-        lr: The outer learning rate.
-        carrier: What gathers payloads.
-
-    Raises:
-        ValueError: An option is out of range.
+        bits: Bits of each value: 8, 4 or 2.
+        decay: Factor on the memory of differences that were not sent.
+        carrier: Gathers payloads.
 
     Source: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, Algorithm 1;
-    its quantizer has a table of values for each chunk, and this one multiples of the chunk's largest.
+    its quantizer has a table of values for each chunk, this one multiples of the largest value of a chunk.
 
     >>> sparse_loco(every=30)
     diloco(error_feedback(bucketize(topk(quantize(allgather, bits=2, block=64), k=64, chunk=4096)), decay=0.95),
@@ -58,17 +54,16 @@ def muloco(
     momentum: float = 0.9,
     carrier: Sync = two_shot,
 ) -> Outer:
-    """MuLoCo's outer half: DiLoCo on differences of few bits, with memory. The other half is Muon as local optimizer.
+    """Return MuLoCo's outer half: DiLoCo on differences of few bits, with memory. The other half is a local Muon.
 
-    Give it a local `torch.optim.Muon`. It is for matrices, so scripts have a second optimizer for all other leaves:
+    Train with `torch.optim.Muon`. It takes matrices only, so scripts have a second optimizer for all other leaves:
     attach to the one that steps last.
 
     Args:
-        every: Local steps from one exchange to the next.
-        bits: Of each difference: 8, 4 or 2.
+        every, lr, momentum: See `diloco`.
+        bits: Bits of each difference: 8, 4 or 2.
         decay: Factor on the memory.
-        lr, momentum: Of the outer optimizer, which is `diloco`'s.
-        carrier: What moves payloads.
+        carrier: Moves payloads.
 
     Source: Thérien et al., "MuLoCo", arXiv 2505.23725, Algorithm 1 with quantization and error feedback.
 

@@ -1,19 +1,19 @@
-"""Outer steps: what ranks that train apart do with their parameters, now and then.
+"""Outer steps: how ranks that train apart combine their parameters, once in several local steps.
 
-Where a pipeline (`fnddp.Sync`) is called with gradients, before the optimizer, an outer step is called with parameters,
-after it. In most calls it does nothing; in some it exchanges what it makes of the parameters, over a pipeline.
+A pipeline (`fnddp.Sync`) is called with gradients, before the optimizer; an outer step is called with parameters, after
+it. In most calls it does nothing; in some it exchanges parameters, or differences of them, over a pipeline.
 """
 
 import abc
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
 
 from fnddp import tree
-from fnddp.expression import CHECKS, Expression
+from fnddp.expression import Expression
 from fnddp.parse import read
 from fnddp.sync import Registry, State, Sync, registry
 from fnddp.torch_private import without_autocast
@@ -22,66 +22,51 @@ from fnddp.tree import Leaves, Tree
 T = TypeVar("T")
 
 
-class Exchanges(Protocol):
-    """Who runs the exchanges of an outer step: at once, while training goes on, on virtual ranks, or only on paper.
-
-    Each has a name: that of the fragment, or of the tree, that it is of.
-    """
+class Exchanges:
+    """Runs the exchanges of an outer step, named by fragment or tree: here each at once, where it ends."""
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """Tells that `leaves` will be exchanged in a later call, so that it may start: `end` is then given the same."""
-        ...
+        """Announce an exchange of `leaves`, which may start now; a later call of `end` gets the same arguments."""
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        """The mean of `leaves` over ranks, and the pipeline's next state; raises on all ranks, or on none."""
-        ...
+        """Return the mean of `leaves` over ranks and the pipeline's next state; raise on all ranks or on none."""
+        done = sync.exchange(leaves, state)
+        return done.mean, done.state
 
 
 class Outer(Expression, abc.ABC):
     """An outer step: a value that can be printed, compared, planned, simulated and run.
 
-    Running it is pure: parameters are never written to, and rolling back is keeping the old ones and the old state.
-
-    >>> import torch
-    >>> from fnddp import allreduce, outer
-    >>> step = outer.diloco(allreduce, every=2, lr=0.5, momentum=0)
-    >>> params = {"w": torch.tensor([4.0])}
-    >>> state = step.init(params)
-    >>> for i in range(2):
-    ...     params = {"w": params["w"] - 1}  # a local step
-    ...     params, state = step(params, state)
-    ...     print(params["w"].item())
-    3.0
-    3.0
+    Running it is pure: it never writes to parameters; to roll back, keep the old parameters and the old state.
     """
 
+    every: int
+
     named: ClassVar[frozenset[str]] = frozenset({"every", "start"})
+    wants_moments: ClassVar[bool] = False
+    """True if `leaves_of` reads the state of the local optimizer."""
 
     @abc.abstractmethod
     def init(self, params: Tree) -> State:
-        """The state before the first step. Start it from the same parameters on all ranks.
-
-        Args:
-            params: The parameters, of which some outer steps keep a copy.
-        """
+        """Return the state before the first step, from parameters that are the same on all ranks."""
 
     @abc.abstractmethod
     def step(self, params: Leaves, state: State, exchanges: Exchanges) -> tuple[Leaves, State]:
-        """What follows a local step: what subclasses are.
+        """Return the parameters to go on with after a local step, by path, and the next state.
 
-        It computes element by element, so that it may be given a row for each rank where the state has one for all.
-        Which exchanges begin and end follows from Python ints of the state alone.
+        It must compute element by element, so that simulation can pass a row for each rank where the state has one for
+        all. Only Python ints of the state may decide which exchanges begin and end.
 
         Args:
             params: This rank's parameters by leaf path.
             state: From `init` or the previous step.
-            exchanges: What runs the pipelines.
+            exchanges: Runs the pipelines.
         """
 
     @property
-    @abc.abstractmethod
     def period(self) -> int:
-        """After how many local steps its exchanges recur."""
+        """Number of local steps after which the exchanges repeat: `every`, unless a subclass overrides this."""
+        return self.every
 
     @property
     def groups(self) -> frozenset[str | None] | None:
@@ -91,11 +76,18 @@ class Outer(Expression, abc.ABC):
 
     @property
     def lead(self) -> int:
-        """Local steps before the first period: of one with several trees, those until all of them have begun."""
+        """Number of local steps before the first period; with several trees, until all of them have begun."""
         return 0
 
+    def leaves_of(self, params: Leaves, moments: Mapping[str, Mapping[str, Any]] | None) -> Leaves:
+        """Return the leaves that `step` is called with: `params`, and in `des_loc` moments of the optimizer.
+
+        `moments` is the optimizer's state of each parameter, by its name; None for zeros, before there is any.
+        """
+        return params
+
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:
-        """What follows a local step, on all ranks.
+        """Run the outer step after a local step, on all ranks.
 
         Args:
             params: This rank's parameters, any pytree of dense tensors.
@@ -105,51 +97,28 @@ class Outer(Expression, abc.ABC):
             The parameters to go on with, in the tree of `params`, and the next state.
 
         Raises:
-            TypeError: A leaf is not a tensor.
-            ValueError: The state belongs to another tree.
+            TypeError, ValueError: A leaf is not a dense tensor, or the state belongs to another tree.
         """
         leaves, spec = tree.flatten(params)
         with torch.no_grad(), without_autocast():
-            leaves, state = self.step(leaves, state, AtOnce())
-        return tree.unflatten(spec, leaves), state
-
-
-class AtOnce:
-    """Exchanges that take place where they end: what an outer step that is called runs."""
-
-    def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """Nothing: the exchange is run by `end`."""
-
-    def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        """See `Exchanges.end`."""
-        done = sync.exchange(leaves, state)
-        return done.mean, done.state
+            stepped, state = self.step(leaves, state, Exchanges())
+        return tree.unflatten(spec, {path: stepped[path] for path in leaves}), state
 
 
 outers = Registry()
-"""What `parse` knows beside pipelines."""
+"""Names that `parse` knows in addition to those of pipelines."""
 
 
 @dataclass_transform(frozen_default=True)
 def outer(cls: type[T]) -> type[T]:
-    """Class decorator: makes an `Outer` subclass a frozen dataclass and registers its name with `parse`.
-
-    Raises:
-        ValueError: Another module has registered an outer step of this name.
-    """
+    """Make an `Outer` subclass a frozen dataclass and register its name, which must be new, with `parse`."""
     made = dataclass(frozen=True, repr=False)(cls)
     outers.add(cls.__name__, made)
     return made
 
 
 def parse(text: str) -> Outer:
-    """The outer step that `text` writes: the inverse of `repr`. Safe on hostile text, as `fnddp.parse` is.
-
-    Args:
-        text: For example "diloco(error_feedback(topk(allgather, ratio=0.01)), every=30)".
-
-    Raises:
-        TypeError, ValueError: See `fnddp.parse`.
+    """Return the outer step that `text` describes: the inverse of `repr`. Safe on hostile text; see `fnddp.parse`.
 
     >>> parse("diloco(fp16(allreduce), every=30)")
     diloco(fp16(allreduce), every=30)
@@ -157,36 +126,14 @@ def parse(text: str) -> Outer:
     return read(text, ChainMap(outers, registry), Outer, "an outer step; write for example diloco(allreduce, every=30)")
 
 
-def require_means(owner: str, sync: Sync) -> None:
-    """Raises a TypeError unless `sync` takes the mean of every leaf in every exchange."""
-    if not sync.ops <= {"mean"}:
-        raise TypeError(f"{owner}: {sync!r} takes a {', '.join(sorted(sync.ops))}; parameters need a mean")
-    if sync.skips:
-        raise TypeError(
-            f"{owner}: {sync!r} has no update for some leaves in some exchanges, and {owner} needs the mean of all of "
-            "them; how often it exchanges is said by its own period"
-        )
-
-
-def require_inexact(owner: str, leaves: Leaves) -> None:
-    """Raises a TypeError that names the first leaf that holds no fractions."""
-    for path, leaf in leaves.items():
-        if not tree.is_inexact(leaf):
-            raise TypeError(f"{owner}: leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the tree")
-
-
-def require_at_least(owner: str, name: str, value: int, least: int) -> None:
-    """Raises a ValueError if an option is below `least`."""
-    if value < least:
-        raise ValueError(f"{owner}: {name} must be at least {least}, got {value!r}")
-
-
-def _checked_outer(what: str, value: Any) -> Outer:
-    if isinstance(value, Outer):
-        return value
-    made: Callable[..., Any] | None = value if isinstance(value, type) else None
-    hint = f"; call it: {made.__name__}(...)" if made is not None else ""
-    raise TypeError(f"{what} must be an outer step such as diloco(allreduce, every=30), got {value!r}{hint}")
-
-
-CHECKS["Outer"] = _checked_outer
+def require_options(step: Outer, *syncs: Sync, **least: int) -> None:
+    """Raise unless each of `syncs` takes the mean of every leaf, and each option of `step` is at least its bound."""
+    owner = type(step).__name__
+    for name, bound in least.items():
+        if getattr(step, name) < bound:
+            raise ValueError(f"{owner}: {name} must be at least {bound}, got {getattr(step, name)!r}")
+    for sync in syncs:
+        if not sync.ops <= {"mean"}:
+            raise TypeError(f"{owner}: {sync!r} takes a {', '.join(sorted(sync.ops))}; parameters need a mean")
+        if sync.skips:
+            raise TypeError(f"{owner}: {sync!r} has no update for some leaves; set the period of {owner} instead")

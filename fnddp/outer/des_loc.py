@@ -1,13 +1,17 @@
 """DES-LOC: the optimizer's state is exchanged too, at periods of its own."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
 
 from fnddp import tree
+from fnddp.options import checked_pairs
 from fnddp.outer.contract import Exchanges, Outer, outer
 from fnddp.sync import State, Sync, require_state
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.tree import Leaves, Tree
 
 Trees: TypeAlias = Mapping[str, Outer] | tuple[tuple[str, Outer], ...]
 
@@ -20,7 +24,7 @@ class DesLocState(NamedTuple):
 
 @outer
 class des_loc(Outer):
-    """An outer step for each of several trees: the parameters, and moments of the local optimizer.
+    """Run an outer step for each of several trees: the parameters, and moments of the local optimizer.
 
     `des_loc({"params": local_sgd(every=16), "exp_avg": local_sgd(every=48), "exp_avg_sq": local_sgd(every=96)})` is
     called with `{"params": ..., "exp_avg": ..., "exp_avg_sq": ...}`; `attach` finds the moments of its optimizer by
@@ -44,63 +48,72 @@ class des_loc(Outer):
 
     trees: Trees
 
+    wants_moments: ClassVar[bool] = True
+    tables = frozenset({"trees"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        pairs: Any = self.trees.items() if isinstance(self.trees, Mapping) else self.trees
-        if not isinstance(pairs, Iterable) or not all(
-            isinstance(pair, tuple | list)
-            and len(pair) == 2
-            and isinstance(pair[0], str)
-            and isinstance(pair[1], Outer)
-            for pair in pairs
-        ):
-            raise TypeError(f"des_loc: trees must be a dict of outer steps by name, got {self.trees!r}")
+        pairs = checked_pairs("des_loc: trees must be a dict of outer steps by name", self.trees, Outer, str)
         names = [name for name, _ in pairs]
         if not names or len(set(names)) < len(names) or any(not name or "." in name for name in names):
             raise ValueError(f"des_loc: trees need different names without dots, at least one, got {names}")
-        object.__setattr__(self, "trees", tuple((name, step) for name, step in pairs))
-
-    def __repr__(self) -> str:
-        return f"des_loc({{{', '.join(f'{name!r}: {step!r}' for name, step in self.pairs)}}})"
+        object.__setattr__(self, "trees", pairs)
 
     @property
-    def pairs(self) -> tuple[tuple[str, Outer], ...]:
-        """Names and outer steps."""
+    def _pairs(self) -> tuple[tuple[str, Outer], ...]:
         assert isinstance(self.trees, tuple)  # __post_init__ has turned a dict into pairs
         return self.trees
 
     @property
     def period(self) -> int:
-        return math.lcm(*(step.period for _, step in self.pairs))
+        return math.lcm(*(step.period for _, step in self._pairs))
 
     @property
     def lead(self) -> int:
-        return max(step.lead for _, step in self.pairs)
+        return max(step.lead for _, step in self._pairs)
+
+    def leaves_of(self, params: Leaves, moments: Mapping[str, Mapping[str, Any]] | None) -> Leaves:
+        return {
+            f"{tree}.{name}": p if tree == "params" else _moment(tree, name, p, moments)
+            for tree, _ in self._pairs
+            for name, p in params.items()
+        }
 
     def init(self, params: Tree) -> State:
         leaves, _ = tree.flatten(params)
-        return DesLocState({name: step.init(self._of(name, leaves)) for name, step in self.pairs})
+        return DesLocState({name: step.init(_of(name, leaves)) for name, step in self._pairs})
 
     def step(self, params: Leaves, state: DesLocState, exchanges: Exchanges) -> tuple[Leaves, State]:
-        require_leaves("des_loc", params)
         require_state("des_loc", state, DesLocState)
         stepped, states = dict(params), dict(state.trees)
-        for name, step in self.pairs:
-            own = self._of(name, params)
-            leaves, states[name] = step.step(own, state.trees[name], _Named(name, exchanges))
-            stepped.update({f"{name}.{path}": leaves[path] for path in own})
+        for name, step in self._pairs:
+            leaves, states[name] = step.step(_of(name, params), state.trees[name], _Named(name, exchanges))
+            stepped.update({f"{name}.{path}": leaf for path, leaf in leaves.items()})
         return stepped, DesLocState(states)
 
-    def _of(self, name: str, leaves: Leaves) -> Leaves:
-        prefix = f"{name}."
-        found = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
-        if not found:
-            has = sorted({path.partition(".")[0] for path in leaves})
-            raise ValueError(f"des_loc: there is no tree {name!r} among {has}; give it, or leave it out of the step")
-        return found
+
+def _of(name: str, leaves: Leaves) -> Leaves:
+    prefix = f"{name}."
+    found = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
+    if not found:
+        has = sorted({path.partition(".")[0] for path in leaves})
+        raise ValueError(f"des_loc: there is no tree {name!r} among {has}; give it, or leave it out of the step")
+    return found
 
 
-class _Named:
+def _moment(tree: str, name: str, p: Tensor, moments: Mapping[str, Mapping[str, Any]] | None) -> Tensor:
+    if moments is None:
+        return torch.zeros_like(p)
+    found = {key: m for key, m in moments.get(name, {}).items() if isinstance(m, Tensor) and m.shape == p.shape}
+    if tree not in found:
+        raise ValueError(
+            f"des_loc: the optimizer keeps no {tree!r} like parameter {name!r}, but {[*found]}; name one of these, or "
+            "freeze a parameter that gets no gradients"
+        )
+    return found[tree]
+
+
+class _Named(Exchanges):
     """The exchanges of one of several trees."""
 
     def __init__(self, name: str, exchanges: Exchanges) -> None:

@@ -1,58 +1,83 @@
-"""The outer optimizer: SGD with momentum, on what the ranks' parameters have moved."""
+"""The outer optimizer: SGD with momentum, on the differences between an anchor and the ranks' parameters."""
 
-from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fnddp.tree import Leaves
+from fnddp import tree
+from fnddp.outer.contract import Exchanges, Outer, require_options
+from fnddp.sync import State, Sync, require_state
+from fnddp.tree import Leaves, Tree, replaced
+
+S = TypeVar("S", bound=Any)
 
 
-def descended(
-    anchor: Leaves, delta: Leaves, velocity: Leaves, *, lr: float, momentum: float, nesterov: bool
-) -> tuple[Leaves, Leaves]:
-    """The anchor after a step of SGD with `delta` for the gradient, and the velocity; to the bit as `torch.optim.SGD`.
+class Descending(Outer):
+    """Base of outer steps that move an anchor, equal on all ranks, by a step of SGD on mean differences to it.
 
-    Args:
-        anchor: Parameters, equal on all ranks.
-        delta: The mean over ranks of what `anchor` is above their own.
-        velocity: Of the leaves that have one: none without momentum.
-        lr, momentum, nesterov: See `diloco`.
+    Subclasses have these fields, and states with `anchor` and `velocity`.
     """
-    moved: dict[str, Tensor] = {}
-    velocities: dict[str, Tensor] = {}
-    for path, leaf in anchor.items():
-        direction = delta[path]
-        if momentum:
-            velocities[path] = velocity[path] * momentum + delta[path]
-            direction = velocities[path]
-            if nesterov:
-                direction = torch.add(delta[path], velocities[path], alpha=momentum)
-        moved[path] = torch.add(leaf, direction, alpha=-lr)
-    return moved, velocities
 
+    sync: Sync
+    lr: float
+    momentum: float
+    nesterov: bool
+    alpha: float = 0.0
 
-def require_anchored(owner: str, params: Leaves, anchor: Leaves) -> None:
-    """Raises a ValueError that names the first leaf that a state was not made for, also where leaves have rows."""
-    for path in [*anchor, *params]:
-        want = anchor[path].shape if path in anchor else None
-        has = params[path].shape if path in params else None
-        if want is None or has is None or has not in (want, (*has[:1], *want)):
-            raise ValueError(
-                f"{owner}: leaf {path!r} has shape {_shown(has)}, and the state was made for {_shown(want)}; call init "
-                "on these parameters"
-            )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_options(self, self.sync, every=1)
+        for name in ("momentum", "alpha"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{type(self).__name__}: {name} must be in [0, 1), got {getattr(self, name)!r}")
 
+    def anchored(self, params: Tree) -> tuple[Leaves, Leaves]:
+        """Return the anchor and the velocity before the first step: copies, and zeros (nothing without momentum)."""
+        leaves, _ = tree.flatten(params)
+        for path, leaf in leaves.items():
+            if not tree.is_inexact(leaf):
+                owner = type(self).__name__
+                raise TypeError(
+                    f"{owner}: leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the tree"
+                )
+        anchor = {path: leaf.detach().clone() for path, leaf in leaves.items()}
+        return anchor, {path: torch.zeros_like(leaf) for path, leaf in anchor.items() if self.momentum}
 
-def _shown(shape: torch.Size | None) -> str:
-    return "none" if shape is None else str(tuple(shape))
+    def ended(
+        self, name: str, delta: Leaves, params: Leaves, state: S, inner: State, exchanges: Exchanges
+    ) -> tuple[Leaves, S, State]:
+        """End the exchange of `delta`, and move the anchor by its mean, with the bits of `torch.optim.SGD`.
+
+        Returns the parameters, merged with the anchor where `delta` has a leaf, and the states of step and pipeline.
+        """
+        mean, inner = exchanges.end(name, self.sync, delta, inner)
+        anchor, velocity, merged = dict(state.anchor), dict(state.velocity), dict(params)
+        for path in delta:
+            direction = mean[path]
+            if self.momentum:
+                velocity[path] = velocity[path] * self.momentum + mean[path]
+                direction = velocity[path]
+                if self.nesterov:
+                    direction = torch.add(mean[path], velocity[path], alpha=self.momentum)
+            anchor[path] = torch.add(anchor[path], direction, alpha=-self.lr)
+            merged[path] = self._merged(anchor[path], params[path])
+        return merged, replaced(state, anchor=anchor, velocity=velocity), inner
+
+    def _merged(self, anchor: Tensor, own: Tensor) -> Tensor:
+        # Two products, each rounded: one operation for both is rounded otherwise for rows.
+        # A copy, because the local optimizer writes to its parameters.
+        return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
+
+    def require_own(self, params: Leaves, state: Any, kind: type) -> None:
+        """Raise a ValueError unless `state` is a `kind` made for these leaves, which may have a row for each rank."""
+        owner = type(self).__name__
+        require_state(owner, state, kind)
+        like = {path: state.anchor.get(path, leaf) for path, leaf in params.items()}
+        shapes = {path: tuple(leaf.shape[leaf.ndim > like[path].ndim :]) for path, leaf in params.items()}
+        tree.check_entries(owner, state.anchor, shapes)
 
 
 def below(anchor: Leaves, params: Leaves) -> Leaves:
-    """How far each of `params` is below its anchor: what an outer step takes for a gradient."""
+    """Return how far each of `params` is below its anchor: the gradient of an outer step."""
     return {path: leaf - params[path] for path, leaf in anchor.items()}
-
-
-def copies(anchor: Leaves, paths: Iterable[str]) -> Leaves:
-    """The leaves of `anchor` at `paths`, in memory of their own: parameters, which an optimizer writes to."""
-    return {path: anchor[path].clone() for path in paths}

@@ -1,15 +1,17 @@
-"""Local SGD: ranks train apart and average their parameters now and then."""
+"""Local SGD: ranks train apart and average their parameters once in several steps, from the start or later on."""
 
 from typing import NamedTuple
 
-from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_means
+from fnddp.outer.contract import Exchanges, Outer, outer, require_options
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.reducers.none import none
+from fnddp.schedules.switch import switch
 from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, replaced, require_leaves
+from fnddp.tree import Leaves, Tree
 
 
 class LocalSGDState(NamedTuple):
-    """`step`: local steps since the last average, below `every`."""
+    """`step`: local steps, for `local_sgd` since the last average. `inner`: for `hierarchical_local_sgd` by period."""
 
     step: Replicated[int]
     inner: State
@@ -17,7 +19,7 @@ class LocalSGDState(NamedTuple):
 
 @outer
 class local_sgd(Outer):
-    """Averages the parameters after every so many local steps.
+    """Average the parameters every `every` local steps.
 
     The pipeline is given parameters, not differences: a lossy one loses digits of the parameters themselves. For
     compressed exchanges take `diloco(sync, every, lr=1, momentum=0)`, which sends differences. It keeps no copy of the
@@ -25,11 +27,10 @@ class local_sgd(Outer):
 
     Args:
         every: Local steps from one average to the next; at least 1.
-        sync: What takes the mean.
+        sync: Takes the mean.
 
     Raises:
-        TypeError: `sync` takes no mean, or not of every leaf in every exchange.
-        ValueError: `every` is less than 1.
+        TypeError, ValueError: `sync` does not take the mean of every leaf in every exchange, or `every` is below 1.
 
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019, Algorithm 1.
 
@@ -43,20 +44,71 @@ class local_sgd(Outer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("local_sgd", "every", self.every, 1)
-        require_means("local_sgd", self.sync)
-
-    @property
-    def period(self) -> int:
-        return self.every
+        require_options(self, self.sync, every=1)
 
     def init(self, params: Tree) -> State:
         return LocalSGDState(0, self.sync.init(params))
 
     def step(self, params: Leaves, state: LocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
-        require_leaves("local_sgd", params)
         require_state("local_sgd", state, LocalSGDState)
         if state.step + 1 < self.every:
-            return params, replaced(state, step=state.step + 1)
+            return params, LocalSGDState(state.step + 1, state.inner)
         mean, inner = exchanges.end("params", self.sync, params, state.inner)
-        return {path: mean[path] for path in params}, LocalSGDState(0, inner)
+        return mean, LocalSGDState(0, inner)
+
+
+@outer
+class post_local_sgd(Outer):
+    """Average the parameters every `every` steps from step `start` on; until then ranks average their gradients.
+
+    The outer step is the second half. The first half is a pipeline for gradients, `gradients`: the mean over all ranks
+    until `start`, and from then on `intra`, such as the mean over the ranks of a node. The wrong choice where early
+    steps cost as much as late ones: `local_sgd` saves them all.
+
+    Args:
+        start: The first step, counted from 0, whose gradients are not averaged over all ranks.
+        every: Steps from one average of the parameters to the next. The first one follows step `start`, as in torch.
+        sync: Takes the mean of the parameters.
+        before: Takes the mean of the gradients before `start`.
+        intra: Synchronizes gradients from `start` on: nothing, or `all_reduce("node")`, a group of each node.
+
+    Raises:
+        TypeError, ValueError: See `local_sgd`; or `start` is negative.
+
+    Source: Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020; the steps are those of torch's
+    `post_localSGD_hook` with a `PeriodicModelAverager(period=every, warmup_steps=start)`.
+
+    >>> from fnddp import all_reduce
+    >>> step = post_local_sgd(start=100, every=4, intra=all_reduce("node"))
+    >>> step.gradients
+    switch({0: allreduce, 100: all_reduce(group='node')})
+    """
+
+    start: int
+    every: int
+    sync: Sync = allreduce
+    before: Sync = allreduce
+    intra: Sync = none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_options(self, self.sync, start=0, every=1)
+
+    @property
+    def gradients(self) -> Sync:
+        """The pipeline of the gradients."""
+        return switch({0: self.before, self.start: self.intra}) if self.start else self.intra
+
+    @property
+    def lead(self) -> int:
+        return self.start
+
+    def init(self, params: Tree) -> State:
+        return LocalSGDState(0, self.sync.init(params))
+
+    def step(self, params: Leaves, state: LocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
+        require_state("post_local_sgd", state, LocalSGDState)
+        if state.step < self.start or (state.step - self.start) % self.every:
+            return params, LocalSGDState(state.step + 1, state.inner)
+        mean, inner = exchanges.end("params", self.sync, params, state.inner)
+        return mean, LocalSGDState(state.step + 1, inner)

@@ -1,102 +1,87 @@
-"""Exchanges that go on while ranks train: started in one call, finished in a later one."""
+"""Exchanges that continue while ranks train: started in one call, finished in a later one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.vote import StepFailedError
 from fnddp.sync import State, Sync
 from fnddp.tree import Leaves
-from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import Wire
 
 
-class _Open(NamedTuple):
-    """`error`: what it has failed with on this rank, which the other ranks have been told."""
+class Overlapped(Exchanges):
+    """Exchanges over any wire: lowered, run in the background between calls, and ended on all ranks alike.
 
-    engine: Engine
-    leaves: Leaves
-    error: BaseException | None
-
-
-class Overlapped:
-    """Exchanges of an outer step over any wire: lowered, ended on all ranks alike, and under way in between.
-
-    An error on one rank ends an exchange on all of them: this one raises it, the others `StepFailedError`. Parameters
-    and state are then what they were, and the next call exchanges again.
-
-    Args:
-        wire: Who moves bytes.
-        backend: Who runs what is computed between collectives: see `docs/compile.md`.
+    An error on one rank ends an exchange on all of them: that rank raises it, the others `StepFailedError`. Parameters
+    and state are then unchanged, and the next call exchanges again.
     """
 
-    def __init__(self, wire: Wire = C10D, *, backend: str | None = None) -> None:
-        self._wire, self._backend = wire, backend
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._engines: dict[tuple[str, Sync], Engines] = {}
         self._open: dict[str, _Open] = {}
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """The names of the exchanges that have been started and not finished, in that order."""
+        """Names of the exchanges that have started and not ended, in the order of their starts."""
         return tuple(self._open)
 
     def poll(self) -> None:
-        """Carries what is under way on as far as it goes without waiting. Errors are raised where it ends."""
-        for name in self.under_way:
-            self._carry_on(name, self._open[name].engine.poll)
+        """Advance open exchanges without waiting. Errors are raised where they end."""
+        for each in self._open.values():
+            each.advance(each.engine.poll)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """See `Exchanges.begin`: starts it. An error of this rank's is raised where it ends, as on the others."""
-        self._discard(name)
-        engine = self._engine(name, sync, leaves, state)
+        """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
+        self.discard([name])
+        if (name, sync) not in self._engines:
+            self._engines[name, sync] = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
+        engine = self._engines[name, sync].of(leaves, state)
         engine.start(state)
-        self._open[name] = _Open(engine, leaves, None)
-        self._carry_on(name, lambda: engine.feed_all(dict(reversed(leaves.items())), keep=True))
+        self._open[name] = _Open(engine, leaves)
+        self._open[name].advance(lambda: engine.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        """See `Exchanges.end`: finishes it, or runs it whole, where what is under way is not of these leaves."""
-        found = self._open.get(name)
-        if found is None or found.leaves is not leaves:
+        """Finish the open exchange of this name, or run a whole one if it is not of these leaves."""
+        if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
-        return self._finish(name)
+        return self._open.pop(name).finish()
 
-    def discard(self) -> None:
-        """Finishes what is under way, on all ranks, and forgets what it gave."""
-        for name in self.under_way:
-            self._discard(name)
+    def discard(self, names: Iterable[str]) -> None:
+        """Finish the open ones of these exchanges, on all ranks, and drop their results."""
+        for name in names:
+            found = self._open.pop(name, None)
+            if found is not None and found.error is None:
+                with suppress(StepFailedError):
+                    found.finish()
 
-    def _carry_on(self, name: str, run: Callable[[], None]) -> None:
-        under_way = self._open[name]
-        if under_way.error is None:
+
+@dataclass
+class _Open:
+    """An exchange under way; `error` is its failure on this rank, of which the other ranks have been notified."""
+
+    engine: Engine
+    leaves: Leaves
+    error: Exception | None = None
+
+    def advance(self, run: Callable[[], None]) -> None:
+        if self.error is None:
             try:
                 run()
             except Exception as error:
-                under_way.engine.fail(error)
-                self._open[name] = under_way._replace(error=error)
+                self.engine.fail(error)
+                self.error = error
 
-    def _finish(self, name: str) -> tuple[Leaves, State]:
-        engine, leaves, failed = self._open.pop(name)
-        if failed is not None:
-            raise failed
+    def finish(self) -> tuple[Leaves, State]:
+        if self.error is not None:
+            raise self.error
         try:
-            done = engine.finish()
+            done = self.engine.finish()
         except BaseException as error:
-            engine.fail(error)
+            self.engine.fail(error)
             raise
-        return {path: done.mean[path] for path in leaves}, engine.hand_over()
-
-    def _discard(self, name: str) -> None:
-        found = self._open.get(name)
-        if found is not None and found.error is None:
-            with suppress(StepFailedError):
-                self._finish(name)
-        self._open.pop(name, None)
-
-    def _engine(self, name: str, sync: Sync, leaves: Leaves, state: State) -> Engine:
-        engines = self._engines.get((name, sync))
-        if engines is None:
-            engines = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire, backend=self._backend)
-            self._engines[name, sync] = engines
-        return engines.of(leaves, state)
+        return {path: done.mean[path] for path in self.leaves}, self.engine.hand_over()

@@ -1,12 +1,13 @@
-"""The plan of an outer step: after which local steps what starts, what ends, and what travels."""
+"""The plan of an outer step: its exchanges, the local steps after which they start and end, and their bytes."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from fnddp import tree
-from fnddp.outer.contract import Outer
+from fnddp.outer.contract import Exchanges, Outer
 from fnddp.plan.lower import lower as lower_sync
 from fnddp.plan.plan import Plan
 from fnddp.plan.world import planned_world
@@ -18,13 +19,10 @@ from fnddp.wire.groups import WorldSize, within
 
 @dataclass(frozen=True)
 class Planned:
-    """One exchange of an outer step.
+    """One exchange of an outer step, and the plan of its pipeline.
 
-    Attributes:
-        name: Of the fragment or the tree that it is of.
-        starts: The local step of a period, counted from 1, after which it starts.
-        ends: That after which it ends; above the period for the next one.
-        plan: What it computes and sends, in one step of the pipeline.
+    It starts after local step `starts` of a period, counted from 1, and ends after local step `ends`, which is above
+    the period if that is in the next one.
     """
 
     name: str
@@ -35,14 +33,12 @@ class Planned:
 
 @dataclass(frozen=True, repr=False)
 class OuterPlan:
-    """What an outer step does in a period of local steps: inert data that prints itself.
+    """The exchanges of an outer step in a period of local steps: inert data that prints itself.
 
     Attributes:
-        outer: The outer step.
-        period: Local steps after which it recurs.
-        lead: Local steps before the first period.
-        exchanges: What a period has of them, in the order in which they start.
-        nbytes: Of the leaves.
+        period, lead: See `Outer`.
+        exchanges: Those that start in a period, in the order in which they start.
+        nbytes: Bytes of the leaves.
     """
 
     outer: Outer
@@ -53,17 +49,17 @@ class OuterPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes that one rank hands to its collectives in a period."""
+        """Payload bytes that one rank passes to its collectives in a period."""
         return sum(each.plan.wire_bytes for each in self.exchanges)
 
     @property
     def bytes_per_step(self) -> float:
-        """The same for each local step, on average."""
+        """`wire_bytes` for each local step, on average."""
         return self.wire_bytes / self.period
 
     @property
     def peak_bytes_per_step(self) -> int:
-        """The most that starts after one local step."""
+        """Bytes of the exchanges that start after one local step, where they are most."""
         starts = {each.starts for each in self.exchanges}
         return max(sum(each.plan.wire_bytes for each in self.exchanges if each.starts == start) for start in starts)
 
@@ -88,7 +84,7 @@ class OuterPlan:
 
 
 def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) -> OuterPlan:
-    """What `outer` does in a period: found by running it on tensors without values, exchange by exchange.
+    """Return the plan of a period of `outer`, found by running it on tensors without values.
 
     Nothing is sent. The plan of each exchange prints, draws and costs itself: `plan.exchanges[0].plan.estimate(link)`.
 
@@ -104,66 +100,52 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
     >>> from fnddp import outer, quantize, two_shot
     >>> params = {f"layers.{i}.weight": torch.empty(256, 256, device="meta") for i in range(4)}
     >>> step = outer.streaming_diloco(quantize(two_shot, bits=4), every=10, fragments=2, delay=3)
-    >>> print(lower(step, params, world_size=8))
-    streaming_diloco(quantize(two_shot, bits=4), every=10, fragments=2, delay=3)
-    a period of 10 local steps
-    <BLANKLINE>
-    step 5: start 0: 2 leaves, 131,072 parameters, 2 collectives in 2 rounds, 78,336 B
-    step 8: end 0
-    step 10: start 1: 2 leaves, 131,072 parameters, 2 collectives in 2 rounds, 78,336 B
-    step 13 (3 of the next period): end 1
-    <BLANKLINE>
-    on the wire: 156,672 B per rank in a period, 15,667 B a step on average, 78,336 B at once
-    the leaves themselves, in each step: 10,485,760 B, 66.9x as much
+    >>> plan = lower(step, params, world_size=8)
+    >>> plan
+    <OuterPlan of streaming_diloco(quantize(two_shot, bits=4), every=10, fragments=2, delay=3): 2 exchanges in 10 steps>
+    >>> plan.exchanges[0].starts, plan.exchanges[0].ends, plan.bytes_per_step
+    (5, 8, 15667.2)
     """
     leaves = {path: torch.empty_like(leaf, device="meta") for path, leaf in tree.flatten(params)[0].items()}
     world = planned_world(outer, outer.groups, world_size)
-    noted = _Noted()
+    noted = Noted()
     with torch.no_grad(), within(world):
         state = outer.init(leaves)
-        # To where what has started in a whole period has ended as well.
+        # Until all exchanges that start within one whole period have ended.
         for noted.step in range(1, outer.lead + 3 * outer.period + 1):
-            stepped, state = outer.step(leaves, state, noted)
-            assert stepped.keys() == leaves.keys()
-    first = outer.lead + 1
+            _, state = outer.step(leaves, state, noted)
     exchanges = [
         Planned(
-            each.name,
-            each.starts - outer.lead,
-            each.ends - outer.lead,
-            lower_sync(each.sync, each.leaves, state=each.state, world_size=world.size_of(each.sync.groups)),
+            name,
+            starts - outer.lead,
+            ends - outer.lead,
+            lower_sync(sync, each, state=state, world_size=world.size_of(sync.groups)),
         )
-        for each in sorted(noted.done, key=lambda each: (each.starts, each.ends))
-        if first <= each.starts < first + outer.period
+        for starts, ends, name, (sync, each, state) in sorted(noted.done, key=lambda done: done[:2])
+        if outer.lead < starts <= outer.lead + outer.period
     ]
     nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves.values())
     return OuterPlan(outer, outer.period, outer.lead, tuple(exchanges), nbytes)
 
 
-@dataclass
-class _Exchange:
-    name: str
-    starts: int
-    ends: int
-    sync: Sync
-    leaves: Leaves
-    state: State
+class Noted(Exchanges):
+    """Exchanges that do not run, but are noted with the local steps of their starts and ends; `open` ones are open."""
 
+    def __init__(self, open: Iterable[str] = ()) -> None:
+        self.step = 1
+        self.begun = dict.fromkeys(open, 0)
+        self.done: list[tuple[int, int, str, tuple[Sync, Leaves, State]]] = []
 
-@dataclass
-class _Noted:
-    """Exchanges that are written down, with the local steps after which they start and end."""
-
-    step: int = 0
-    begun: dict[str, int] = field(default_factory=dict[str, int])
-    done: list[_Exchange] = field(default_factory=list[_Exchange])
+    @property
+    def starts(self) -> bool:
+        """True if an exchange has started in this step."""
+        return self.step in [*self.begun.values(), *(starts for starts, *_ in self.done)]
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         self.begun[name] = self.step
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        starts = self.begun.pop(name, self.step)
-        self.done.append(_Exchange(name, starts, self.step, sync, leaves, state))
+        self.done.append((self.begun.pop(name, self.step), self.step, name, (sync, leaves, state)))
         return leaves, state
 
 

@@ -1,13 +1,12 @@
-"""Outer steps on n virtual ranks, whose parameters differ: a row for each."""
+"""Simulation of outer steps on n virtual ranks, whose parameters differ: a row for each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from fnddp import tree
-from fnddp.options import checked_int
-from fnddp.outer.contract import Outer
+from fnddp.outer.contract import Exchanges, Outer
 from fnddp.simulate import Simulation, of_rank, require_rows, with_rows
 from fnddp.state import parts
 from fnddp.sync import State, Sync
@@ -18,113 +17,63 @@ from fnddp.wire.simulated import Division, Ranks
 
 
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
-    """`outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
+    """Return `outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
 
-    Its pipelines run as `fnddp.simulate` runs them, with the same bits for carriers; the rest is computed element by
-    element, for all ranks at once.
-
-    Args:
-        outer: The outer step.
-        world_size: The number of ranks, n.
-        groups: How the groups with a name divide the ranks: see `fnddp.simulate`.
-
-    Raises:
-        ValueError: As `fnddp.simulate` says, at the exchange for pipelines.
+    Its pipelines run as `fnddp.simulate` runs them, with the same bits for carriers, and raise the same errors, at
+    their exchange; the rest is computed element by element, for all ranks at once. For `groups` see there.
 
     >>> from fnddp import allgather, outer
-    >>> sim = simulate(outer.local_sgd(every=2, sync=allgather), world_size=2)
-    >>> params = {"w": torch.tensor([[1.0], [1.0]])}
-    >>> state = sim.init(params)
-    >>> for i in range(2):
-    ...     params = {"w": params["w"] * torch.tensor([[2.0], [3.0]])}
-    ...     params, state = sim(params, state)
-    ...     print(params["w"].tolist())
-    [[2.0], [3.0]]
-    [[6.5], [6.5]]
+    >>> sim = simulate(outer.local_sgd(every=1, sync=allgather), world_size=2)
+    >>> state = sim.init({"w": torch.tensor([[1.0], [1.0]])})  # a row for each rank
+    >>> params, state = sim({"w": torch.tensor([[2.0], [3.0]])}, state)
+    >>> params["w"].tolist()
+    [[2.5], [2.5]]
     """
     return OuterSimulation(outer, world_size, dict(groups or {}))
 
 
 @dataclass(frozen=True)
-class OuterSimulation:
-    """An outer step on n virtual ranks: see `simulate`. It is called as the step is, with parameters `[n, *shape]`.
+class OuterSimulation(Exchanges):
+    """An outer step on n virtual ranks: see `simulate`. It also runs the exchanges of the step.
 
-    States are the step's own, but that `Local` tensors are `[n, *shape]`, a row for each rank.
+    States are those of the step, except that `Local` tensors are `[n, *shape]`, a row for each rank.
     """
 
     outer: Outer
     world_size: int
-    groups: Mapping[str, Division] = field(default_factory=dict[str, Division])
-
-    def __post_init__(self) -> None:
-        if checked_int("simulate: world_size", self.world_size) < 1:
-            raise ValueError(f"simulate: world_size must be at least 1, got {self.world_size!r}")
+    groups: Mapping[str, Division]
 
     def init(self, params: Tree) -> State:
-        """The state before the first step.
-
-        Args:
-            params: All ranks' parameters, `[n, *shape]`: the same on all.
-
-        Raises:
-            ValueError: A leaf has no row for each rank, or not the same in all rows.
-        """
+        """Return the state before the first step, for parameters `[n, *shape]` whose rows must be equal."""
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
         for path, leaf in leaves.items():
             if not torch.equal(leaf, leaf[:1].expand_as(leaf)):
-                raise ValueError(f"simulate: ranks begin with the same parameters, and leaf {path!r} is not")
+                raise ValueError(f"simulate: ranks begin with the same parameters, but leaf {path!r} differs")
         with within(World(simulated=Ranks(self.world_size, torch.zeros((), dtype=torch.int64), self.groups))):
             state = self.outer.init(tree.unflatten(spec, {path: leaf[0].clone() for path, leaf in leaves.items()}))
         return with_rows(state, self.world_size)
 
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:
-        """What follows a local step of all ranks.
-
-        Args:
-            params: All ranks' parameters, `[n, *shape]`.
-            state: From `init` or the previous call.
-
-        Raises:
-            ValueError: A leaf has no row for each rank; or as `fnddp.simulate` says.
-        """
+        """Run the outer step after a local step of all ranks, whose parameters are `[n, *shape]`."""
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
-        before = state
         with torch.no_grad(), without_autocast():
-            stepped, state = self.outer.step(leaves, state, _Simulated(self.world_size, self.groups))
-        _require_same_for_all(state, before)
-        rows = {path: _rows(leaf, leaves[path]) for path, leaf in stepped.items()}
-        return tree.unflatten(spec, rows), state
-
-    def of_rank(self, state: State, rank: int) -> State:
-        """The state that `rank` would have."""
-        return of_rank(state, rank)
-
-
-@dataclass(frozen=True)
-class _Simulated:
-    """The pipelines of an outer step, on virtual ranks."""
-
-    world_size: int
-    groups: Mapping[str, Division]
-
-    def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """Nothing: no time passes."""
+            stepped, after = self.outer.step(leaves, state, self)
+        for part, before in zip(parts(after), parts(state), strict=True):
+            if isinstance(part.value, torch.Tensor) and part.value.shape != before.value.shape:
+                problem = f"{part.path!r} differs between ranks now, as the pipeline reduces over some of them"
+                raise ValueError(f"simulate: {problem}; local_sgd and hierarchical_local_sgd have no such state")
+        rows = dict(leaves)
+        for path, leaf in stepped.items():  # without rows where it is the same on all ranks
+            rows[path] = leaf if leaf.shape == rows[path].shape else leaf.expand(rows[path].shape).clone()
+        return tree.unflatten(spec, rows), after
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
+        """Return the mean over virtual ranks, and the pipeline's next state."""
         done = Simulation(sync, self.world_size, self.groups).exchange(leaves, state)
         return done.mean, done.state
 
-
-def _require_same_for_all(state: State, before: State) -> None:
-    for part, earlier in zip(parts(state), parts(before), strict=True):
-        if isinstance(part.value, torch.Tensor) and part.value.shape != earlier.value.shape:
-            raise ValueError(
-                f"simulate: {part.path!r} is not the same on all ranks any more, since the pipeline reduces over some "
-                "of them; local_sgd and hierarchical_local_sgd do without such a state"
-            )
-
-
-def _rows(leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return leaf if leaf.shape == like.shape else leaf.expand(like.shape).clone()
+    def of_rank(self, state: State, rank: int) -> State:
+        """Return the state that `rank` would have."""
+        return of_rank(state, rank)

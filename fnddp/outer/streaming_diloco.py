@@ -1,24 +1,25 @@
-"""Streaming DiLoCo: fragments take turns, and are under way while ranks train."""
+"""Streaming DiLoCo: fragments of the model are exchanged in turn, while ranks train."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import re
+from fnmatch import translate
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
-from fnddp import tree
-from fnddp.outer.contract import Exchanges, Outer, outer, require_at_least, require_inexact, require_means
-from fnddp.outer.descent import below, descended, require_anchored
-from fnddp.outer.diloco import require_momentum
-from fnddp.outer.fragments import Fragments, checked_fragments, divided, number_of, taken
-from fnddp.sync import Local, Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, replaced, require_leaves
+from fnddp.options import checked_int
+from fnddp.outer.contract import Exchanges, outer, require_options
+from fnddp.outer.descent import Descending, below
+from fnddp.schedules.partition import split_by_pattern
+from fnddp.sync import Local, Replicated, State, Sync
+from fnddp.tree import Leaves, Tree, replaced
+
+Fragments: TypeAlias = int | tuple[str, ...]
 
 
 class StreamingDiLoCoState(NamedTuple):
     """`step`: local steps so far. `anchor`, `velocity`: see `DiLoCoState`.
 
-    `pending`: by fragment, the differences that are under way; zeros where nothing is. Empty without a delay.
+    `pending`: by fragment, the differences in an open exchange, otherwise zeros. Empty without a delay.
     `inner`: the pipeline's state, by fragment.
     """
 
@@ -30,26 +31,26 @@ class StreamingDiLoCoState(NamedTuple):
 
 
 @outer
-class streaming_diloco(Outer):
-    """DiLoCo by fragments: each is exchanged once in `every` steps, at a time of its own, `delay` steps long.
+class streaming_diloco(Descending):
+    """Run DiLoCo on fragments: each is exchanged once in `every` steps, at a time of its own, for `delay` steps.
 
     The exchange of a fragment starts with the differences of one call and ends in the call `delay` steps later; ranks
-    train meanwhile. Adapters (`attach`) have its collectives go on in between; called as a function, it exchanges what
-    it started with where it ends, to the same numbers. `fnddp.outer.lower` shows what starts and ends when.
+    train meanwhile. `attach` runs its collectives in between; called as a function, the step runs the whole exchange
+    where it ends, with the same numbers. `fnddp.outer.lower` shows what starts and ends when.
 
-    What a fragment becomes is (1 - alpha) * its anchor, equal on all ranks to the bit, + alpha * this rank's own, which
-    has the local steps that were taken meanwhile. With `alpha=0` those are thrown away, and after an exchange the
+    Then the fragment is (1 - alpha) * its anchor, equal on all ranks to the bit, + alpha * this rank's parameters,
+    which include the local steps taken meanwhile. With `alpha=0` those are discarded, and after an exchange the
     fragment is equal on all ranks. The paper takes 0.5 with a delay.
 
     It costs two copies of the parameters, and a third with a delay. The wrong choice where messages are small: each
     fragment pays the link's latency by itself.
 
     Args:
-        sync: What takes the mean of the differences.
+        sync: Takes the mean of the differences.
         every: Local steps from one exchange of a fragment to its next, H.
-        fragments: Their number: runs of leaves of about the same size; or patterns of leaf paths, one for each.
+        fragments: Their number, for runs of leaves of about the same size; or a pattern of leaf paths for each.
         delay: Local steps from the start of an exchange to its end, below `every`.
-        alpha: The share of a rank's own parameters in what it goes on with, in [0, 1).
+        alpha: Weight of a rank's own parameters after an exchange, in [0, 1).
         lr, momentum, nesterov: Of the outer optimizer: see `diloco`.
 
     Raises:
@@ -78,94 +79,85 @@ class streaming_diloco(Outer):
     def __post_init__(self) -> None:
         super().__post_init__()
         owner = "streaming_diloco"
-        object.__setattr__(self, "fragments", checked_fragments(owner, self.fragments))
-        require_at_least(owner, "every", self.every, 1)
-        require_at_least(owner, "delay", self.delay, 0)
+        object.__setattr__(self, "fragments", _checked(self.fragments))
+        require_options(self, delay=0)
         if self.every < self._number:
-            raise ValueError(
-                f"{owner}: {self._number} fragments in every={self.every!r} steps leave none for some of them; take "
-                "fewer fragments, or more steps"
-            )
+            steps = f"{self._number} fragments in every={self.every!r} steps"
+            raise ValueError(f"{owner}: {steps} leave none for some of them; take fewer fragments, or more steps")
         if self.delay >= self.every:
             raise ValueError(f"{owner}: delay must be below every={self.every!r}, got {self.delay!r}")
-        if not 0 <= self.alpha < 1:
-            raise ValueError(f"{owner}: alpha must be in [0, 1), got {self.alpha!r}")
-        require_means(owner, self.sync)
-        require_momentum(owner, self.momentum)
-
-    @property
-    def _number(self) -> int:
-        return number_of(self.fragments)
-
-    @property
-    def period(self) -> int:
-        return self.every
 
     def init(self, params: Tree) -> State:
-        leaves, _ = tree.flatten(params)
-        require_inexact("streaming_diloco", leaves)
-        anchor = {path: leaf.detach().clone() for path, leaf in leaves.items()}
-        zeros = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()}
-        of_fragments = {str(i): paths for i, paths in enumerate(self._divided(anchor))}
+        anchor, velocity = self.anchored(params)
+        fragments = {str(i): leaves for i, leaves in enumerate(divided(anchor, self.fragments))}
         return StreamingDiLoCoState(
             step=0,
             anchor=anchor,
-            velocity=zeros if self.momentum else {},
-            pending={name: taken(zeros, paths) for name, paths in of_fragments.items()} if self.delay else {},
-            inner={name: self.sync.init(taken(anchor, paths)) for name, paths in of_fragments.items()},
+            velocity=velocity,
+            pending={name: _zeros(leaves) for name, leaves in fragments.items() if self.delay},
+            inner={name: self.sync.init(leaves) for name, leaves in fragments.items()},
         )
 
     def step(self, params: Leaves, state: StreamingDiLoCoState, exchanges: Exchanges) -> tuple[Leaves, State]:
-        require_leaves("streaming_diloco", params)
-        require_state("streaming_diloco", state, StreamingDiLoCoState)
-        require_anchored("streaming_diloco", params, state.anchor)
+        self.require_own(params, state, StreamingDiLoCoState)
         state = replaced(state, step=state.step + 1)
         for i in self._due(state.step):
-            anchor = taken(state.anchor, self._divided(state.anchor)[i])
-            delta = below(anchor, params)
-            if self.delay:
-                state = replaced(state, pending={**state.pending, str(i): delta})
-                exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
-            else:
-                params, state = self._ended(str(i), delta, params, state, exchanges)
-        if self.delay:
-            for i in self._due(state.step - self.delay):
-                params, state = self._ended(str(i), state.pending[str(i)], params, state, exchanges)
+            delta = below(divided(state.anchor, self.fragments)[i], params)
+            state = replaced(state, pending={**state.pending, str(i): delta})
+            exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
+        for i in self._due(state.step - self.delay):
+            name, delta = str(i), state.pending[str(i)]
+            params, state, inner = self.ended(name, delta, params, state, state.inner[name], exchanges)
+            pending = {**state.pending, name: _zeros(delta)} if self.delay else {}
+            state = replaced(state, pending=pending, inner={**state.inner, name: inner})
         return params, state
 
-    def _ended(
-        self, name: str, delta: Leaves, params: Leaves, state: StreamingDiLoCoState, exchanges: Exchanges
-    ) -> tuple[Leaves, StreamingDiLoCoState]:
-        mean, inner = exchanges.end(name, self.sync, delta, state.inner[name])
-        anchor, velocity = descended(
-            taken(state.anchor, delta),
-            mean,
-            state.velocity,
-            lr=self.lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-        )
-        merged = {path: self._merged(leaf, params[path]) for path, leaf in anchor.items()}
-        pending = state.pending
-        if self.delay:
-            pending = {**pending, name: {path: torch.zeros_like(leaf) for path, leaf in delta.items()}}
-        return {**params, **merged}, replaced(
-            state,
-            anchor={**state.anchor, **anchor},
-            velocity={**state.velocity, **velocity},
-            pending=pending,
-            inner={**state.inner, name: inner},
-        )
+    @property
+    def _number(self) -> int:
+        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
 
-    def _merged(self, anchor: Tensor, own: Tensor) -> Tensor:
-        # Two products, each rounded: one operation for both is rounded otherwise for rows.
-        return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
+    def _due(self, step: int) -> list[int]:
+        """Return the fragments whose exchange starts with local step `step`, counted from 1: one, or none."""
+        n = self._number
+        return [i for i in range(n) if step > 0 and step % self.every == self.every * (i + 1) // n % self.every]
 
-    def _divided(self, leaves: Leaves) -> list[list[str]]:
-        return divided("streaming_diloco", leaves, self.fragments)
 
-    def _due(self, step: int) -> Iterator[int]:
-        """The fragments whose exchange starts with local step `step`, counted from 1."""
-        for i in range(self._number):
-            if step > 0 and step % self.every == self.every * (i + 1) // self._number % self.every:
-                yield i
+def _zeros(leaves: Leaves) -> Leaves:
+    return {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
+
+
+def _checked(fragments: object) -> Fragments:
+    what = "streaming_diloco: fragments"
+    if not isinstance(fragments, list | tuple):
+        number = checked_int(what, fragments)
+        if number < 1:
+            raise ValueError(f"{what} must be at least 1, got {number!r}")
+        return number
+    if not all(isinstance(pattern, str) for pattern in fragments):
+        raise TypeError(f"{what} must be a number, or patterns of leaf paths, got {fragments!r}")
+    if not fragments or len(set(fragments)) < len(fragments):
+        raise ValueError(f"{what} must be different patterns, at least one, got {fragments!r}")
+    return tuple(fragments)
+
+
+def divided(leaves: Leaves, fragments: Fragments) -> list[Leaves]:
+    """Return the leaves of each fragment: runs of about the same size, or the leaves of each pattern."""
+    owner = "streaming_diloco"
+    if not isinstance(fragments, int):
+        patterns = {pattern: re.compile(translate(pattern)) for pattern in fragments}
+        return list(split_by_pattern(owner, leaves, patterns).values())
+    if len(leaves) < fragments:
+        raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {fragments} fragments; a leaf is not divided")
+    runs: list[Leaves] = []
+    paths, left = list(leaves), sum(leaf.numel() for leaf in leaves.values())
+    for later in reversed(range(fragments)):  # runs after this one
+        run, size, target = list[str](), 0, left / (later + 1)
+        while len(paths) > later:
+            following = leaves[paths[0]].numel()
+            if run and later and size + following - target > target - size:
+                break
+            run.append(paths.pop(0))
+            size += following
+        runs.append({path: leaves[path] for path in run})
+        left -= size
+    return runs

@@ -1,1 +1,1 @@
-"""Leaves of a pipeline: where bytes leave the rank."""
+"""Reducers: the innermost part of each pipeline, which communicates."""

@@ -9,7 +9,7 @@ from fnddp.tree import Leaves
 
 @transform
 class all_gather(Carrier):
-    """The mean of what all ranks send to all: encoded once, decoded by each, added in float32 in rank order.
+    """Send each rank's payload to all: encoded once, decoded by each, added in float32 in rank order.
 
     `allgather` is the ready-made `all_gather()`. A codec has one row for each leaf. What a codec loses, it loses once,
     on the rank whose gradient it was. The wrong choice for many ranks: each receives n - 1 payloads, where a ring

@@ -8,7 +8,7 @@ from fnddp.tree import Leaves, Tree, require_leaves
 
 @transform
 class all_reduce(Sync):
-    """Reduces every leaf over the ranks of a process group, one collective per leaf.
+    """Reduce every leaf over the ranks of a process group, one collective per leaf.
 
     The mean divides by the world size *before* it sums, so values that fit the dtype of the wire never overflow in
     the sum. `allreduce` is the ready-made `all_reduce()`. The wrong choice by itself for many small leaves over a slow

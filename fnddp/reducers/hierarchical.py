@@ -22,9 +22,9 @@ class HierarchicalState(NamedTuple):
 
 @transform
 class hierarchical(Sync):
-    """A reduce_scatter inside the node, any pipeline across nodes on this rank's shard, an all_gather inside the node.
+    """Run a reduce_scatter inside the node, any pipeline across nodes on this rank's shard, and an all_gather inside.
 
-    What leaves the node is what `inner` makes of 1/n of the gradients on each of its n ranks: of all gradients once,
+    Each of the n ranks of a node runs `inner` on 1/n of the gradients, so together they send all of them across once,
     and memory inside, `hierarchical(error_feedback(...))`, is as small as a shard. `inner` must name the group of the
     ranks with the same position in their nodes. With a mesh: `hierarchical(powersgd(allreduce).over((mesh, "across")),
     intra=(mesh, "inside"))`.
@@ -42,14 +42,14 @@ class hierarchical(Sync):
     several groups.
 
     Args:
-        inner: What runs across nodes, over its own group: `powersgd(allreduce).over(across)`. `none` for one node.
+        inner: The pipeline across nodes, over its own group: `powersgd(allreduce).over(across)`. `none` for one node.
         intra: The group inside the node: a process group, its name, a one-dimensional device mesh or `(mesh, dim)`;
             None for the adapter's group or the default one. It is kept by name.
-        shard: Whether each rank exchanges its shard. Without, all means are equal to the bit only as far as the
+        shard: Exchange a shard on each rank. If False, all means are equal to the bit only as far as the
             backend adds in the same order in all groups across nodes, which carriers do.
 
     Raises:
-        TypeError: `inner` takes no mean, or does not say over which groups.
+        TypeError: `inner` takes no mean, or does not name its groups.
         ValueError: In `init` and `exchange`: `inner` reduces over the default group, or the one inside the node.
 
     Source: two-level all-reduces as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; with compression
@@ -80,7 +80,7 @@ class hierarchical(Sync):
             )
         if self.inner.groups is None:
             raise TypeError(
-                f"hierarchical: {self.inner!r} does not say over which group it reduces; use a pipeline of ours"
+                f"hierarchical: {self.inner!r} does not name the group it reduces over; use one of fnddp's pipelines"
             )
         for inner in all_in(self.inner) if self.shard else ():
             if inner.wants_whole_leaves:
@@ -169,7 +169,7 @@ def _has_parts(leaf: Tensor) -> bool:
 
 
 def _view_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
-    """The shape of which a shard is 1/n of the first dimension."""
+    """Return the shape of which a shard is 1/n, along the first dimension."""
     has_rows = leaf.ndim > 1 and -leaf.shape[0] % n <= MOST_PADDING * leaf.shape[0]
     return tuple(leaf.shape) if has_rows else (leaf.numel(),)
 
@@ -180,13 +180,13 @@ def _shard_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
 
 
 def _rows(leaf: Tensor, n: int) -> Tensor:
-    """The shards of `leaf`, one below the other, the last one padded with zeros: `[n, *shard]`."""
+    """Return the shards of `leaf`, one below the other, the last one padded with zeros: `[n, *shard]`."""
     x = leaf.reshape(_view_shape(leaf, n))
     missing = -x.shape[0] % n
     return (pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x).unflatten(0, (n, -1))
 
 
 def _whole(rows: Tensor, leaf: Tensor) -> Tensor:
-    """The inverse of `_rows`, laid out like `leaf`."""
+    """Return the inverse of `_rows`, laid out like `leaf`."""
     first = _view_shape(leaf, rows.shape[0])[0]
     return layout.in_format_of(leaf, rows.flatten(0, 1)[:first].reshape(leaf.shape))

@@ -9,7 +9,7 @@ from fnddp.tree import Leaves, Tree, require_leaves
 
 @transform
 class unreduced(Sync):
-    """Leaves every gradient as it is on its rank, and sends nothing. `none` is the ready-made value.
+    """Leave every gradient as it is on its rank, and send nothing. `none` is the ready-made value.
 
     For leaves that differ between ranks on purpose (experts, adapters of one rank), as a rule of `partition`; and to
     measure what synchronization costs. The wrong choice for anything else: parameters drift apart, silently.

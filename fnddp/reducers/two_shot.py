@@ -1,4 +1,4 @@
-"""Two-shot: each rank adds up one chunk for all, and sends the mean to all."""
+"""Two-shot: each rank adds up one chunk, and sends its mean to all."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class TwoShotState(NamedTuple):
 
 @transform
 class two_shot_mean(Carrier):
-    """An all_to_all, sums of float32 or wider in rank order, and an all_gather of the means.
+    """Run an all_to_all, sums in float32 or wider in rank order, and an all_gather of the means.
 
     `two_shot` is the ready-made `two_shot_mean()`; `two_shot(server_memory=True)` is one with options. What travels
     is encoded twice, once for each hop, and a rank sends about two payloads whatever their number, like a ring; but
@@ -136,7 +136,7 @@ def _rows(x: Tensor, n: int) -> Tensor:
 
 
 def _lengths(x: Tensor, n: int) -> Tensor | None:
-    """How many numbers of each of `_rows` are those of `x`; None if all are."""
+    """Return how many numbers of each of `_rows` are elements of `x`; None if all are."""
     chunk = _chunk(x.numel(), n)
     if n * chunk == x.numel():
         return None

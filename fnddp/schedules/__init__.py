@@ -1,1 +1,1 @@
-"""Schedules and structure: which pipeline runs when, and on which leaves."""
+"""Schedules and structure: choose the pipeline of each step and each leaf."""

@@ -20,12 +20,12 @@ class DelayedState(NamedTuple):
 
 @transform
 class delayed(Sync):
-    """Gives the last step's mean now, and this step's in the next. In the first step no leaf has an update.
+    """Return the last step's mean now, and this step's in the next. In the first step no leaf has an update.
 
     Delayed by one step, communication could hide behind a whole forward and backward. **Today it does not**: engines
     end a step only when all of its collectives are complete, so this costs a copy of the gradients and the loss of a
-    fresh mean, and saves no time. What it is good for is to find out what a stale mean does to a training run. The
-    wrong choice for anything else.
+    fresh mean, and saves no time. Use it to find out what a stale mean does to a training run. The wrong choice for
+    anything else.
 
     `sent` is what this rank contributed to the mean to come, so memory outside remembers what was lost and not what is
     late: with it, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients. Its
@@ -69,7 +69,7 @@ class delayed(Sync):
         require_state("delayed", state, DelayedState)
         check_entries("delayed", state.last, {path: leaf.shape for path, leaf in leaves.items()})
         inner = self.inner.exchange(leaves, state.inner)
-        # Copies: a mean is the user's, who may scale it in place, and what comes in may be memory of the next step's.
+        # Copies: the caller may scale a mean in place, and gradients may be in memory that the next step reuses.
         mean = _copies(state.last) if state.step else {}
         return Exchange(mean, inner.sent, DelayedState(1, _copies(inner.mean), inner.state))
 

@@ -17,7 +17,7 @@ class EveryState(NamedTuple):
 
 @transform
 class every(Sync):
-    """Exchanges in each n-th step, and has no update for any leaf in the others.
+    """Exchange in each n-th step; in the others, no leaf has an update.
 
     No update is not an update of zeros: the pipeline returns None for those leaves, and adapters leave `.grad` None, on
     all ranks alike, so that Adam's moments and weight decay stand still. Nothing is sent in those steps but the few
@@ -32,7 +32,7 @@ class every(Sync):
 
     Args:
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
-        inner: What exchanges.
+        inner: The pipeline that exchanges.
 
     Raises:
         ValueError: `n` is less than 1.

@@ -1,4 +1,4 @@
-"""What a pipeline loses, measured while it runs."""
+"""Measures what a pipeline loses, while it runs."""
 
 from typing import NamedTuple
 
@@ -22,19 +22,19 @@ class MeasureState(NamedTuple):
 
 @transform
 class measure(Sync):
-    """Changes nothing, and keeps in its state how far `inner` is from the gradients it was given.
+    """Keep in the state how far the result of `inner` is from its gradients; change nothing else.
 
     `error` is |g - sent| / |g| over all leaves: what part of this rank's gradient was not sent. `cosine` is that of the
     angle between the mean and the exact mean, over all leaves: 1 where nothing is lost. Integer leaves do not count.
 
-    Where it stands says what is measured: `measure(error_feedback(topk(allgather)))` compares with the gradients, and
+    Its place decides what is measured: `measure(error_feedback(topk(allgather)))` compares with the gradients, and
     `error_feedback(measure(topk(allgather)))` with what the compressor got, gradients and residual. The exact mean
     takes an uncompressed all_reduce, so the wrong choice is `every_steps=1` for more than a look: every 100 steps it
     costs a hundredth. Reading a number on CUDA waits for the device: read it when you log.
 
     Args:
         inner: The pipeline; a mean over one process group.
-        every_steps: Measure in the first step and each so many steps after; at least 1. The others change nothing.
+        every_steps: Measure in the first step, and then once in this number of steps; at least 1.
 
     Raises:
         ValueError: `every_steps` is less than 1.
@@ -87,7 +87,7 @@ class measure(Sync):
 
 
 def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:
-    """The inner product over all leaves that hold fractions, on the device of `like`."""
+    """Return the inner product over all leaves that hold fractions, on the device of `like`."""
     products: list[Tensor] = []
     for path, leaf in one.items():
         if is_inexact(leaf):
@@ -98,5 +98,5 @@ def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b in float32; 0 where b is."""
+    """Return a / b in float32, 0 where b is 0."""
     return torch.where(b == 0, torch.zeros_like(b), a / b).float()

@@ -1,12 +1,13 @@
-"""Different leaves, different pipelines."""
+"""A pipeline for each group of leaves."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from fnmatch import translate
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from fnddp import tree
+from fnddp.options import checked_pairs
 from fnddp.sync import Exchange, State, Sync, require_state, transform
 from fnddp.tree import Leaves, Tree, require_leaves
 
@@ -23,7 +24,7 @@ class PartitionState(NamedTuple):
 
 @transform
 class partition(Sync):
-    """Gives every leaf the pipeline of the first pattern that matches its path.
+    """Run on every leaf the pipeline of the first pattern that matches its path.
 
     Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. Every leaf must match a pattern and
     every pattern must get a leaf, so that a typo is an error and not a silently uncompressed model.
@@ -50,20 +51,14 @@ class partition(Sync):
     _compiled: dict[str, re.Pattern[str]] = field(init=False, repr=False, compare=False)
 
     wraps_skipping: ClassVar[bool] = True
+    tables = frozenset({"rules"})
 
     def __post_init__(self) -> None:
-        pairs: Any = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
-        if not isinstance(pairs, Iterable) or not all(
-            isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
-        ):
-            raise TypeError(f"partition: rules must be a dict of pipelines by pattern, got {self.rules!r}")
-        rules: tuple[tuple[Any, Any], ...] = tuple((pattern, sync) for pattern, sync in pairs)
+        rules = checked_pairs("partition: rules must be a dict of pipelines by pattern", self.rules, Sync, str)
         object.__setattr__(self, "rules", rules)
         if not rules:
             raise ValueError("partition: no rules; write partition({'*': allreduce})")
-        for pattern, sync in rules:
-            if not isinstance(pattern, str) or not isinstance(sync, Sync):
-                raise TypeError(f"partition: a rule is a pattern and a pipeline, got {pattern!r}: {sync!r}")
+        for pattern, _ in rules:
             if len(pattern) > MAX_PATTERN:
                 raise ValueError(f"partition: a pattern has {len(pattern)} characters, more than {MAX_PATTERN}")
         if len(dict(rules)) < len(rules):
@@ -73,13 +68,13 @@ class partition(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        parts = self._split(leaves)
+        parts = split_by_pattern("partition", leaves, self._compiled)
         return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in self._pairs})
 
     def exchange(self, leaves: Leaves, state: PartitionState) -> Exchange:
         require_leaves("partition", leaves)
         require_state("partition", state, PartitionState)
-        parts = self._split(leaves)
+        parts = split_by_pattern("partition", leaves, self._compiled)
         done = {pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in self._pairs}
         owner = {path: pattern for pattern, part in parts.items() for path in part}
         return Exchange(
@@ -93,23 +88,26 @@ class partition(Sync):
         assert isinstance(self.rules, tuple)  # __post_init__ has turned a dict into pairs
         return self.rules
 
-    def _split(self, leaves: Leaves) -> dict[str, Leaves]:
-        parts: dict[str, Leaves] = {pattern: {} for pattern, _ in self._pairs}
-        for path, leaf in leaves.items():
-            for pattern in parts:
-                if self._compiled[pattern].match(path):
-                    parts[pattern][path] = leaf
-                    break
-            else:
-                raise ValueError(
-                    f"partition: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
-                )
-        for pattern, part in parts.items():
-            if leaves and not part:  # a tree without leaves has none to miss
-                raise ValueError(
-                    f"partition: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
-                )
-        return parts
 
-    def __repr__(self) -> str:
-        return f"partition({{{', '.join(f'{pattern!r}: {sync!r}' for pattern, sync in self._pairs)}}})"
+def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Pattern[str]]) -> dict[str, Leaves]:
+    """Return the leaves of each pattern, the first one that matches their path.
+
+    Raises:
+        ValueError: A leaf matches no pattern, or a pattern gets no leaf.
+    """
+    parts: dict[str, Leaves] = {pattern: {} for pattern in patterns}
+    for path, leaf in leaves.items():
+        for pattern, compiled in patterns.items():
+            if compiled.match(path):
+                parts[pattern][path] = leaf
+                break
+        else:
+            raise ValueError(
+                f"{owner}: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
+            )
+    for pattern, part in parts.items():
+        if leaves and not part:  # a tree without leaves has none to miss
+            raise ValueError(
+                f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
+            )
+    return parts

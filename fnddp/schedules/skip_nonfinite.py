@@ -1,4 +1,4 @@
-"""Steps with gradients that are no numbers, as if they had not been."""
+"""Keeps steps whose gradients are infinite or NaN out of the state."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,13 +19,13 @@ class SkipNonfiniteState(NamedTuple):
 
 @transform
 class skip_nonfinite(Sync):
-    """Protects the state inside from gradients that are infinite or NaN on any rank, and has all ranks see that.
+    """Keep gradients that are infinite or NaN on any rank out of the state of `inner`, and show them to all ranks.
 
     In such a step the tensors of `inner`'s state are what they were before, on all ranks: no residual becomes NaN. The
     mean is not finite in any of its fractional leaves, also where a codec would hide it (rounded to 8 bits, a NaN is a
-    number). So what guards an optimizer does its work: `torch.amp.GradScaler` skips the step and lowers its scale, as
-    with plain DDP, and `torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True)` raises on all ranks. An optimizer
-    that nobody guards gets NaN: the step cannot be left out here, since plans do not depend on values.
+    number). So guards of an optimizer work: `torch.amp.GradScaler` skips the step and lowers its scale, as with plain
+    DDP, and `torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True)` raises on all ranks. An optimizer without a
+    guard gets NaN: the step cannot be left out here, since plans do not depend on values.
 
     Ranks agree by one more number in the wire's last bucket. The price is a pass over gradients, means and state. The
     wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers the NaN; write
@@ -39,7 +39,7 @@ class skip_nonfinite(Sync):
         inner: The pipeline.
 
     Raises:
-        TypeError: `inner` does not say which ranks it reaches.
+        TypeError: `inner` does not name the groups it reduces over.
 
     Source: the skipped step of Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 
@@ -58,7 +58,9 @@ class skip_nonfinite(Sync):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.inner.groups is None:
-            raise TypeError(f"skip_nonfinite: {self.inner!r} does not say which ranks it reaches, and they must agree")
+            raise TypeError(
+                f"skip_nonfinite: {self.inner!r} does not name the groups it reduces over, and their ranks must agree"
+            )
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
@@ -86,13 +88,13 @@ class skip_nonfinite(Sync):
 
 
 def _is_bad(leaves: Leaves, like: Tensor) -> Tensor:
-    """Whether something is not finite: a bool on the device of `like`."""
+    """Return whether any element is not finite: a bool on the device of `like`."""
     finite = [leaf.isfinite().all().to(like.device) for leaf in leaves.values() if is_inexact(leaf)]
     return ~torch.stack(finite).all() if finite else like.new_zeros((), dtype=torch.bool)
 
 
 def _has_spoilt(before: Any, after: Any, like: Tensor) -> Tensor:
-    """Whether a part of a state was finite and is no more: `measure` has some that begin as NaN."""
+    """Return whether a part of a state was finite and no longer is; `measure` has parts that begin as NaN."""
     found: list[Tensor] = []
 
     def look(old: Any, new: Any) -> None:

@@ -1,11 +1,11 @@
-"""One pipeline after the other, at given steps."""
+"""Changes the pipeline at given steps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from fnddp.options import checked_int
+from fnddp.options import checked_int, checked_pairs
 from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.tree import Leaves, Tree, paired, replaced, require_leaves
 
@@ -25,14 +25,14 @@ class SwitchState(NamedTuple):
 
 @transform
 class switch(Sync):
-    """Runs another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
+    """Run another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
 
-    For ranks, ratios and precisions that change while training does; for a first phase alone `warmup` says it shorter.
-    What one stage remembers the next goes on with where it fits: a tensor at the same place in a state of the same
-    class, with the same shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and
-    its memory is there once; queries of another rank begin anew. Counters begin anew, too. Memory outside,
-    `error_feedback(switch({...}))`, needs none of that. The wrong choice for what changes in every step: each stage is
-    a phase, with a plan of its own, and at most 8 are kept.
+    For ranks, ratios and precisions that change while training does; for a first phase alone `warmup` is shorter. A
+    stage takes over tensors of the stage before: those at the same place in a state of the same class, with the same
+    shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
+    queries of another rank and counters begin anew. Memory outside, `error_feedback(switch({...}))`, needs none of
+    that. The wrong choice for what changes in every step: each stage is a phase, with a plan of its own, and at most 8
+    are kept.
 
     The counter is a Python int that stops at the last stage.
 
@@ -56,13 +56,10 @@ class switch(Sync):
     stages: Stages
 
     wraps_skipping: ClassVar[bool] = True
+    tables = frozenset({"stages"})
 
     def __post_init__(self) -> None:
-        pairs: Any = self.stages.items() if isinstance(self.stages, Mapping) else self.stages
-        if not isinstance(pairs, Iterable) or not all(
-            isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], Sync) for pair in pairs
-        ):
-            raise TypeError(f"switch: stages must be a dict of pipelines by step, got {self.stages!r}")
+        pairs = checked_pairs("switch: stages must be a dict of pipelines by step", self.stages, Sync)
         steps = [checked_int("switch: a step", step) for step, _ in pairs]
         if not steps or min(steps) != 0 or len(set(steps)) < len(steps):
             raise ValueError(f"switch: the first of the stages begins at step 0, others later, got the steps {steps}")
@@ -97,9 +94,6 @@ class switch(Sync):
     def _pairs(self) -> tuple[tuple[int, Sync], ...]:
         assert isinstance(self.stages, tuple)  # __post_init__ has turned a dict into pairs
         return self.stages
-
-    def __repr__(self) -> str:
-        return f"switch({{{', '.join(f'{step!r}: {sync!r}' for step, sync in self._pairs)}}})"
 
 
 def _none_where_same(own: Any, before: Any) -> Any:

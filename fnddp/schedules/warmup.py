@@ -17,7 +17,7 @@ class WarmupState(NamedTuple):
 
 @transform
 class warmup(Sync):
-    """Runs `before` for the first `steps` exchanges, then `inner`.
+    """Run `before` for the first `steps` exchanges, then `inner`.
 
     The first steps of a training run tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
     `warmup(error_feedback(...), 100)`, unless `before` is lossy too.

@@ -6,7 +6,7 @@ from fnddp.tree import Leaves
 
 
 def p_round(sync: LowRank, leaves: Leaves, q: Leaves, p: Leaves, state: State) -> tuple[Exchange, Leaves]:
-    """Sends P = M Q_hat, with Q_hat a basis of the columns of `q`: the mean is mean(P) Q_hat^T.
+    """Send P = M Q_hat, with Q_hat a basis of the columns of `q`: the mean is mean(P) Q_hat^T.
 
     Args:
         sync: Whose `inner` carries P, and with it, whole, the leaves that are not compressed.
@@ -35,7 +35,7 @@ def p_round(sync: LowRank, leaves: Leaves, q: Leaves, p: Leaves, state: State) -
 
 
 def q_round(sync: LowRank, leaves: Leaves, p: Leaves, q: Leaves, state: State) -> tuple[Exchange, Leaves]:
-    """Sends Q^T = P_hat^T M, with P_hat a basis of the columns of `p`: the mean is P_hat mean(Q)^T. See `p_round`."""
+    """Send Q^T = P_hat^T M, with P_hat a basis of the columns of `p`: the mean is P_hat mean(Q)^T. See `p_round`."""
     stacks = sync.stacks(leaves)
     m = {path: matrix(leaves[path]) for paths in stacks for path in paths}
     p_hat = sync.bases(leaves, stacks, p)

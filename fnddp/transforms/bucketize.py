@@ -15,7 +15,7 @@ from fnddp.tree import Leaves, Tree, require_leaves
 
 @transform
 class bucketize(Sync):
-    """Lays leaves of one dtype and device out in flat one-dimensional buffers and exchanges those.
+    """Lay out leaves of one dtype and device in flat one-dimensional buffers, and exchange those.
 
     Buckets are filled in reverse registration order, the order in which backward produces gradients, and closed once
     they hold the cap, as torch's DDP does. A bucket is named by its first and last leaf, so inner state is keyed by
@@ -24,7 +24,7 @@ class bucketize(Sync):
     All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
 
     Args:
-        inner: What carries the buffers.
+        inner: The pipeline of the buffers.
         cap_mb: Size at which a bucket is closed, in MiB.
         first_cap_mb: The same for the first bucket of each dtype and device: small, so that its exchange starts early.
 
@@ -67,7 +67,7 @@ class bucketize(Sync):
         return self.inner.exchange(flat, state).decoded(lambda flat: _unpack(flat, buckets, leaves))
 
     def buckets(self, leaves: Leaves) -> dict[str, list[str]]:
-        """Leaf paths by bucket, in the order in which they lie in the buffer; values are not read.
+        """Return leaf paths by bucket, in the order in which the buffer holds them; values are not read.
 
         >>> from fnddp import allreduce
         >>> grads = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(2, dtype=torch.float64)}

@@ -10,7 +10,7 @@ from fnddp.codec import Code, Layer, Payload
 from fnddp.sync import Exchange, State, Sync, registry, require_agreement, transform
 from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
 
-# What every backend can add up.
+# Dtypes that every backend can add up.
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -18,7 +18,7 @@ SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @transform
 class cast(Sync):
-    """Sends floating-point leaves in another dtype.
+    """Send floating-point leaves in another dtype.
 
     Nesting order is meaning: `fp16(powersgd(allreduce))` casts gradients and compresses what is left of them;
     `powersgd(fp16(allreduce))` compresses in full precision and casts only the factors. The wrong choice where the
@@ -29,7 +29,7 @@ class cast(Sync):
     Complex leaves are cast as pairs of real numbers. Integer and bool leaves pass through.
 
     Args:
-        inner: What carries the payload.
+        inner: The pipeline of the payload.
         dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
         check: After each exchange, raise if a leaf of the mean is not finite. Every rank sees the same mean, so all
             ranks raise, without another collective. It reads values, so it cannot be traced: for debugging.
@@ -93,15 +93,15 @@ class cast(Sync):
     averages: ClassVar[bool] = False
 
     def encode(self, x: Tensor) -> Payload:
-        """Rows in the dtype of the wire: what a codec around this sends of its fractions."""
+        """Return rows in the dtype of the wire, in which a codec around this sends its fractions."""
         return {"": x.to(self._wire_dtype)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
-        """All that there is of a row."""
+        """Return the length of a row."""
         return {"": length}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        """The rows as they came; the codec around this gives them their dtype back."""
+        """Return the rows unchanged; the codec around this restores their dtype."""
         return payload[""]
 
     @property
@@ -153,7 +153,7 @@ def fp16(inner: Sync, *, check: bool = False) -> cast:
     The wrong choice when gradients leave that range.
 
     Args:
-        inner: What carries the payload.
+        inner: The pipeline of the payload.
         check: Raise if a leaf of the mean is not finite; see `cast`.
 
     >>> from fnddp import allreduce
@@ -171,7 +171,7 @@ def bf16(inner: Sync, *, check: bool = False) -> cast:
     The wrong choice for large world sizes without error feedback: the wire's sum is rounded to 8 bits too.
 
     Args:
-        inner: What carries the payload.
+        inner: The pipeline of the payload.
         check: Raise if a leaf of the mean is not finite; see `cast`.
 
     >>> from fnddp import allreduce

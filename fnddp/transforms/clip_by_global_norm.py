@@ -1,4 +1,4 @@
-"""The mean, at most so long."""
+"""Clipping of the mean by its norm."""
 
 from typing import ClassVar
 
@@ -14,9 +14,9 @@ _EPSILON = 1e-6  # torch's
 
 @transform
 class clip_by_global_norm(Sync):
-    """Scales the mean down to a Euclidean norm of `max_norm` over all of its leaves, where it is longer.
+    """Scale the mean down to a Euclidean norm of `max_norm` over all of its leaves, where it is longer.
 
-    What `torch.nn.utils.clip_grad_norm_` does to gradients that are synchronized, as a part of the pipeline: the same
+    It does as a part of the pipeline what `torch.nn.utils.clip_grad_norm_` does to synchronized gradients: the same
     factor on all ranks, and no pass of its own over `.grad`. The norm is taken in float32, or wider where a leaf is.
     Integer leaves are neither counted nor scaled. A mean that is not finite stays so.
 

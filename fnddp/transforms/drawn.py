@@ -36,7 +36,7 @@ def exchange_drawn(
     draw: Callable[[str, Tensor], Tensor],
     is_scaled: bool,
 ) -> Exchange:
-    """Exchanges the elements of each leaf whose indices are `draw(path, leaf)`, equal on all ranks; others are zeros.
+    """Exchange the elements of each leaf whose indices are `draw(path, leaf)`, equal on all ranks; others are zeros.
 
     Args:
         owner, inner, leaves, state: Of the transform.

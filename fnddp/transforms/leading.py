@@ -7,7 +7,7 @@ ITERATIONS = 4  # each squares the ratio of what is wanted to what is not
 
 
 def leading_factors(sync: LowRank, mean: Leaves, q: Leaves, p: Leaves) -> tuple[Leaves, Leaves]:
-    """Bases of the leading right and left singular vectors of the matrices in `mean`, the latter where `p` has some.
+    """Return bases of the leading right and left singular vectors of matrices in `mean`, the latter where `p` has some.
 
     Subspace iterations (Halko, Martinsson and Tropp, SIAM Review 2011, Algorithm 4.4), a few products instead of an
     SVD. They begin with a random query, so what the last one missed is found. A zero matrix leaves its factors as they

@@ -33,7 +33,7 @@ class LowRank(Sync):
         return min(self.rank, *matrix_shape(leaf))
 
     def bases(self, leaves: Leaves, stacks: list[list[str]], factors: Leaves) -> Leaves:
-        """Orthonormal bases of the columns of each factor, `[size, rank]`."""
+        """Return orthonormal bases of the columns of each factor, `[size, rank]`."""
         found: Leaves = {}
         for paths in stacks:
             some = [factors[path] for path in paths]
@@ -45,7 +45,7 @@ class LowRank(Sync):
         return found
 
     def stacks(self, leaves: Leaves) -> list[list[str]]:
-        """Paths of leaves whose small factors are computed together.
+        """Return paths of leaves whose small factors are computed together.
 
         No more than share a bucket of gradients, by default, since the others' factors are not there at that time.
         """
@@ -58,7 +58,7 @@ class LowRank(Sync):
         return list(stacks.values())
 
     def draw(self, name: str, leaf: Tensor, step: int, size: int) -> Tensor:
-        """Random unit columns for a factor of `leaf`: `[size, rank]`."""
+        """Return random unit columns for a factor of `leaf`: `[size, rank]`."""
         like = leaf.detach().new_empty(0, dtype=compute_dtype(leaf.dtype))
         factor = random.normal((size, self.rank_of(leaf)), name=name, seed=self.seed, step=step, like=like)
         return factor / torch.linalg.vector_norm(factor, dim=0, keepdim=True)
@@ -90,17 +90,17 @@ def nothing_like(leaf: Tensor) -> Tensor:
 
 
 def rows_of(columns: list[Tensor]) -> Tensor:
-    """Matrices transposed and side by side; laid out alike, however they are."""
+    """Return the matrices transposed and side by side, in the same layout whatever theirs is."""
     return torch.cat([each.mH for each in columns], dim=1).resolve_conj()
 
 
 def columns_of(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """The inverse of `rows_of`: views, but of complex numbers."""
+    """Return the inverse of `rows_of`: views, except of complex numbers."""
     return [columns.resolve_conj() for columns in rows.mH.split(widths)]
 
 
 def unit_columns(rows: Sequence[Tensor], fallback: Tensor) -> list[Tensor]:
-    """Factors for the next step, `[size, rank]` each, with unit columns; those of what is zero are the fallback's.
+    """Return factors for the next step, `[size, rank]` each, with unit columns; the fallback's where one is zero.
 
     Args:
         rows: Factors transposed, `[rank, size]` each.

@@ -17,7 +17,7 @@ _segment_reduce: Any = torch.segment_reduce
 
 
 def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
-    """An orthonormal basis of the columns of `p`.
+    """Return an orthonormal basis of the columns of `p`.
 
     "qr" (Householder) completes the basis arbitrarily where columns are linearly dependent. "gram_schmidt" makes such
     columns zero: those whose norm, without the earlier columns' directions, is at most `epsilon` times what it was.
@@ -35,7 +35,7 @@ def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.dtype) -> list[Tensor]:
-    """Orthonormal bases of the columns of all `matrices`, in a number of operations that does not grow with theirs.
+    """Return orthonormal bases of the columns of all `matrices`; the number of operations does not grow with theirs.
 
     Twice a Cholesky factorization of the Gram matrices, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
     so that a condition number of 1e6 leaves 1e-12 of the orthogonality. What is added to their diagonals (epsilon
@@ -84,7 +84,7 @@ _TINY, _NOTHING = 1e-30, 1e-280  # of squares: of unit columns, and of any
 
 
 def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
-    """By what to multiply matrices with these Gram matrices from the right, to make their columns orthonormal."""
+    """Return factors that, multiplied from the right to matrices with these Gram matrices, make columns orthonormal."""
     scale = _diagonal(gram).clamp(min=_NOTHING).rsqrt()  # one over the columns' norms: [matrices, rank]
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     factor, _ = torch.linalg.cholesky_ex(torch.add(unit, eye, alpha=added))
@@ -99,7 +99,7 @@ def _diagonal(matrices: Tensor) -> Tensor:
 
 
 def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
-    """Matrices side by side, with each row of each scaled to unit norm; a zero or non-finite one is the fallback's.
+    """Return matrices side by side, with each row scaled to unit norm; zero and non-finite ones are the fallback's.
 
     Args:
         q: `[rank, columns]`, those of all matrices.
@@ -120,7 +120,7 @@ def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
 
 
 def _per_segment(how: str, x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The sum or the largest of the rows of each segment of `x`. In a fixed order, unlike a scatter on CUDA."""
+    """Return the sum or the largest of the rows of each segment of `x`. In a fixed order, unlike a scatter on CUDA."""
     if x.is_complex():
         return torch.view_as_complex(_per_segment(how, torch.view_as_real(x), sizes))
     return _segment_reduce(x, how, lengths=torch.tensor(sizes, device=x.device), axis=0, unsafe=True)

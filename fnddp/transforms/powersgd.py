@@ -55,7 +55,7 @@ class powersgd(LowRank):
     from the first step; no global generator is read or written.
 
     Args:
-        inner: What carries P and Q: `powersgd(fp16(allreduce))` rounds only them. It is run twice an exchange.
+        inner: The pipeline of P and Q: `powersgd(fp16(allreduce))` rounds only them. It is run twice an exchange.
         rank: Columns of P and Q; higher approximates better and costs more. At most min(n, m) is used.
         warm_start: Use the last Q as the next query (one step of a power iteration per exchange). Without it a fresh
             random query is drawn each step: worse, but needs no state.
@@ -200,14 +200,14 @@ class powersgd(LowRank):
         )
 
     def _whole(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
-        """The exchange that finds the factors anew, from a mean that has travelled whole."""
+        """Exchange whole leaves, and find the factors anew from the mean."""
         done = self.inner.exchange(leaves, state.whole)
         q, p = leading_factors(self, done.mean, state.q, state.p)
         following = replaced(state, q=q, p=p, step=self._after(state.step), whole=done.state)
         return replaced(done, state=following)
 
     def _after(self, step: int) -> int:
-        """The counter of the next exchange: it cycles where exchanges differ, so that there are few plans."""
+        """Return the counter of the next exchange, which cycles where exchanges differ, so that there are few plans."""
         period = self.refresh or 2 * self.alternate
         if period:
             return (step + 1) % period

@@ -12,16 +12,16 @@ from fnddp.tree import Leaves, Tree
 
 @transform
 class random_block(Sync):
-    """Sends one run of neighbouring elements of each leaf, drawn anew in each step, and zeros for all others.
+    """Send one run of neighbouring elements of each leaf, drawn anew in each step, and zeros for all others.
 
     The run goes on at the front where the leaf ends, so that each element is as likely to travel. All ranks draw from
     one seed, so nothing but the elements travels and the payloads add: it wraps any pipeline, and it is the cheapest
     of all compressors, a copy. As with `random_k` it contracts by 1 - k / n in expectation and belongs into
     `error_feedback`, without `unbiased`. The wrong choice where neighbours are much alike (rows of an embedding), so
-    that a run says less than as many single elements; and for gradients with few large elements.
+    that a run tells less than as many single elements; and for gradients with few large elements.
 
     Args:
-        inner: What carries the run, a flat leaf.
+        inner: The pipeline of the run, a flat leaf.
         ratio: The fraction of elements to send, in (0, 1], at least one; or
         block: how many elements to send of each leaf. Exactly one of both.
         unbiased: Multiply by n / block, so that the expected mean is the mean; not with memory, see `random_k`.

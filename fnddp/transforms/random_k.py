@@ -11,7 +11,7 @@ from fnddp.tree import Leaves, Tree
 
 @transform
 class random_k(Sync):
-    """Sends k elements of each leaf, drawn anew in each step, and zeros for all others.
+    """Send k elements of each leaf, drawn anew in each step, and zeros for all others.
 
     All ranks draw from one seed, so no indices travel and the payloads add: it wraps any pipeline. It is a contraction
     by 1 - k / n in expectation: wrap it in `error_feedback`. `unbiased=True` multiplies what has come by n / k: right
@@ -22,7 +22,7 @@ class random_k(Sync):
     An element that is not finite shows in the mean only once it is drawn. Integer leaves travel whole.
 
     Args:
-        inner: What carries the drawn elements, a flat leaf of k.
+        inner: The pipeline of the drawn elements, a flat leaf of k.
         ratio: The fraction of elements to send, in (0, 1], at least one; or
         k: how many elements to send of each leaf. Exactly one of both.
         unbiased: Multiply by n / k, so that the expected mean is the mean; the variance is n / k - 1 times the square.

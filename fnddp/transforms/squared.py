@@ -14,13 +14,13 @@ from fnddp.tree import Leaves, Tree, require_leaves
 
 @transform
 class squared(Sync):
-    """Lays every leaf out as one square matrix, padded with zeros at its end.
+    """Lay every leaf out as one square matrix, padded with zeros at its end.
 
-    What `batched_powersgd` puts between flat buckets and PowerSGD. The wrong choice for leaves that are matrices
+    `batched_powersgd` puts this between flat buckets and PowerSGD. The wrong choice for leaves that are matrices
     already: rows and columns lose their meaning, and with it their low rank.
 
     Args:
-        inner: What carries the `[side, side]` matrices, side = ceil(sqrt(elements)).
+        inner: The pipeline of the `[side, side]` matrices, side = ceil(sqrt(elements)).
 
     >>> from fnddp import allreduce
     >>> squared(allreduce)({"flat": torch.arange(3.)}, ())[0]
