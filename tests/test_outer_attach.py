@@ -438,6 +438,24 @@ def test_steps_of_the_callers_own_and_muon():
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "assigned"])
+@on_ranks(2)
+def test_what_is_trained_later_is_an_error(rank: int, how: str):
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = SGD(model.parameters())
+    outer.attach(model, optimizer, outer.local_sgd(every=1))
+    train(model, optimizer, rank, range(1))
+    if how == "unfrozen":
+        model[0].bias.requires_grad_(True)
+    else:
+        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+        model[0].requires_grad_(False)
+    name = "0.bias" if how == "unfrozen" else r"\d.weight, \d.bias"
+    with pytest.raises(RuntimeError, match=f"outer.attach: {name} did not require .* call outer.attach again"):
+        train(model, optimizer, rank, range(1, 2))
+
+
 def test_frozen_parameters_and_buffers_stay():
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model[0].requires_grad_(False)

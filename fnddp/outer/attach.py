@@ -85,7 +85,7 @@ def attach(
         control.broadcast(tensors, group_name(group), wire=wire)
     else:
         described()
-    return Attached(outer, parameters, optimizer, Overlapped(wire), prepare, commit)
+    return Attached(outer, model, parameters, optimizer, Overlapped(wire), prepare, commit)
 
 
 @dataclass(eq=False, repr=False)
@@ -93,6 +93,7 @@ class Attached:
     """An outer step on a model: see `attach`."""
 
     outer: Outer
+    _model: nn.Module
     _parameters: Mapping[str, nn.Parameter]
     _optimizer: torch.optim.Optimizer | None
     _exchanges: Overlapped
@@ -118,7 +119,12 @@ class Attached:
         return self._exchanges.under_way
 
     def step(self) -> None:
-        """Run the outer step after a local one: called by the optimizer, if there is one. See `attach` for failures."""
+        """Run the outer step after a local one: called by the optimizer, if there is one. See `attach` for failures.
+
+        Raises:
+            RuntimeError: A parameter of the model that requires a gradient did not when `attach` was called.
+        """
+        self._require_known()
         ahead = self._ahead()
         if self._prepare is not None and ahead.starts:
             self._prepare()
@@ -164,6 +170,15 @@ class Attached:
         self._exchanges.discard(self.under_way)
         if self._handle is not None:
             self._handle.remove()
+
+    def _require_known(self) -> None:
+        known = set(self._parameters.values())
+        new = [name for name, p in self._model.named_parameters() if p.requires_grad and p not in known]
+        if new:
+            raise RuntimeError(
+                f"outer.attach: {', '.join(new)} did not require a gradient when it was called, or came later, so "
+                "ranks would train it apart for good; detach(), and call outer.attach again"
+            )
 
     def _fresh(self) -> State:
         return self.outer.init(self.outer.leaves_of(self._detached(), None))
