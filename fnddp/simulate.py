@@ -208,6 +208,8 @@ class Simulation:
         with torch.no_grad():  # rank by rank: a number scales low precision otherwise than a tensor of it does
             return {
                 path: torch.stack([scaled(row, scale) for row, scale in zip(leaf, scales, strict=True)])
+                if self.sync.reduces(path)
+                else leaf
                 for path, leaf in leaves.items()
             }
 

@@ -126,6 +126,7 @@ class Engine:
         self.number = next(_numbers)
         self.leaves = dict(leaves)
         self.positions = {path: position for position, path in enumerate(self.leaves)}
+        self._own = {path for path in leaves if not sync.reduces(path)}
         self.is_open = False
         self.begun = 0
         self.steps = self.failed_steps = 0
@@ -275,9 +276,12 @@ class Engine:
         assert self._current is not None
         if self._arriving is not None:
             self._arriving.append(path)
-        grad, is_new = (grad, False) if scale == 1 else (scaled(grad, scale), True)
+        grad, is_new = (grad, False) if scale == 1 or self._keeps(path) else (scaled(grad, scale), True)
         if self._current.runner.feed(path, grad, keep=keep and not is_new):
             self.poll()
+
+    def _keeps(self, path: str) -> bool:
+        return path in self._own and not self._asks  # a step that will run again must not write over it
 
     def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
         """`feed` for several leaves, which costs less. What is wrong with one is raised here, or when the step ends."""
