@@ -58,8 +58,9 @@ def value_and_grad(
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
         ValueError: At the call: a leaf or its gradient is sparse.
-        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients; or inference mode is on, and
-            torch is older than 2.13.
+        RuntimeError: At the call: a reentrant activation checkpoint would lose gradients; inference mode is on, and
+            torch is older than 2.13; or it is called within its own loss, or by two threads at once, for such params:
+            make another one for that.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -90,16 +91,16 @@ def value_and_grad(
             grads, state = over(wire, sync)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
-        engine = engines.of(leaves, state)
-        engine.start(state)
-        try:
-            value, aux = _backward(loss_of, leaves, batch, has_aux, engine)
-            done = engine.finish()
-        except BaseException as error:
-            engine.fail(error)
-            raise
-        given: Any = (value, aux) if has_aux else value
-        return given, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+        with engines.alone(leaves, state) as engine:
+            engine.start(state)
+            try:
+                value, aux = _backward(loss_of, leaves, batch, has_aux, engine)
+                done = engine.finish()
+            except BaseException as error:
+                engine.fail(error)
+                raise
+            given: Any = (value, aux) if has_aux else value
+            return given, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     return run
 

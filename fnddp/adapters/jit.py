@@ -60,15 +60,16 @@ class jit:
         """See `Sync.__call__`.
 
         Raises:
+            RuntimeError: It is called by two threads at once, for such leaves.
             StepFailedError: Another rank has failed in this step.
         """
         if torch.compiler.is_compiling() or is_transforming():
             return self._eager(grads, state, weight=weight)
         leaves, spec = tree.flatten(grads)
-        engine = self._engines.of(leaves, state)
-        engine.start(state, weight=weight)
-        done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
-        return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+        with self._engines.alone(leaves, state) as engine:
+            engine.start(state, weight=weight)
+            done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
+            return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     def __repr__(self) -> str:
         return f"jit({self.sync!r})"

@@ -6,7 +6,8 @@ step on all ranks alike: either all of them have the result, or all of them rais
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -697,20 +698,46 @@ class Engines:
         self, sync: Sync, *, donation: Donation, learns_order: bool, wire: Wire = C10D, backend: str | None = None
     ) -> None:
         self.last: Engine | None = None
+        self._sync = sync
         self._groups = sorted({None, *groups_of(sync)}, key=str)
         self._wire = wire
         self._make: Any = partial(
             Engine, sync, donation=donation, learns_order=learns_order, wire=wire, backend=backend
         )
         self._engines: dict[Any, Engine] = {}
+        self._calls: dict[Any, object] = {}
+
+    @contextmanager
+    def alone(self, leaves: Leaves, state: State) -> Generator[Engine]:
+        """Give the engine for such leaves and such a state to one call at a time.
+
+        Raises:
+            RuntimeError: A call for such leaves is under way, whose step goes on.
+        """
+        key, call = self._key(leaves, state), object()
+        if self._calls.setdefault(key, call) is not call:  # atomic, as a look and an entry are not
+            raise RuntimeError(
+                f"a step of {self._sync!r} for such leaves is under way: its function was called again within its own "
+                "call, or by another thread; make another one for that with fnddp.value_and_grad or fnddp.jit, for a "
+                "thread over a process group of its own"
+            )
+        try:
+            yield self._of(key, leaves)
+        finally:
+            del self._calls[key]
 
     def of(self, leaves: Leaves, state: State) -> Engine:
         """The engine for such leaves and such a state."""
+        return self._of(self._key(leaves, state), leaves)
+
+    def _key(self, leaves: Leaves, state: State) -> Any:
         parts, structure = tree.flatten_any(state)
         likes = tuple((path, leaf.shape, leaf.dtype, leaf.device) for path, leaf in leaves.items())
         kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
         world = [identity(group) for group in self._groups] if self._wire is C10D else []
-        key = (likes, structure, kinds, tuple(world))
+        return likes, structure, kinds, tuple(world)
+
+    def _of(self, key: Any, leaves: Leaves) -> Engine:
         engine = self._engines.pop(key, None)
         if engine is None:
             engine = self._make(_dense_specs(leaves))
