@@ -25,7 +25,7 @@ from fnddp.adapters.module.torch.join import on
 from fnddp.adapters.module.torch.names import TorchNames
 from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
-from fnddp.agreement import agree, description, fails_alike
+from fnddp.agreement import agree, agree_on_state, description, fails_alike
 from fnddp.buckets import MB
 from fnddp.group import group_name
 from fnddp.plan.plan import Plan
@@ -197,12 +197,20 @@ class DistributedDataParallel(TorchNames):
     def sync_state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the names of `module`'s parameters.
 
-        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks.
+        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks, which compare
+        what is replicated in it if that changes.
+
+        Raises:
+            CollectiveError: Another rank has not set it within the timeout of the process group.
+            RankMismatchError: On all ranks: some set a state with other replicated parts.
+            RuntimeError: A step is under way.
+            ValueError: It is of another pipeline or other parameters.
         """
         return self._steps.state
 
     @sync_state.setter
     def sync_state(self, saved: State) -> None:
+        agree_on_state(self.sync, self._steps.state, saved, self._group, self._wire)
         self._steps.state = saved
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
@@ -313,6 +321,8 @@ class DistributedDataParallel(TorchNames):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads what `state_dict` gave, of this class, of torch's, or of the module itself, without `module.`.
+
+        All ranks must call it if the state of the pipeline is in it: see `sync_state`.
 
         Raises:
             RuntimeError: See `torch.nn.Module.load_state_dict`.
