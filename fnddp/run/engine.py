@@ -440,6 +440,19 @@ class Engine:
             self._arrival, self._prepared = arrival, []
             self._memory.clear()
 
+    def take_over_from(self, before: "Engine") -> bool:
+        """Take the place of `before`, with all that its steps have learnt, and return whether it has the same leaves.
+
+        A rank that replaces its engine alone then sends what the others send.
+        """
+        if list(self.leaves) != list(before.leaves):
+            return False
+        self.number, self._epoch = before.number, before._epoch
+        self._arrival, self._dropped = before._arrival, before._dropped
+        self._arriving = self._arriving if before._arriving is not None else None
+        self._exchanges_weights = before._exchanges_weights
+        return True
+
     def _begin(self, scale: float, weight: Weight | None) -> None:
         if isinstance(self._wire, Elastic) and self._wire.epoch != self._epoch:
             self._epoch = self._wire.epoch

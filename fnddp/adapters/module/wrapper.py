@@ -335,7 +335,10 @@ class DistributedDataParallel(TorchNames):
         loaded = super().load_state_dict(rest, strict, assign)
         if assign:  # the parameters are others now
             self._trained = _trained(self.module, self.parameters_to_ignore)
+            before, promises = self._steps.engine, dict(vars(self._promises))
             self._go_on(self.sync, self.sync_state)
+            if self._steps.engine.take_over_from(before):  # other ranks need not do this, and learn nothing anew
+                vars(self._promises).update(promises)
         if synced:
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
