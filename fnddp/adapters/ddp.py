@@ -28,13 +28,10 @@ class Handle:
     """What `register` returns: the pipeline that runs in a DDP model and its state.
 
     Attributes:
-        sync: The pipeline that runs: it names the model's process group where it named none, unless that is the
-            default group.
         group: The name of the model's process group; None for the default one.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
-        self.sync = sync
         self.group = group_name(model.process_group)
         self._wire = wire
         self._writes_all = model.find_unused_parameters and sync.gives_later
@@ -59,6 +56,14 @@ class Handle:
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
         self._looks_between = False
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline that runs: it names the model's process group where it named none, unless that is the default.
+
+        It cannot be set: DDP has one hook slot, for good. Wrap the module again, or use `fnddp.DistributedDataParallel`.
+        """
+        return self._engine.sync
 
     @property
     def state(self) -> State:

@@ -32,9 +32,6 @@ class jit:
         backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
-    Attributes:
-        sync: The pipeline.
-
     >>> from fnddp import allreduce, fp16
     >>> step = jit(fp16(allreduce))
     >>> grads = {"w": torch.tensor([1.0, 1 / 3])}
@@ -43,9 +40,14 @@ class jit:
     """
 
     def __init__(self, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> None:
-        self.sync = require_sync("jit: sync", sync)
+        self._sync = require_sync("jit: sync", sync)
         self._eager = over(wire, sync)
         self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline that runs."""
+        return self._sync
 
     def init(self, grads: Tree) -> State:
         """See `Sync.init`."""
