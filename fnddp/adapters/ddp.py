@@ -61,7 +61,7 @@ class Handle:
     def sync(self) -> Sync:
         """The pipeline that runs: it names the model's process group where it named none, unless that is the default.
 
-        It cannot be set: DDP has one hook slot, for good. Wrap the module again, or use `fnddp.DistributedDataParallel`.
+        It cannot be set: DDP has one hook slot, for good. Wrap the module again, or use fnddp's class.
         """
         return self._engine.sync
 
