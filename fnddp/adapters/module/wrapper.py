@@ -210,7 +210,8 @@ class DistributedDataParallel(TorchNames):
 
     @sync_state.setter
     def sync_state(self, saved: State) -> None:
-        agree_on_state(self.sync, self._steps.state, saved, self._group, self._wire)
+        with on(self.device):
+            agree_on_state(self.sync, self._steps.state, saved, self._group, self._wire)
         self._steps.state = saved
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
