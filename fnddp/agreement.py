@@ -13,12 +13,12 @@ from torch import Tensor
 from fnddp import tree
 from fnddp.expression import Expression
 from fnddp.group import Group, group_name
-from fnddp.state import describe, parts
+from fnddp.state import describe, parts, require_like
 from fnddp.sync import REPLICATED, State
 from fnddp.tree import Tree
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
-from fnddp.wire.protocol import Wire
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
 
 class RankMismatchError(ValueError):
@@ -79,6 +79,35 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
 
 def _told(wire: Wire, value: Any, group: str | None) -> list[Any]:
     return control.gather_over(wire, value, group, torch.device("cpu"))
+
+
+def agree_on_state(sync: Expression, before: State, after: State, group: Group, wire: Wire = C10D) -> None:
+    """Raise on all ranks unless they set what is replicated of a state alike: counters say which collectives run.
+
+    Ranks agree about what they had before. So a rank that changes only what is its own, such as a residual, needs no
+    other rank. Does nothing on an elastic wire, whose replicas agree in each quorum.
+
+    Args:
+        sync: The pipeline.
+        before: The state that is there.
+        after: The state that is set.
+        group: The ranks that must agree.
+        wire: What carries the messages.
+
+    Raises:
+        CollectiveError: Another rank has not set it within the timeout of the group.
+        RankMismatchError: On all ranks: some set another state.
+        ValueError: It is of another pipeline or other leaves.
+    """
+    if isinstance(wire, Elastic) or _replicated(before) == _replicated(after):
+        return
+    try:
+        agree(lambda: _replicated(require_like(repr(sync), after, before)), group, wire)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the state of {sync!r} could not be set: {error}. What is replicated in it, such as a counter, is set on "
+            "all ranks or on none; another rank has failed, left, or not set it"
+        ) from error
 
 
 @contextmanager
@@ -146,6 +175,11 @@ def _state_lines(state: State | None) -> Iterator[tuple[str, str]]:
             f"state {part.path!r}",
             describe(part.value) + (_value(part.value) if part.kind == REPLICATED else ""),
         )
+
+
+def _replicated(state: State) -> dict[str, str]:
+    kinds = {f"state {part.path!r}": part.kind for part in parts(state)}
+    return {path: line for path, line in _state_lines(state) if kinds[path] == REPLICATED}
 
 
 def _value(value: Tensor | int) -> str:

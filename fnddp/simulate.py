@@ -36,7 +36,8 @@ def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | No
             `{"node": ((0, 1), (2, 3)), "rail": ((0, 2), (1, 3))}`; groups of one name are of equal size.
 
     Raises:
-        ValueError: The pipeline reads values or runs foreign code; a group is not known, or divides other ranks.
+        ValueError: The pipeline reads values or runs foreign code; a group is not known, or divides other ranks; or it
+            reduces over none of `groups`.
 
     >>> from fnddp import allgather, error_feedback, topk
     >>> sim = simulate(error_feedback(topk(allgather, k=1)), world_size=2)
@@ -46,7 +47,13 @@ def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | No
     (tensor([ 1.5000, -2.0000]), tensor([[0., 1.],
             [0., 0.]]))
     """
-    return Simulation(sync, world_size, dict(groups or {}))
+    made = Simulation(sync, world_size, dict(groups or {}))
+    if groups and not (sync.groups or frozenset()).intersection(groups):
+        raise ValueError(
+            f"simulate: {sync!r} reduces over none of the groups {list(groups)}; name one in it, such as "
+            f"all_reduce({next(iter(groups))!r}), or leave groups out"
+        )
+    return made
 
 
 @dataclass(frozen=True)
@@ -208,6 +215,8 @@ class Simulation:
         with torch.no_grad():  # rank by rank: a number scales low precision otherwise than a tensor of it does
             return {
                 path: torch.stack([scaled(row, scale) for row, scale in zip(leaf, scales, strict=True)])
+                if self.sync.reduces(path)
+                else leaf
                 for path, leaf in leaves.items()
             }
 

@@ -138,9 +138,10 @@ class Sync(Expression, abc.ABC):
         device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
         scale = scale_of_weight(weight, group, device)
         if isinstance(scale, Tensor):
-            factor = {path: scale.to(leaf.real.dtype) for path, leaf in leaves.items()}
-            return {path: torch.where(scale == 0, 0, leaf * factor[path]) for path, leaf in leaves.items()}
-        return {path: scaled(leaf, scale) for path, leaf in leaves.items()}
+            mine = {path: leaf for path, leaf in leaves.items() if self.reduces(path)}
+            factor = {path: scale.to(leaf.real.dtype) for path, leaf in mine.items()}
+            return leaves | {path: torch.where(scale == 0, 0, leaf * factor[path]) for path, leaf in mine.items()}
+        return {path: scaled(leaf, scale) if self.reduces(path) else leaf for path, leaf in leaves.items()}
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
         """The same pipeline on another process group.
@@ -167,6 +168,11 @@ class Sync(Expression, abc.ABC):
         known = [groups for groups in inner if groups is not None]
         none: frozenset[str | None] = frozenset()  # Dynamo traces no call of frozenset[...]
         return none.union(*known) if inner and known == inner else None
+
+    def reduces(self, path: str) -> bool:
+        """Return whether the leaf `path` is reduced over ranks. False for what `none` leaves as it is on its rank."""
+        inner = list(self.children())
+        return any(child.reduces(path) for child in inner) if inner else bool(self.ops)
 
     @property
     def traceable(self) -> bool:
@@ -215,10 +221,15 @@ class Sync(Expression, abc.ABC):
 
 
 def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raises a ValueError unless `sync` takes means of fractions over one group."""
+    """Raise a ValueError unless `sync` takes means of fractions over one group, which it names."""
     if sync.ops != {"mean"}:
         raise ValueError(f"weight: {sync!r} takes a {', '.join(sorted(sync.ops))}, which knows no weights")
-    if sync.groups is not None and len(sync.groups) > 1:
+    if sync.groups is None:
+        raise ValueError(
+            f"weight: {sync!r} does not say over which process group it reduces, so weights could be those of other "
+            "ranks; use a pipeline that does, such as allreduce, or leave weight out"
+        )
+    if len(sync.groups) > 1:
         raise ValueError(f"weight: {sync!r} reduces over several process groups, {sorted(sync.groups, key=str)}")
     for path, dtype in dtypes.items():
         if not (dtype.is_floating_point or dtype.is_complex):

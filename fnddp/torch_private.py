@@ -260,16 +260,21 @@ def backend_timeout(group: dist.ProcessGroup) -> timedelta:
     return backend.options._timeout
 
 
-def connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Connect the ranks of `group` over gloo once more, as a process group called `name`; blocks until all have come.
 
     `dist.new_group` gives no choice of the name, under which ranks find each other: it counts the groups of a rank.
+
+    Args:
+        group: Any group; without a backend for the CPU it needs a `timeout`.
+        name: Another one than any group has.
+        timeout: None for that of `group`.
     """
     ranks = dist.get_process_group_ranks(group)
     helper: Any = c10d._new_process_group_helper
     _, store = c10d._world.pg_map[group]
     connected: Any = helper(
-        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=backend_timeout(group)
+        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=timeout or backend_timeout(group)
     )[0]
     c10d._world.pg_group_ranks[connected] = {rank: position for position, rank in enumerate(ranks)}
     return connected

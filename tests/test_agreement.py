@@ -1,17 +1,24 @@
 """`verify`: a difference on one rank is the same named error on all of them."""
 
+from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, from_hook, powersgd, verify
+from fnddp.integrations.fsdp import compress_replicas
 from fnddp.ranks import run_threads
+from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
@@ -116,3 +123,62 @@ def test_several_ranks_may_differ():
     lines = [{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float16[2]"}, {}]
     text = fnddp.agreement.first_difference(lines)
     assert text == "ranks disagree about leaf 'w': rank 0: float32[2]; rank 1: float16[2]; rank 2: nothing"
+
+
+LATER = "error_feedback(warmup(bf16(allreduce), steps=5))"  # whose first steps send other bytes
+
+
+def keeper(kind: str, timeout: timedelta) -> tuple[nn.Module, Any]:
+    """A model, and what has its pipeline's state."""
+    group, sync = dist.new_group(timeout=timeout), fnddp.parse(LATER)
+    if kind == "module":
+        model = fnddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), sync=sync, process_group=group)
+        return model, model
+    if kind == "register":
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group)
+        return ddp, fnddp.register(ddp, sync)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh["shard"])
+    return model, compress_replicas(model, sync, DeviceMesh.from_group(group, "cpu"))
+
+
+def require_mean(model: nn.Module, rank: int) -> None:
+    model.zero_grad()
+    model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    for parameter in model.parameters():
+        grad = parameter.grad
+        assert (grad.to_local() if isinstance(grad, DTensor) else grad).tolist() == [[1.5, 1.5]]
+
+
+def moved(state: Any, step: int) -> Any:
+    return state._replace(inner=state.inner._replace(step=step))
+
+
+@pytest.mark.parametrize("kind", ["module", "register", "fsdp"])
+@on_ranks(2)
+def test_a_state_is_set_alike_on_all_ranks(rank: int, kind: str) -> None:
+    model, has = keeper(kind, timedelta(seconds=60))
+    require_mean(model, rank)
+    with pytest.raises(fnddp.RankMismatchError, match=r"'inner.step': rank 0: int = 3; rank 1: int = 4"):
+        has.sync_state = moved(has.sync_state, 3 + rank)
+    assert has.sync_state.inner.step == 1
+    if rank == 0:  # what is this rank's own needs no other
+        has.sync_state = has.sync_state._replace(
+            residual={path: torch.zeros_like(residual) for path, residual in has.sync_state.residual.items()}
+        )
+    require_mean(model, rank)
+    has.sync_state = moved(has.sync_state, 5)
+    require_mean(model, rank)
+    assert has.sync_state.inner.step == 5
+
+
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_a_rank_that_alone_sets_a_state_is_told(rank: int, kind: str) -> None:
+    model, has = keeper(kind, timedelta(seconds=3))
+    require_mean(model, rank)
+    if rank == 0:
+        with pytest.raises(CollectiveError, match="set on all ranks or on none"):
+            has.sync_state = moved(has.sync_state, 5)
+        assert has.sync_state.inner.step == 1
+    dist.barrier()

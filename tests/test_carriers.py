@@ -117,6 +117,7 @@ def test_server_memory_of_other_ranks_is_refused():
     ("make", "says"),
     [
         (lambda: topk(allreduce, k=1), r"topk: allreduce carries no .*topk\(allgather\) or topk\(two_shot\)"),
+        (lambda: quantize(allgather, seed=7), "quantize: seed=7 is for rounding='stochastic'"),
         (lambda: quantize(bucketize(allgather)), r"quantize: bucketize\(allgather\) carries.*bucketize\(quantize"),
         (lambda: sign(fp16(allreduce)), r"sign: fp16\(allreduce\) carries"),
         (lambda: topk(allgather), "topk: give ratio or k"),

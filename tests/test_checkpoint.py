@@ -120,3 +120,22 @@ def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
         load(tmp_path / "weights", *run.parts)
     with pytest.raises(TypeError, match="a DistributedDataParallel keeps no pipeline; give what fnddp.register"):
         save(tmp_path, *Run("register").parts)
+
+
+@on_ranks(3)
+def test_some_ranks_save_on_their_own(rank: int, tmp_path: Path) -> None:
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    torch.manual_seed(0)
+    net = fnddp.DistributedDataParallel(nn.Linear(2, 2), sync=SYNC, process_group=group)
+    net(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    async_save(folders[0], net, optimizer, group=group, more={"step": 7}).result(timeout=60)
+    save(folders[1], net, optimizer, group=group, more={"step": 7})
+    for folder in folders:
+        before = residual(net.sync_state).clone()
+        net.sync_state = SYNC.init(dict(net.module.named_parameters()))
+        assert load(folder, net, optimizer, group=group, more={"step": 0}) == {"step": 7}
+        assert torch.equal(residual(net.sync_state), before)

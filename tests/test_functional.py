@@ -1,5 +1,6 @@
 """Functional loops: value_and_grad, torch.func's transforms around and inside, torch.compile over a whole step."""
 
+import threading
 import warnings
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from fnddp import allreduce, error_feedback, fp16, powersgd
 from fnddp.laws import bits
 from fnddp.ranks import run_threads
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE
+from tests.ranks import on_ranks
 
 
 def loss_fn(params, x, y):
@@ -284,3 +286,50 @@ def test_powersgd_state_is_named_by_parameter():
     sync = powersgd(allreduce)
     model = nn.Linear(24, 32)
     assert list(sync.init(dict(model.named_parameters())).q) == ["weight"]
+
+
+@pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(fp16(allreduce), rank=1))"])
+@on_ranks(2)
+def test_a_call_within_its_own_loss_is_an_error_on_all_ranks(rank: int, text: str) -> None:
+    sync = fnddp.parse(text)
+    own, state = {"w": torch.ones(2, 2)}, sync.init({"w": torch.ones(2, 2)})
+
+    def loss(params, inner):
+        value = 3 * (rank + 1) * params["w"].sum()
+        if inner is None:
+            return value
+        with torch.no_grad():  # its results are constants
+            own = inner(params, state, None)[1]["w"].sum()
+        return value + own
+
+    step, other = (fnddp.value_and_grad(loss, sync) for _ in range(2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="is under way: its function was called again within its own call"):
+            step(own, state, step)
+        _, grads, _ = step(own, state, None)
+        torch.testing.assert_close(grads["w"], torch.full((2, 2), 4.5))
+        _, grads, _ = step(own, state, other)  # as the error says
+        torch.testing.assert_close(grads["w"], torch.full((2, 2), 4.5))
+
+
+def test_a_call_by_another_thread_is_an_error_and_the_step_goes_on():
+    has_begun, may_end, got = threading.Event(), threading.Event(), []
+
+    def loss(params, waits):
+        if waits:
+            has_begun.set()
+            may_end.wait()
+        return params["w"].sum()
+
+    step, own = fnddp.value_and_grad(loss, allreduce), {"w": torch.ones(2)}
+    thread = threading.Thread(target=lambda: got.append(step(own, (), True)[1]["w"].tolist()))
+    thread.start()
+    has_begun.wait()
+    try:
+        with pytest.raises(RuntimeError, match="or by another thread"):
+            step(own, (), False)
+    finally:
+        may_end.set()
+        thread.join()
+    assert got == [[1.0, 1.0]]
+    assert step(own, (), False)[1]["w"].tolist() == [1.0, 1.0]

@@ -550,3 +550,12 @@ def test_gradients_cost_nothing_where_no_segment_waits_for_a_collective(rank: in
         del model, handle, engine, look
         gc.collect()
         assert not any(p._post_accumulate_grad_hooks for p in parameters)
+
+
+@on_ranks(1)
+def test_a_pipeline_that_runs_cannot_be_replaced_by_a_name(rank: int) -> None:
+    handle = fnddp.register(DistributedDataParallel(nn.Linear(2, 1)), fnddp.allreduce)
+    for runs in (handle, fnddp.jit(fnddp.allreduce)):
+        with pytest.raises(AttributeError, match="sync"):
+            runs.sync = fnddp.none
+        assert runs.sync == fnddp.allreduce

@@ -276,6 +276,8 @@ def test_errors_say_what_to_do():
         simulate(fnddp.all_reduce("node"), 4)
     with pytest.raises(ValueError, match="group 'node' must divide the ranks 0 to 3 into groups of equal size"):
         simulate(fnddp.all_reduce("node"), 4, groups={"node": ((0, 1, 2), (3,))})
+    with pytest.raises(ValueError, match=r"reduces over none of the groups \['node', 'rail'\]; name one in it"):
+        simulate(fnddp.allreduce, 4, groups=NODES)
     with pytest.raises(ValueError, match="`traceable` is False"):
         simulate(fnddp.fp16(fnddp.allreduce, check=True), 2)
     with pytest.raises(ValueError, match="one for each of 2 ranks, got 3"):

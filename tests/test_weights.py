@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fnddp
 from fnddp import laws, tree
@@ -219,3 +220,43 @@ def check_steps_of_an_engine(rank: int, text: str) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_engines_take_weights_step_by_step(n):
     run_threads(n, partial(check_steps_of_an_engine, text=LOSSY))
+
+
+EXPERTS = "error_feedback(partition({'expert': none, '*': fp16(allreduce)}))"
+
+
+def check_experts(rank: int) -> None:
+    weights = [1.0, 3.0]
+    mine = {"expert": torch.full((2,), rank + 1.0), "shared": torch.full((2,), rank + 1.0)}
+    sync = fnddp.parse(EXPERTS)
+    state = sync.init(mine)
+    for run in (sync, fnddp.jit(sync)):
+        for _ in range(2):  # jit asks for weights in the first step, and exchanges them at once in the second
+            mean, _ = run(mine, state, weight=weights[rank])
+            assert mean["shared"].tolist() == [1.75, 1.75]
+            assert mean["expert"].tolist() == [rank + 1.0, rank + 1.0]
+        mean, _ = run(mine, state, weight=1.0 - rank)
+        assert mean["expert"].tolist() == [rank + 1.0, rank + 1.0]
+
+
+def test_a_weight_leaves_gradients_alone_that_are_not_reduced(gloo):
+    run_threads(2, check_experts)
+    gloo(2, check_experts)
+    simulation = fnddp.simulate(fnddp.parse(EXPERTS), 2)
+    rows = {path: torch.tensor([[1.0], [2.0]]) for path in ("expert", "shared")}
+    done = simulation.exchange(simulation._weighted(rows, [1.0, 3.0]), simulation.init(rows))
+    assert done.sent["expert"].tolist() == [[1.0], [2.0]]
+    assert done.mean["shared"].tolist() == [1.75]
+
+
+@on_ranks(2)
+def test_weights_over_a_group_that_a_hook_does_not_name_are_refused(rank):
+    groups = [torch.distributed.new_group([0]), torch.distributed.new_group([1])]
+    hook = fnddp.from_hook(allreduce_hook, groups[rank])
+    with pytest.raises(ValueError, match="from_hook.* does not say over which process group"):
+        hook({"w": torch.ones(2)}, (), weight=1.0 + rank)
+    model = fnddp.DistributedDataParallel(network(), sync=hook)
+    with pytest.raises(ValueError, match="does not say over which process group"), model.weight(1 + rank):
+        model(torch.ones(1, 8)).sum().backward()
+    model.zero_grad()
+    model(torch.ones(1, 8)).sum().backward()  # the next step works

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.world import World
-from fnddp.agreement import agree, description
+from fnddp.agreement import agree, agree_on_state, description
 from fnddp.group import group_name
 from fnddp.plan.draft import Donation
 from fnddp.plan.ir import LeafSpec
@@ -28,14 +28,12 @@ class Handle:
     """What `register` returns: the pipeline that runs in a DDP model and its state.
 
     Attributes:
-        sync: The pipeline that runs: it names the model's process group where it named none, unless that is the
-            default group.
         group: The name of the model's process group; None for the default one.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
-        self.sync = sync
         self.group = group_name(model.process_group)
+        self._wire = wire
         self._writes_all = model.find_unused_parameters and sync.gives_later
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
@@ -60,12 +58,24 @@ class Handle:
         self._looks_between = False
 
     @property
+    def sync(self) -> Sync:
+        """The pipeline that runs: it names the model's process group where it named none, unless that is the default.
+
+        It cannot be set: DDP has one hook slot, for good. Wrap the module again, or use fnddp's class.
+        """
+        return self._engine.sync
+
+    @property
     def state(self) -> State:
-        """The pipeline's state after the last step: a pytree keyed by the parameter names of `model.module`."""
+        """The pipeline's state after the last step: a pytree keyed by the parameter names of `model.module`.
+
+        Set it on all ranks: see `fnddp.DistributedDataParallel.sync_state`.
+        """
         return self._engine.state
 
     @state.setter
     def state(self, state: State) -> None:
+        agree_on_state(self.sync, self._engine.state, state, self.group, self._wire)
         self._engine.state = state
 
     @property

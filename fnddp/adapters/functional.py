@@ -63,8 +63,9 @@ def value_and_grad(
         ValueError: At the call: a leaf or its gradient is sparse.
         RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, calls `backward()` on parameters,
             or calls another `value_and_grad` while gradients are enabled; a parameter is used both inside and outside a
-            custom autograd function that runs a backward of its own (raised once: later calls expect it); or inference
-            mode is on, and torch is older than 2.13.
+            custom autograd function that runs a backward of its own (raised once: later calls expect it); inference mode is
+            on, and torch is older than 2.13; or it is called within its own loss, or by two threads at once, for such
+            params: make another one for that.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -101,16 +102,16 @@ def value_and_grad(
                 "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
                 "derivative is not defined; call it within torch.no_grad() if its results are constants"
             )
-        engine = engines.of(leaves, state)
-        engine.start(state)
-        try:
-            value, aux = _backward(loss_of, leaves, batch, has_aux, engine, nested)
-            done = engine.finish()
-        except BaseException as error:
-            engine.fail(error)
-            raise
-        given: Any = (value, aux) if has_aux else value
-        return given, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+        with engines.alone(leaves, state) as engine:
+            engine.start(state)
+            try:
+                value, aux = _backward(loss_of, leaves, batch, has_aux, engine, nested)
+                done = engine.finish()
+            except BaseException as error:
+                engine.fail(error)
+                raise
+            given: Any = (value, aux) if has_aux else value
+            return given, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     return run
 

@@ -32,9 +32,6 @@ class jit:
         backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
-    Attributes:
-        sync: The pipeline.
-
     >>> from fnddp import allreduce, fp16
     >>> step = jit(fp16(allreduce))
     >>> grads = {"w": torch.tensor([1.0, 1 / 3])}
@@ -43,9 +40,14 @@ class jit:
     """
 
     def __init__(self, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> None:
-        self.sync = require_sync("jit: sync", sync)
+        self._sync = require_sync("jit: sync", sync)
         self._eager = over(wire, sync)
         self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline that runs."""
+        return self._sync
 
     def init(self, grads: Tree) -> State:
         """See `Sync.init`."""
@@ -60,13 +62,14 @@ class jit:
         """See `Sync.__call__`.
 
         Raises:
+            RuntimeError: It is called by two threads at once, for such leaves.
             StepFailedError: Another rank has failed in this step.
         """
         if torch.compiler.is_compiling() or is_transforming():
             return self._eager(grads, state, weight=weight)
         leaves, spec = tree.flatten(grads)
-        with torch.inference_mode(False):  # plans, and the memory that they keep, outlive it
-            engine = self._engines.of(leaves, state)
+        # Plans, and the memory that they keep, outlive inference mode.
+        with torch.inference_mode(False), self._engines.alone(leaves, state) as engine:
             engine.start(state, weight=weight)
             done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
             return tree.unflatten(spec, done.of(leaves)), engine.hand_over()

@@ -55,6 +55,8 @@ class quantize(Codec):
             raise ValueError(f"quantize: block must be a positive multiple of {8 // self.bits}, got {self.block!r}")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"quantize: rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+        if self.seed and not self.draws:
+            raise ValueError(f"quantize: seed={self.seed} is for rounding='stochastic', and this one rounds to nearest")
 
     @property
     def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

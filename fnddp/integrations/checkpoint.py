@@ -1,6 +1,5 @@
 """torch.distributed.checkpoint: model, optimizers and the pipeline's state in one call of all ranks."""
 
-import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,12 +11,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.torch_private import live_group
+from fnddp.wire.c10d import dedicated_to
 
 _MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more"
-_savers: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
 class HasCheckpoint(Protocol):
@@ -35,6 +36,7 @@ def save(
     *,
     sync: HasCheckpoint | None = None,
     more: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes one checkpoint of all ranks: what is replicated once, what is local for each rank, shards as they are.
 
@@ -44,6 +46,7 @@ def save(
         optimizers: Of its parameters.
         sync: What keeps the pipeline: what `register` or `compress_replicas` has returned; None for `model` itself.
         more: What else to save, by name: numbers, tensors, what has a `state_dict`, such as a scheduler.
+        group: The ranks that save, all of which call it; None for all ranks.
 
     Raises:
         TypeError: Nothing keeps a pipeline.
@@ -58,7 +61,8 @@ def save(
     {'step': 7}
     >>> dist.destroy_process_group()
     """
-    dcp.save(_state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more), checkpoint_id=folder)
+    state = _state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more)
+    dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
 def async_save(
@@ -68,15 +72,16 @@ def async_save(
     *,
     sync: HasCheckpoint | None = None,
     more: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
     in_process: bool = False,
 ) -> Future[Any]:
     """`save`, which returns when all is copied to the CPU, and writes while training goes on.
 
-    Ranks agree about what they write on a process group of their own, which is made in the first call: what they say
-    there cannot meet the collectives of training.
+    Ranks agree about what they write on a process group of their own, which the first call makes for the ranks that
+    save, named after theirs: what they say there cannot meet the collectives of training.
 
     Args:
-        folder, model, optimizers, sync, more: See `save`.
+        folder, model, optimizers, sync, more, group: See `save`.
         in_process: Write in a process beside, not in a thread. Its first call takes seconds, and the script must be
             guarded by `if __name__ == "__main__"`.
 
@@ -85,8 +90,8 @@ def async_save(
     """
     state = _state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
-    group = None if in_process else _saver()
-    response = dcp.async_save(state, checkpoint_id=folder, process_group=group, async_checkpointer_type=kind)
+    saver = group if in_process else _saver(group)
+    response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
     return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
 
@@ -97,6 +102,7 @@ def load(
     *,
     sync: HasCheckpoint | None = None,
     more: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Reads what `save` or `async_save` has written, by as many ranks or by others. All ranks must call it.
 
@@ -107,6 +113,7 @@ def load(
         folder: Where.
         model, optimizers, sync: As they were saved; they are written to.
         more: Names of what else was saved. What has a `load_state_dict` is written to.
+        group: The ranks that load, all of which call it; None for all ranks.
 
     Returns:
         `more`, with the values that were saved.
@@ -119,7 +126,7 @@ def load(
     checkpoint = keeper.sync_checkpoint()
     about = {_SYNC: checkpoint.about()}
     try:
-        dcp.load(about, checkpoint_id=folder)
+        dcp.load(about, checkpoint_id=folder, process_group=group)
     except CheckpointException as error:
         raise ValueError(
             f"load: {folder} has no state of a pipeline for this rank: it was written without one, or of another "
@@ -127,7 +134,7 @@ def load(
         ) from error
     checkpoint.require_fitting(about[_SYNC])
     state = _state(model, optimizers, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
     return state.get(_MORE, {})
 
@@ -153,11 +160,8 @@ def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:
     return keeper
 
 
-def _saver() -> dist.ProcessGroup | None:
-    world = dist.group.WORLD
-    if world is None:
+def _saver(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
         return None
-    if world not in _savers:
-        made: Any = dist.new_group(backend="gloo")
-        _savers[world] = made
-    return _savers[world]
+    name = dedicated_to(live_group(None) if group is None else group, "fnddp.save", default_pg_timeout)
+    return live_group(name)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.ending import end_with_backward
-from fnddp.agreement import agree, description
+from fnddp.agreement import agree, agree_on_state, description
 from fnddp.group import group_name
 from fnddp.parse import parse
 from fnddp.plan.draft import Donation
@@ -70,11 +70,15 @@ class Replicas:
 
     @property
     def state(self) -> State:
-        """The pipeline's state for this rank's shard: a pytree keyed by the names of the model's parameters."""
+        """The pipeline's state for this rank's shard: a pytree keyed by the names of the model's parameters.
+
+        Set it on all replicas: see `fnddp.DistributedDataParallel.sync_state`.
+        """
         return self._engine.state
 
     @state.setter
     def state(self, state: State) -> None:
+        agree_on_state(self.sync, self._engine.state, state, self._group)
         self._engine.state = state
 
     @property

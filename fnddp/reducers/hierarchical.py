@@ -102,6 +102,9 @@ class hierarchical(Sync):
     def groups(self) -> frozenset[str | None] | None:
         return frozenset({group_name(self.intra), *(self.inner.groups or ())})
 
+    def reduces(self, path: str) -> bool:
+        return True
+
     def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
         name = group_name(group)
         if unnamed_only:

@@ -6,7 +6,8 @@ step on all ranks alike: either all of them have the result, or all of them rais
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -126,6 +127,7 @@ class Engine:
         self.number = next(_numbers)
         self.leaves = dict(leaves)
         self.positions = {path: position for position, path in enumerate(self.leaves)}
+        self._own = {path for path in leaves if not sync.reduces(path)}
         self.is_open = False
         self.begun = 0
         self.steps = self.failed_steps = 0
@@ -275,9 +277,12 @@ class Engine:
         assert self._current is not None
         if self._arriving is not None:
             self._arriving.append(path)
-        grad, is_new = (grad, False) if scale == 1 else (scaled(grad, scale), True)
+        grad, is_new = (grad, False) if scale == 1 or self._keeps(path) else (scaled(grad, scale), True)
         if self._current.runner.feed(path, grad, keep=keep and not is_new):
             self.poll()
+
+    def _keeps(self, path: str) -> bool:
+        return path in self._own and not self._asks  # a step that will run again must not write over it
 
     def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
         """`feed` for several leaves, which costs less. What is wrong with one is raised here, or when the step ends."""
@@ -434,6 +439,19 @@ class Engine:
         if self.plan is not None and arrival != list(self.plan.buckets):
             self._arrival, self._prepared = arrival, []
             self._memory.clear()
+
+    def take_over_from(self, before: "Engine") -> bool:
+        """Take the place of `before`, with all that its steps have learnt, and return whether it has the same leaves.
+
+        A rank that replaces its engine alone then sends what the others send.
+        """
+        if list(self.leaves) != list(before.leaves):
+            return False
+        self.number, self._epoch = before.number, before._epoch
+        self._arrival, self._dropped = before._arrival, before._dropped
+        self._arriving = self._arriving if before._arriving is not None else None
+        self._exchanges_weights = before._exchanges_weights
+        return True
 
     def _begin(self, scale: float, weight: Weight | None) -> None:
         if isinstance(self._wire, Elastic) and self._wire.epoch != self._epoch:
@@ -693,20 +711,46 @@ class Engines:
         self, sync: Sync, *, donation: Donation, learns_order: bool, wire: Wire = C10D, backend: str | None = None
     ) -> None:
         self.last: Engine | None = None
+        self._sync = sync
         self._groups = sorted({None, *groups_of(sync)}, key=str)
         self._wire = wire
         self._make: Any = partial(
             Engine, sync, donation=donation, learns_order=learns_order, wire=wire, backend=backend
         )
         self._engines: dict[Any, Engine] = {}
+        self._calls: dict[Any, object] = {}
+
+    @contextmanager
+    def alone(self, leaves: Leaves, state: State) -> Generator[Engine]:
+        """Give the engine for such leaves and such a state to one call at a time.
+
+        Raises:
+            RuntimeError: A call for such leaves is under way, whose step goes on.
+        """
+        key, call = self._key(leaves, state), object()
+        if self._calls.setdefault(key, call) is not call:  # atomic, as a look and an entry are not
+            raise RuntimeError(
+                f"a step of {self._sync!r} for such leaves is under way: its function was called again within its own "
+                "call, or by another thread; make another one for that with fnddp.value_and_grad or fnddp.jit, for a "
+                "thread over a process group of its own"
+            )
+        try:
+            yield self._of(key, leaves)
+        finally:
+            del self._calls[key]
 
     def of(self, leaves: Leaves, state: State) -> Engine:
         """The engine for such leaves and such a state."""
+        return self._of(self._key(leaves, state), leaves)
+
+    def _key(self, leaves: Leaves, state: State) -> Any:
         parts, structure = tree.flatten_any(state)
         likes = tuple((path, leaf.shape, leaf.dtype, leaf.device) for path, leaf in leaves.items())
         kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
         world = [identity(group) for group in self._groups] if self._wire is C10D else []
-        key = (likes, structure, kinds, tuple(world))
+        return likes, structure, kinds, tuple(world)
+
+    def _of(self, key: Any, leaves: Leaves) -> Engine:
         engine = self._engines.pop(key, None)
         if engine is None:
             engine = self._make(_dense_specs(leaves))

@@ -83,6 +83,10 @@ class partition(Sync):
             state=PartitionState({pattern: exchange.state for pattern, exchange in done.items()}),
         )
 
+    def reduces(self, path: str) -> bool:
+        owner = next((sync for pattern, sync in self._pairs if self._compiled[pattern].match(path)), None)
+        return owner is None or owner.reduces(path)
+
     @property
     def _pairs(self) -> tuple[tuple[str, Sync], ...]:
         assert isinstance(self.rules, tuple)  # __post_init__ has turned a dict into pairs

@@ -21,6 +21,10 @@ class bucketize(Sync):
     they hold the cap, as torch's DDP does. A bucket is named by its first and last leaf, so inner state is keyed by
     leaf paths. The wrong choice around `powersgd`, which needs matrices: put it inside, `powersgd(bucketize(...))`.
 
+    The caps say what the inner pipeline sees, such as a codec's blocks. They do not set the number of messages where a
+    plan runs it (`jit`, `value_and_grad`, the adapters): plans have buckets of their own (`bucket_cap_mb` of
+    `DistributedDataParallel`), and join the payloads in each, so `cap_mb=1` sends as many collectives as `cap_mb=25`.
+
     All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
 
     Args:

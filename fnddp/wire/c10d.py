@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -69,8 +70,8 @@ class C10d:
 
 C10D = C10d()
 
-# By the group over whose ranks they are: the name of each, or why there is none.
-_dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, Future[str]]" = weakref.WeakKeyDictionary()
+# By the group over whose ranks they are, and by use: the name of each, or why there is none.
+_dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[str]]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -91,24 +92,34 @@ def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
     if type(wire) is not C10d:
         return wire
     named = [(group, live_group(group)) for group in groups if dist.is_initialized()]
-    own = {group: _dedicated_to(live) for group, live in named if is_gloo_on_cpu(live)}
+    own = {group: dedicated_to(live, "fnddp") for group, live in named if is_gloo_on_cpu(live)}
     return C10d(own) if own else wire
 
 
-def _dedicated_to(group: dist.ProcessGroup) -> str:
+def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None = None) -> str:
+    """Return the name of a gloo group over the ranks of `group` for one use, which the first call of each rank makes.
+
+    Args:
+        group: A process group.
+        use: What it is for; its name is that of `group` with this appended.
+        timeout: See `connect_again`.
+
+    Raises:
+        CollectiveError: See `with_dedicated_groups`.
+    """
     with _lock:
-        made = _dedicated.get(group)
-        is_first = made is None
-        made = _dedicated.setdefault(group, Future())
+        uses = _dedicated.setdefault(group, {})
+        is_first = use not in uses
+        made = uses.setdefault(use, Future())
     if is_first:  # without the lock: threads may connect several groups, in another order on each rank
         try:
-            made.set_result(connect_again(group, f"{group.group_name}/fnddp").group_name)
+            made.set_result(connect_again(group, f"{group.group_name}/{use}", timeout).group_name)
         except RuntimeError as error:
             made.set_exception(
                 CollectiveError(
-                    f"the ranks of process group {group.group_name!r} could not be connected for fnddp: {error}. All "
-                    "of its ranks must set up the same pipelines, in the same order; another rank has failed, left, or "
-                    "not come to this point; see its own error"
+                    f"the ranks of process group {group.group_name!r} could not be connected for {use}: {error}. All "
+                    "of its ranks must do so, for pipelines in the same order; another rank has failed, left, or not "
+                    "come to this point; see its own error"
                 )
             )
         except BaseException as error:

@@ -26,7 +26,7 @@ from fnddp.adapters.module.torch.names import TorchNames
 from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
-from fnddp.agreement import agree, description, fails_alike
+from fnddp.agreement import agree, agree_on_state, description, fails_alike
 from fnddp.buckets import MB
 from fnddp.group import group_name
 from fnddp.plan.plan import Plan
@@ -198,12 +198,21 @@ class DistributedDataParallel(TorchNames):
     def sync_state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the names of `module`'s parameters.
 
-        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks.
+        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks, which compare
+        what is replicated in it if that changes.
+
+        Raises:
+            CollectiveError: Another rank has not set it within the timeout of the process group.
+            RankMismatchError: On all ranks: some set a state with other replicated parts.
+            RuntimeError: A step is under way.
+            ValueError: It is of another pipeline or other parameters.
         """
         return self._steps.state
 
     @sync_state.setter
     def sync_state(self, saved: State) -> None:
+        with on(self.device):
+            agree_on_state(self.sync, self._steps.state, saved, self._group, self._wire)
         self._steps.state = saved
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
@@ -316,6 +325,8 @@ class DistributedDataParallel(TorchNames):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads what `state_dict` gave, of this class, of torch's, or of the module itself, without `module.`.
 
+        All ranks must call it if the state of the pipeline is in it: see `sync_state`.
+
         Raises:
             RuntimeError: See `torch.nn.Module.load_state_dict`.
             ValueError: The state of the pipeline in it, if any, is of another pipeline.
@@ -327,7 +338,10 @@ class DistributedDataParallel(TorchNames):
         loaded = super().load_state_dict(rest, strict, assign)
         if assign:  # the parameters are others now
             self._trained = _trained(self.module, self.parameters_to_ignore)
+            before, promises = self._steps.engine, dict(vars(self._promises))
             self._go_on(self.sync, self.sync_state)
+            if self._steps.engine.take_over_from(before):  # other ranks need not do this, and learn nothing anew
+                vars(self._promises).update(promises)
         if synced:
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
