@@ -63,9 +63,8 @@ def value_and_grad(
         ValueError: At the call: a leaf or its gradient is sparse.
         RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, calls `backward()` on parameters,
             or calls another `value_and_grad` while gradients are enabled; a parameter is used both inside and outside a
-            custom autograd function that runs a backward of its own (raised once: later calls expect it); inference mode is
-            on, and torch is older than 2.13; or it is called within its own loss, or by two threads at once, for such
-            params: make another one for that.
+            custom autograd function that runs a backward of its own (raised once: later calls expect it); two threads
+            call it at once: make one for each; or inference mode is on, and torch is older than 2.13.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
