@@ -36,6 +36,17 @@ class Weight(nn.Module):
         return self.wrap(self.last)
 
 
+class Droppable(nn.Module):
+    """A layer with a residual, which some forwards leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, drops: bool) -> Tensor:
+        return 1 * x if drops else x + self.w * x
+
+
 class TwoLayers(nn.Module):
     """Backward may fail when the second weight has its gradient, and the first one has not."""
 
@@ -253,6 +264,24 @@ def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(rank: i
     assert model.module.unused.grad.item() == 1 + rank
     model(x_of(rank)).backward()
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+
+
+@pytest.mark.parametrize("all_drop", [False, True])
+@on_ranks(2)
+def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches_no_parameter(
+    rank: int, all_drop: bool
+) -> None:
+    model = DDP(Droppable())
+    x = x_of(rank).requires_grad_()
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            model(x, drops=False).backward()
+        (of_x,) = torch.autograd.grad(model(2 * x, drops=rank == 0), x)  # is no step, and leaves them where they are
+        assert of_x.item() == 2 * (1 if rank == 0 else 2)
+        assert model.module.w.grad.item() == 1 + rank
+        model(x, drops=all_drop or rank == 0).backward()
+        assert model.module.w.grad.item() == (MEAN if all_drop else MEAN + 1)
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fnddp import torch_private
 from fnddp.adapters.ending import end_with_backward
-from fnddp.adapters.module.autograd import Quick, Requests, WeakHook
+from fnddp.adapters.module.autograd import Quick, Requests, WeakHook, accumulates
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -119,6 +119,7 @@ class Steps:
         self._found: Gradients | None = None  # by the last backward, where its step may turn out to be none
         self._sparse: dict[str, int] = {}
         self._requests = Requests(self.parameters)
+        self._accumulates = False  # the backward of the step, in all leaves that it reaches
         self._asked: set[str] = set()  # whose gradients torch.autograd.grad will return
         self._placeholders: dict[str, Tensor] = {}  # what means are written to, where autograd goes on with it
         self._task = -1  # autograd's number for the backward of the step
@@ -186,12 +187,20 @@ class Steps:
         """The next backward synchronizes."""
         self.is_armed = True
 
-    def start_of(self, told: Weight | None, _: Tensor) -> None:
-        """At the beginning of a backward, at what a forward has returned that ran in a block of the weight `told`."""
+    def start_of(self, told: Weight | None, behind: Sequence[Any], grad: Tensor) -> None:
+        """At the beginning of a backward, at what a forward has returned.
+
+        Args:
+            told: The weight of the block in which the forward ran.
+            behind: The nodes that have made it.
+            grad: Its gradient.
+        """
         if self._successor is not None:
-            self._successor.start_of(told, _)
+            self._successor.start_of(told, behind, grad)
             return
         self.start(told)
+        if self.unsynchronized and not self._accumulates:
+            self._accumulates = accumulates(behind)
         self._require_one_weight(told)
 
     def start(self, told: Weight | None) -> None:
@@ -205,7 +214,8 @@ class Steps:
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
         self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
         self._found = Gradients(self.parameters, self.unsynchronized) if isinstance(self._wire, Elastic) else None
-        self._asked = self._requests.asked_for()
+        asked = self._requests.asked_for()
+        self._accumulates, self._asked = asked is None, asked or set()
         self._task = torch_private.current_backward()
         self._begin(told)
         if self._asked:
@@ -403,7 +413,7 @@ class Steps:
     def _waiting(self) -> set[str]:
         """Parameters whose gradients are there but have not been fed."""
         missing = self.engine.missing - self._late
-        if self._asked or len(missing) == len(self.parameters):
+        if self._asked or (len(missing) == len(self.parameters) and not self._accumulates):
             return self._late
         # What was accumulated within no_sync, of parameters that this backward has not reached.
         return (self.unsynchronized & missing) | self._late

@@ -373,7 +373,8 @@ class DistributedDataParallel(TorchNames):
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
             for tensor in _tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
-                    tensor.register_hook(partial(self._steps.start_of, told))
+                    behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
+                    tensor.register_hook(partial(self._steps.start_of, told, behind))
 
     def _sync_buffers(self, location: HookLocation) -> None:
         if not self._slots.has_buffers or not self._buffers_of_module.runs_at(location):
