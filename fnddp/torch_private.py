@@ -37,6 +37,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._utils import _get_device_index
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +78,28 @@ def at_end_of_backward(callback: Callable[[], object]) -> None:
     """Has the backward that runs call `callback` when it is over, unless it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def nodes_of_outer_backward() -> list[Any] | None:
+    """Return where the outermost backward goes on, if the one that runs was called within it.
+
+    Returns:
+        The nodes that follow the one that has called this backward; none if a hook has. None: there is no other one.
+    """
+    frame, backwards, outermost = sys._getframe(), 0, None
+    while frame is not None:
+        backwards += frame.f_code is _engine_run_backward.__code__
+        if frame.f_code in _OF_FUNCTIONS:
+            outermost = frame
+        frame = frame.f_back
+    if outermost is None:
+        return None if backwards < 2 else []
+    return [node for node, _ in outermost.f_locals["self"].next_functions if node is not None]
+
+
+_OF_FUNCTIONS = {
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
+}
 
 
 def will_execute(node: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import fnddp
 from fnddp import DistributedDataParallel as DDP
@@ -58,13 +59,46 @@ class TwoLayers(nn.Module):
         return self.second * Fails.apply(self.first * x, fails)
 
 
-class Opaque:
-    """Nothing that a search for tensors looks into."""
-
+class Slotted:
     __slots__ = ("y",)
 
     def __init__(self, y: Tensor) -> None:
         self.y = y
+
+
+def opaque(y: Tensor) -> Any:
+    """Nothing that a search for tensors looks into."""
+    return lambda: y
+
+
+class Checkpointed(nn.Module):
+    """Three weights, of which the last two are in reentrant checkpoints; returns `wrap(y)`."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(3)])
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = x * self.weights[0]
+        for w in self.weights[1:]:
+            self.last = checkpoint(lambda y, w=w: w * y, self.last, use_reentrant=True)
+        return self.wrap(self.last)
+
+
+class Doubling(torch.autograd.Function):
+    """Its backward runs a whole backward of `model`, of twice the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, within: Any) -> Tensor:
+        ctx.within = within
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.within()
+        return grad, None
 
 
 class Fails(torch.autograd.Function):
@@ -96,13 +130,45 @@ def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(rank: int) -> None:
 
 @on_ranks(2)
 def test_whatever_the_module_returns(rank: int) -> None:
-    for wrap in (Opaque, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
+    for wrap in (opaque, Slotted, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
         model = DDP(Weight(wrap))
         model(x_of(rank))
         assert torch.autograd.grad(model.module.last, model.module.w)[0].item() == MEAN
         model(x_of(rank))
         model.module.last.backward()
         assert model.module.w.grad.item() == MEAN
+
+
+def nested(y: Tensor) -> Any:
+    return [{"y": Slotted(y)}]
+
+
+@pytest.mark.parametrize("wrap", [opaque, nested])
+@on_ranks(2)
+def test_a_step_is_all_of_a_backward_whose_first_gradients_are_in_reentrant_checkpoints(rank: int, wrap: Any) -> None:
+    model = DDP(Checkpointed(wrap))
+    for _ in range(2):
+        model.zero_grad()
+        model(x_of(rank))
+        with model.weight(1 + 2 * rank):
+            model.module.last.backward()
+        assert [p.grad.item() for p in model.parameters()] == [1.75] * 3
+    assert model.sync_stats()["steps"] == 2
+
+
+@on_ranks(2)
+def test_first_gradients_in_a_backward_that_a_hook_calls_are_an_error_on_all_ranks(rank: int) -> None:
+    model = DDP(Weight(opaque))
+    y = x_of(rank).requires_grad_() * 1
+    if rank == 0:
+        y.register_hook(lambda _: model.module.last.backward())
+    model(x_of(rank))
+    with pytest.raises(RuntimeError if rank == 0 else StepFailedError, match="call backward outside of hooks"):
+        (y if rank == 0 else model.module.last).backward()
+    model.zero_grad()
+    model(x_of(rank))
+    model.module.last.backward()
+    assert model.module.w.grad.item() == MEAN
 
 
 def after_plain_steps(rank: int) -> DDP:

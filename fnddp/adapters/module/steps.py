@@ -311,10 +311,43 @@ class Steps:
         if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
             return None
         if self.is_armed:  # or it began with what the module returned
+            if not self.engine.is_open and self._waits_for_outer_backward():
+                return None
             self.start(self.told)
         if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
             return None
         return self._feed_with_placeholder(name, grad)
+
+    def _waits_for_outer_backward(self) -> bool:
+        """Return whether a step is to begin in the backward around this one, which a reentrant checkpoint has called.
+
+        Only that one has all gradients. Those that have arrived until then are as if no_sync had accumulated them.
+        """
+        nodes = torch_private.nodes_of_outer_backward()
+        if nodes is None or self._requests.asked_for():
+            return False
+        if not nodes:
+            error = RuntimeError(
+                f"{OWNER}: a hook within a backward has called another one, whose gradients are the first ones, and no "
+                "tensor was found in what the module returned that would have told of the outer one; return tensors in "
+                "a list, a dict or a dataclass, or call backward outside of hooks"
+            )
+            self.leave_out(error)
+            raise error
+        handles: list[Any] = []
+        me = weakref.ref(self)
+
+        def go_on(_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            steps = me()
+            if steps is not None and steps.is_armed:
+                steps.start(steps.told)
+                steps._accumulates = True
+
+        handles += [node.register_prehook(go_on) for node in nodes]
+        return True
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Autograd has accumulated a gradient in `parameter.grad`."""

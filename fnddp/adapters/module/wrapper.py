@@ -1,8 +1,7 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import state, torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.gate import gated, is_differentiated
+from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.slots import OWNER, Slots, Trained
 from fnddp.adapters.module.steps import Block, Steps, take_over_optimizers
 from fnddp.adapters.module.torch import arguments
@@ -371,7 +371,7 @@ class DistributedDataParallel(TorchNames):
             self._steps.block.may_step |= self._synchronizes
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
-            for tensor in _tensors_in(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
                     behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
                     tensor.register_hook(partial(self._steps.start_of, told, behind))
@@ -546,16 +546,3 @@ def _shared_with_torch(what: str) -> RuntimeError:
 
 def _weighed_within_join() -> RuntimeError:
     return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
-
-
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returns, whatever it is made of."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors_in(list(output.values()))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-    elif isinstance(output, list | tuple | set):
-        for part in output:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors_in(part)
-    elif is_dataclass(output):
-        yield from _tensors_in([getattr(output, field.name, None) for field in fields(output)])
