@@ -527,6 +527,17 @@ def has_other_hooks(parameter: Tensor) -> bool:
     return len(hooks or ()) > 1 or bool(optimizers_in_backward(parameter))
 
 
+def is_followed(tensor: Tensor, handle: Any) -> bool:
+    """Return whether another hook of `tensor`'s gradient is called after that of `handle`."""
+    return next(reversed(tensor._backward_hooks or {handle.id: None})) != handle.id
+
+
+def put_last(tensor: Tensor, handle: Any) -> None:
+    """Have the hook of `handle` called after all others of `tensor`'s gradient."""
+    hooks: Any = tensor._backward_hooks
+    hooks[handle.id] = hooks.pop(handle.id)  # torch takes the order of insertion: move_to_end is not enough
+
+
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
     """Those of `torch.distributed.optim._apply_optimizer_in_backward`, which leaves them there."""
     return getattr(parameter, "_in_backward_optimizers", ())

@@ -213,6 +213,31 @@ def test_hooks_after_ours_never_see_a_ranks_own_gradient(rank: int) -> None:
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+@on_ranks(2)
+def test_what_a_later_hook_of_the_users_makes_of_a_gradient_is_synchronized(rank: int, steps: int) -> None:
+    model = DDP(Weight())
+    model.module.w.register_hook(lambda grad: grad**2)
+    for _ in range(steps):
+        model(x_of(rank)).backward()
+        model.zero_grad()
+    for create_graph in (False, True):
+        (mean,) = torch.autograd.grad(model(x_of(rank)), model.module.w, create_graph=create_graph)
+        assert mean.item() == 2.5
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == 2.5
+
+
+@on_ranks(2)
+def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_ranks(rank: int) -> None:
+    model = DDP(Weight(opaque))
+    if rank == 0:
+        model.module.w.register_hook(lambda grad: 2 * grad)
+    model(x_of(rank))
+    with pytest.raises(RuntimeError if rank == 0 else StepFailedError, match="'w' after the module was wrapped"):
+        torch.autograd.grad(model.module.last, model.module.w)
+
+
 @on_ranks(2)
 def test_asking_past_the_outputs_after_plain_steps(rank: int) -> None:
     model = after_plain_steps(rank)

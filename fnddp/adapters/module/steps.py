@@ -129,12 +129,14 @@ class Steps:
         self._quick = Quick([WeakHook(self, Steps._accumulated, name) for name in self.engine.leaves])
         carry_on = weakref.WeakMethod(self._carry_on)
         self._hooks: list[Any] = []
+        self._before: dict[str, Any] = {}  # of those, which see gradients before they are accumulated
         for position, name in enumerate(self.engine.leaves):
             parameter = self.parameters[name]
             arrives = self._quick.before(WeakHook(self, Steps._arrives, name))
             accumulated = self._quick.after(position, carry_on)
+            self._before[name] = parameter.register_hook(arrives)
             self._hooks += [
-                parameter.register_hook(arrives),
+                self._before[name],
                 parameter.register_post_accumulate_grad_hook(accumulated),
             ]
 
@@ -219,6 +221,8 @@ class Steps:
         self._task = torch_private.current_backward()
         self._begin(told)
         if self._asked:
+            for name in self._asked:  # so that what hooks of the user's make of a gradient is synchronized, too
+                torch_private.put_last(self.parameters[name], self._before[name])
             self._require_updates("torch.autograd.grad")
         elif not torch.is_grad_enabled() and not any(map(has_other_hooks, self.parameters.values())):
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
@@ -313,7 +317,16 @@ class Steps:
         if self.is_armed:  # or it began with what the module returned
             if not self.engine.is_open and self._waits_for_outer_backward():
                 return None
+            is_late = not self.engine.is_open and torch_private.is_followed(self.parameters[name], self._before[name])
             self.start(self.told)
+            if is_late and name in self._asked:
+                error = RuntimeError(
+                    f"{OWNER}: a hook was registered on parameter {name!r} after the module was wrapped, and "
+                    "torch.autograd.grad would return what it makes of a gradient that is not synchronized yet; "
+                    "register it before the module is wrapped"
+                )
+                self.fail(error)
+                raise error
         if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
             return None
         return self._feed_with_placeholder(name, grad)
