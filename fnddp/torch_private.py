@@ -23,6 +23,7 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    is_legacy_batchedtensor,
     maybe_current_level,
     maybe_get_level,
     peek_interpreter_stack,
@@ -525,6 +526,11 @@ def has_other_hooks(parameter: Tensor) -> bool:
     """Whether more than one hook, or an optimizer, is called when a gradient has been accumulated in `parameter`."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
     return len(hooks or ()) > 1 or bool(optimizers_in_backward(parameter))
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether `tensor` stands for several, within vmap or `is_grads_batched`."""
+    return is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor)
 
 
 def is_followed(tensor: Tensor, handle: Any) -> bool:

@@ -390,6 +390,43 @@ def test_asking_for_what_only_others_have_used(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_batches_of_gradients_are_refused(rank: int) -> None:
+    model = DDP(Weight())
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == MEAN
+
+
+class Again(torch.autograd.Function):
+    """Runs a module again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
+        ctx.model = model
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.model(x.detach()).backward(grad)
+        return grad, None
+
+
+@on_ranks(2)
+def test_a_module_that_runs_within_a_backward_and_outside_of_it_is_an_error_that_names_it(rank: int) -> None:
+    model = DDP(Weight())
+    x = x_of(rank).requires_grad_()
+    with pytest.raises(RuntimeError, match="runs the module in its backward"):
+        (Again.apply(x, model) + model(x)).backward()
+    model.zero_grad()
+    model(x).backward()
+    assert model.module.w.grad.item() == MEAN
+
+
+@on_ranks(2)
 def test_backward_with_a_graph(rank: int) -> None:
     model = DDP(Weight())
     loss = model(x_of(rank)) ** 2  # gradient 2 w x^2, mean 5; derivative of its square 2 * 5 * 2 x^2, mean 50

@@ -266,6 +266,7 @@ class Steps:
         try:
             for name in reversed(self.parameters):
                 if name in grads:
+                    self._require_unbatched(grads[name])
                     self._feed(name, grads[name].detach(), keep=True)
             return self._run()
         except BaseException as error:
@@ -385,11 +386,22 @@ class Steps:
         self._feed(name, grad, keep=name in self._kept)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
+        self._require_unbatched(grad)
         # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in its
         # turn, it is the one of the mean.
         self._placeholders[name] = placeholder = grad.to_dense() if grad.is_sparse else grad.clone()
         self._feed(name, placeholder.detach().clone(), keep=False)
         return placeholder
+
+    def _require_unbatched(self, grad: Tensor) -> None:
+        """Fail the step, on all ranks, if `grad` stands for several gradients."""
+        if torch_private.is_batched(grad):
+            error = RuntimeError(
+                f"{OWNER}: one gradient at a time is synchronized, not a batch of them, as with is_grads_batched=True "
+                "or vectorize=True; leave that out, or differentiate the module itself, model.module"
+            )
+            self.fail(error)
+            raise error
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
         with self._named():
@@ -409,7 +421,11 @@ class Steps:
             yield
         except UnexpectedGradient as error:
             if not error.is_unlike:
-                raise
+                raise RuntimeError(
+                    f"{OWNER}: the gradient of parameter {error.path!r} has arrived already in this step: a custom "
+                    "autograd function runs the module in its backward, and the same backward reaches it outside of "
+                    "that; call backward for each of the two losses, or use checkpoint(..., use_reentrant=False)"
+                ) from None
             raise _changed(error.path, error.grad, self.engine.leaves[error.path]) from None
 
     def _finish(self) -> None:
