@@ -23,6 +23,7 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    is_legacy_batchedtensor,
     maybe_current_level,
     maybe_get_level,
     peek_interpreter_stack,
@@ -37,6 +38,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._utils import _get_device_index
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +79,28 @@ def at_end_of_backward(callback: Callable[[], object]) -> None:
     """Has the backward that runs call `callback` when it is over, unless it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def nodes_of_outer_backward() -> list[Any] | None:
+    """Return where the outermost backward goes on, if the one that runs was called within it.
+
+    Returns:
+        The nodes that follow the one that has called this backward; none if a hook has. None: there is no other one.
+    """
+    frame, backwards, outermost = sys._getframe(), 0, None
+    while frame is not None:
+        backwards += frame.f_code is _engine_run_backward.__code__
+        if frame.f_code in _OF_FUNCTIONS:
+            outermost = frame
+        frame = frame.f_back
+    if outermost is None:
+        return None if backwards < 2 else []
+    return [node for node, _ in outermost.f_locals["self"].next_functions if node is not None]
+
+
+_OF_FUNCTIONS = {
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
+}
 
 
 def will_execute(node: Any) -> bool:
@@ -519,6 +544,22 @@ def has_other_hooks(parameter: Tensor) -> bool:
     """Whether more than one hook, or an optimizer, is called when a gradient has been accumulated in `parameter`."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
     return len(hooks or ()) > 1 or bool(optimizers_in_backward(parameter))
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether `tensor` stands for several, within vmap or `is_grads_batched`."""
+    return is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor)
+
+
+def is_followed(tensor: Tensor, handle: Any) -> bool:
+    """Return whether another hook of `tensor`'s gradient is called after that of `handle`."""
+    return next(reversed(tensor._backward_hooks or {handle.id: None})) != handle.id
+
+
+def put_last(tensor: Tensor, handle: Any) -> None:
+    """Have the hook of `handle` called after all others of `tensor`'s gradient."""
+    hooks: Any = tensor._backward_hooks
+    hooks[handle.id] = hooks.pop(handle.id)  # torch takes the order of insertion: move_to_end is not enough
 
 
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:

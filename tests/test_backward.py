@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import fnddp
 from fnddp import DistributedDataParallel as DDP
@@ -36,6 +37,17 @@ class Weight(nn.Module):
         return self.wrap(self.last)
 
 
+class Droppable(nn.Module):
+    """A layer with a residual, which some forwards leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, drops: bool) -> Tensor:
+        return 1 * x if drops else x + self.w * x
+
+
 class TwoLayers(nn.Module):
     """Backward may fail when the second weight has its gradient, and the first one has not."""
 
@@ -47,13 +59,46 @@ class TwoLayers(nn.Module):
         return self.second * Fails.apply(self.first * x, fails)
 
 
-class Opaque:
-    """Nothing that a search for tensors looks into."""
-
+class Slotted:
     __slots__ = ("y",)
 
     def __init__(self, y: Tensor) -> None:
         self.y = y
+
+
+def opaque(y: Tensor) -> Any:
+    """Nothing that a search for tensors looks into."""
+    return lambda: y
+
+
+class Checkpointed(nn.Module):
+    """Three weights, of which the last two are in reentrant checkpoints; returns `wrap(y)`."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(3)])
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = x * self.weights[0]
+        for w in self.weights[1:]:
+            self.last = checkpoint(lambda y, w=w: w * y, self.last, use_reentrant=True)
+        return self.wrap(self.last)
+
+
+class Doubling(torch.autograd.Function):
+    """Its backward runs a whole backward of `model`, of twice the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, within: Any) -> Tensor:
+        ctx.within = within
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.within()
+        return grad, None
 
 
 class Fails(torch.autograd.Function):
@@ -85,13 +130,45 @@ def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(rank: int) -> None:
 
 @on_ranks(2)
 def test_whatever_the_module_returns(rank: int) -> None:
-    for wrap in (Opaque, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
+    for wrap in (opaque, Slotted, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
         model = DDP(Weight(wrap))
         model(x_of(rank))
         assert torch.autograd.grad(model.module.last, model.module.w)[0].item() == MEAN
         model(x_of(rank))
         model.module.last.backward()
         assert model.module.w.grad.item() == MEAN
+
+
+def nested(y: Tensor) -> Any:
+    return [{"y": Slotted(y)}]
+
+
+@pytest.mark.parametrize("wrap", [opaque, nested])
+@on_ranks(2)
+def test_a_step_is_all_of_a_backward_whose_first_gradients_are_in_reentrant_checkpoints(rank: int, wrap: Any) -> None:
+    model = DDP(Checkpointed(wrap))
+    for _ in range(2):
+        model.zero_grad()
+        model(x_of(rank))
+        with model.weight(1 + 2 * rank):
+            model.module.last.backward()
+        assert [p.grad.item() for p in model.parameters()] == [1.75] * 3
+    assert model.sync_stats()["steps"] == 2
+
+
+@on_ranks(2)
+def test_first_gradients_in_a_backward_that_a_hook_calls_are_an_error_on_all_ranks(rank: int) -> None:
+    model = DDP(Weight(opaque))
+    y = x_of(rank).requires_grad_() * 1
+    if rank == 0:
+        y.register_hook(lambda _: model.module.last.backward())
+    model(x_of(rank))
+    with pytest.raises(RuntimeError if rank == 0 else StepFailedError, match="call backward outside of hooks"):
+        (y if rank == 0 else model.module.last).backward()
+    model.zero_grad()
+    model(x_of(rank))
+    model.module.last.backward()
+    assert model.module.w.grad.item() == MEAN
 
 
 def after_plain_steps(rank: int) -> DDP:
@@ -134,6 +211,31 @@ def test_hooks_after_ours_never_see_a_ranks_own_gradient(rank: int) -> None:
     model(x_of(rank), both=True).backward()
     assert seen == [None, None]
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@on_ranks(2)
+def test_what_a_later_hook_of_the_users_makes_of_a_gradient_is_synchronized(rank: int, steps: int) -> None:
+    model = DDP(Weight())
+    model.module.w.register_hook(lambda grad: grad**2)
+    for _ in range(steps):
+        model(x_of(rank)).backward()
+        model.zero_grad()
+    for create_graph in (False, True):
+        (mean,) = torch.autograd.grad(model(x_of(rank)), model.module.w, create_graph=create_graph)
+        assert mean.item() == 2.5
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == 2.5
+
+
+@on_ranks(2)
+def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_ranks(rank: int) -> None:
+    model = DDP(Weight(opaque))
+    if rank == 0:
+        model.module.w.register_hook(lambda grad: 2 * grad)
+    model(x_of(rank))
+    with pytest.raises(RuntimeError if rank == 0 else StepFailedError, match="'w' after the module was wrapped"):
+        torch.autograd.grad(model.module.last, model.module.w)
 
 
 @on_ranks(2)
@@ -255,6 +357,24 @@ def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(rank: i
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
 
 
+@pytest.mark.parametrize("all_drop", [False, True])
+@on_ranks(2)
+def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches_no_parameter(
+    rank: int, all_drop: bool
+) -> None:
+    model = DDP(Droppable())
+    x = x_of(rank).requires_grad_()
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            model(x, drops=False).backward()
+        (of_x,) = torch.autograd.grad(model(2 * x, drops=rank == 0), x)  # is no step, and leaves them where they are
+        assert of_x.item() == 2 * (1 if rank == 0 else 2)
+        assert model.module.w.grad.item() == 1 + rank
+        model(x, drops=all_drop or rank == 0).backward()
+        assert model.module.w.grad.item() == (MEAN if all_drop else MEAN + 1)
+
+
 @on_ranks(2)
 def test_asking_for_what_only_others_have_used(rank: int) -> None:
     model = DDP(Weight())
@@ -267,6 +387,43 @@ def test_asking_for_what_only_others_have_used(rank: int) -> None:
     y = model(x_of(rank))
     _, nothing = torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
     assert nothing is None
+
+
+@on_ranks(2)
+def test_batches_of_gradients_are_refused(rank: int) -> None:
+    model = DDP(Weight())
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == MEAN
+
+
+class Again(torch.autograd.Function):
+    """Runs a module again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
+        ctx.model = model
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.model(x.detach()).backward(grad)
+        return grad, None
+
+
+@on_ranks(2)
+def test_a_module_that_runs_within_a_backward_and_outside_of_it_is_an_error_that_names_it(rank: int) -> None:
+    model = DDP(Weight())
+    x = x_of(rank).requires_grad_()
+    with pytest.raises(RuntimeError, match="runs the module in its backward"):
+        (Again.apply(x, model) + model(x)).backward()
+    model.zero_grad()
+    model(x).backward()
+    assert model.module.w.grad.item() == MEAN
 
 
 @on_ranks(2)

@@ -143,6 +143,27 @@ def test_a_weight_counts_for_what_stands_for_parameters(rank: int) -> None:
     require_steps(model, rank)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@on_ranks(2)
+def test_parts_that_are_wrapped_have_a_weight_of_their_own(rank: int, alone: bool) -> None:
+    part = wrapped(process_group=torch.distributed.new_group())
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1, bias=False), part))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    with (
+        pytest.raises((RuntimeError, StepFailedError), match="give each its weight first"),
+        nullcontext() if alone and rank == 1 else model.weight(1.0),
+    ):
+        loss(model, rank).backward()
+    model.zero_grad()
+    for _ in range(2):
+        with part.weight(rank + 1), model.weight(rank + 1):
+            loss(model, rank).backward()
+        assert [p.grad.item() for p in model.parameters()] == [pytest.approx(weighted(2))] * 2
+        model.zero_grad()
+
+
 @on_ranks(2)
 def test_two_modules_in_one_backward_have_a_weight_each(rank: int) -> None:
     first, second = wrapped(), wrapped()

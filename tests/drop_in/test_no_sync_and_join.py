@@ -57,6 +57,20 @@ def test_no_sync(rank: int, text: str) -> None:
         assert bits(model.sync_state) == bits(state)
 
 
+@on_ranks(2)
+def test_no_sync_reaches_parts_that_are_wrapped_themselves(rank: int) -> None:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), DDP(torch.nn.Linear(1, 1, bias=False))))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    x = torch.ones(1, 1) * (rank + 1)
+    with model.no_sync():
+        model(x).sum().backward()
+    assert [p.grad.item() for p in model.parameters()] == [rank + 1] * 2
+    model(x).sum().backward()
+    assert [p.grad.item() for p in model.parameters()] == [3, 3]
+
+
 def train_joined(model: Any, rank: int, batches: int, accumulate: int = 1, **options: Any) -> None:
     with model.join(**options):
         for i in range(batches):

@@ -1,7 +1,7 @@
 """What autograd is asked for in a backward, and what it calls: callbacks that keep nothing alive."""
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -22,18 +22,42 @@ class Requests:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
 
-    def asked_for(self) -> set[str]:
-        """The parameters whose gradients torch.autograd.grad will return, if the backward that runs is of that kind."""
+    def asked_for(self) -> set[str] | None:
+        """Return the parameters whose gradients torch.autograd.grad will return; None if one is accumulated instead."""
         asked: set[str] = set()
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:
                 continue
             try:
                 if torch_private.will_execute(get_gradient_edge(parameter).node):
-                    return set()  # a gradient is accumulated: this is no torch.autograd.grad
+                    return None
             except RuntimeError:  # so torch says that it returns the gradient
                 asked.add(name)
         return asked
+
+
+def accumulates(nodes: Iterable[Any]) -> bool:
+    """Return whether the running backward accumulates the gradients of all leaves behind `nodes` of its graph.
+
+    `torch.autograd.grad` does not, nor does `backward(inputs=...)` where there are others.
+    """
+    waiting, has_leaves = [*nodes], False
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):  # it accumulates a leaf's gradient
+            try:
+                if not torch_private.will_execute(node):
+                    return False
+            except RuntimeError:  # so torch says that it returns the gradient
+                return False
+            has_leaves = True
+        behind = {following for following, _ in node.next_functions} - seen
+        seen |= behind
+        waiting += behind
+    return has_leaves
 
 
 class WeakHook(Generic[Owner]):

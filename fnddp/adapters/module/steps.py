@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fnddp import torch_private
 from fnddp.adapters.ending import end_with_backward
-from fnddp.adapters.module.autograd import Quick, Requests, WeakHook
+from fnddp.adapters.module.autograd import Quick, Requests, WeakHook, accumulates
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -119,6 +119,7 @@ class Steps:
         self._found: Gradients | None = None  # by the last backward, where its step may turn out to be none
         self._sparse: dict[str, int] = {}
         self._requests = Requests(self.parameters)
+        self._accumulates = False  # the backward of the step, in all leaves that it reaches
         self._asked: set[str] = set()  # whose gradients torch.autograd.grad will return
         self._placeholders: dict[str, Tensor] = {}  # what means are written to, where autograd goes on with it
         self._task = -1  # autograd's number for the backward of the step
@@ -128,12 +129,14 @@ class Steps:
         self._quick = Quick([WeakHook(self, Steps._accumulated, name) for name in self.engine.leaves])
         carry_on = weakref.WeakMethod(self._carry_on)
         self._hooks: list[Any] = []
+        self._before: dict[str, Any] = {}  # of those, which see gradients before they are accumulated
         for position, name in enumerate(self.engine.leaves):
             parameter = self.parameters[name]
             arrives = self._quick.before(WeakHook(self, Steps._arrives, name))
             accumulated = self._quick.after(position, carry_on)
+            self._before[name] = parameter.register_hook(arrives)
             self._hooks += [
-                parameter.register_hook(arrives),
+                self._before[name],
                 parameter.register_post_accumulate_grad_hook(accumulated),
             ]
 
@@ -186,12 +189,20 @@ class Steps:
         """The next backward synchronizes."""
         self.is_armed = True
 
-    def start_of(self, told: Weight | None, _: Tensor) -> None:
-        """At the beginning of a backward, at what a forward has returned that ran in a block of the weight `told`."""
+    def start_of(self, told: Weight | None, behind: Sequence[Any], grad: Tensor) -> None:
+        """At the beginning of a backward, at what a forward has returned.
+
+        Args:
+            told: The weight of the block in which the forward ran.
+            behind: The nodes that have made it.
+            grad: Its gradient.
+        """
         if self._successor is not None:
-            self._successor.start_of(told, _)
+            self._successor.start_of(told, behind, grad)
             return
         self.start(told)
+        if self.unsynchronized and not self._accumulates:
+            self._accumulates = accumulates(behind)
         self._require_one_weight(told)
 
     def start(self, told: Weight | None) -> None:
@@ -205,10 +216,13 @@ class Steps:
         self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
         self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
         self._found = Gradients(self.parameters, self.unsynchronized) if isinstance(self._wire, Elastic) else None
-        self._asked = self._requests.asked_for()
+        asked = self._requests.asked_for()
+        self._accumulates, self._asked = asked is None, asked or set()
         self._task = torch_private.current_backward()
         self._begin(told)
         if self._asked:
+            for name in self._asked:  # so that what hooks of the user's make of a gradient is synchronized, too
+                torch_private.put_last(self.parameters[name], self._before[name])
             self._require_updates("torch.autograd.grad")
         elif not torch.is_grad_enabled() and not any(map(has_other_hooks, self.parameters.values())):
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
@@ -254,6 +268,7 @@ class Steps:
         try:
             for name in reversed(self.parameters):
                 if name in grads:
+                    self._require_unbatched(grads[name])
                     self._feed(name, grads[name].detach(), keep=True)
             return self._run()
         except BaseException as error:
@@ -303,10 +318,52 @@ class Steps:
         if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
             return None
         if self.is_armed:  # or it began with what the module returned
+            if not self.engine.is_open and self._waits_for_outer_backward():
+                return None
+            is_late = not self.engine.is_open and torch_private.is_followed(self.parameters[name], self._before[name])
             self.start(self.told)
+            if is_late and name in self._asked:
+                error = RuntimeError(
+                    f"{OWNER}: a hook was registered on parameter {name!r} after the module was wrapped, and "
+                    "torch.autograd.grad would return what it makes of a gradient that is not synchronized yet; "
+                    "register it before the module is wrapped"
+                )
+                self.fail(error)
+                raise error
         if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
             return None
         return self._feed_with_placeholder(name, grad)
+
+    def _waits_for_outer_backward(self) -> bool:
+        """Return whether a step is to begin in the backward around this one, which a reentrant checkpoint has called.
+
+        Only that one has all gradients. Those that have arrived until then are as if no_sync had accumulated them.
+        """
+        nodes = torch_private.nodes_of_outer_backward()
+        if nodes is None or self._requests.asked_for():
+            return False
+        if not nodes:
+            error = RuntimeError(
+                f"{OWNER}: a hook within a backward has called another one, whose gradients are the first ones, and no "
+                "tensor was found in what the module returned that would have told of the outer one; return tensors in "
+                "a list, a dict or a dataclass, or call backward outside of hooks"
+            )
+            self.leave_out(error)
+            raise error
+        handles: list[Any] = []
+        me = weakref.ref(self)
+
+        def go_on(_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            steps = me()
+            if steps is not None and steps.is_armed:
+                steps.start(steps.told)
+                steps._accumulates = True
+
+        handles += [node.register_prehook(go_on) for node in nodes]
+        return True
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Autograd has accumulated a gradient in `parameter.grad`."""
@@ -334,11 +391,22 @@ class Steps:
         self._feed(name, grad, keep=name in self._kept)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
+        self._require_unbatched(grad)
         # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in its
         # turn, it is the one of the mean.
         self._placeholders[name] = placeholder = grad.to_dense() if grad.is_sparse else grad.clone()
         self._feed(name, placeholder.detach().clone(), keep=False)
         return placeholder
+
+    def _require_unbatched(self, grad: Tensor) -> None:
+        """Fail the step, on all ranks, if `grad` stands for several gradients."""
+        if torch_private.is_batched(grad):
+            error = RuntimeError(
+                f"{OWNER}: one gradient at a time is synchronized, not a batch of them, as with is_grads_batched=True "
+                "or vectorize=True; leave that out, or differentiate the module itself, model.module"
+            )
+            self.fail(error)
+            raise error
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
         with self._named():
@@ -358,7 +426,11 @@ class Steps:
             yield
         except UnexpectedGradient as error:
             if not error.is_unlike:
-                raise
+                raise RuntimeError(
+                    f"{OWNER}: the gradient of parameter {error.path!r} has arrived already in this step: a custom "
+                    "autograd function runs the module in its backward, and the same backward reaches it outside of "
+                    "that; call backward for each of the two losses, or use checkpoint(..., use_reentrant=False)"
+                ) from None
             raise _changed(error.path, error.grad, self.engine.leaves[error.path]) from None
 
     def _finish(self) -> None:
@@ -411,7 +483,7 @@ class Steps:
     def _waiting(self) -> set[str]:
         """Parameters whose gradients are there but have not been fed."""
         missing = self.engine.missing - self._late
-        if self._asked or len(missing) == len(self.parameters):
+        if self._asked or (len(missing) == len(self.parameters) and not self._accumulates):
             return self._late
         # What was accumulated within no_sync, of parameters that this backward has not reached.
         return (self.unsynchronized & missing) | self._late

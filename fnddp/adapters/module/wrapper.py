@@ -1,8 +1,7 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import state, torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.gate import gated, is_differentiated
+from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.slots import OWNER, Slots, Trained
 from fnddp.adapters.module.steps import Block, Steps, take_over_optimizers
 from fnddp.adapters.module.torch import arguments
@@ -256,12 +256,18 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Within it forward passes do not synchronize: gradients add up until a backward outside of it."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        """Within it forward passes do not synchronize: gradients add up until a backward outside of it.
+
+        Nor do those of parts that are wrapped themselves.
+        """
+        before = [(each, each.require_backward_grad_sync) for each in (self, *_parts(self.module))]
+        for each, _ in before:
+            each.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            for each, was in before:
+                each.require_backward_grad_sync = was
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
@@ -270,15 +276,16 @@ class DistributedDataParallel(TorchNames):
         `with model.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
         of the mean over the tokens of all ranks. It is for each step whose backward begins in the block, or whose
         forward ran in it; after `no_sync`, for all that was accumulated. All ranks of a step give a weight, or none
-        does.
+        does. Parts of the module that are wrapped themselves are given theirs first.
 
         Args:
             count: Of samples or tokens; 0 is allowed (such a gradient may even be no number), not on all ranks.
 
         Raises:
-            RuntimeError: Within `join`, where ranks without inputs give none; within another such block; at the end,
-                if there was nothing to weigh in it, such as a backward within `no_sync` only. Other ranks raise
-                `StepFailedError`. (A block under `torch.no_grad()` does nothing.)
+            RuntimeError: Within `join`, where ranks without inputs give none; within another such block; if a part
+                that is wrapped itself has none; at the end, if there was nothing to weigh in it, such as a backward
+                within `no_sync` only. Other ranks raise `StepFailedError`. (A block under `torch.no_grad()` does
+                nothing.)
             ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; the
                 pipeline takes no mean.
         """
@@ -291,6 +298,7 @@ class DistributedDataParallel(TorchNames):
             )
         self._steps.settle()
         self._steps.require_same_world()
+        self._require_weighted_parts(count)
         self._steps.block = block = Block(Weight.of(count))
         is_for_steps = torch.is_grad_enabled()  # and not for a forward alone
         try:
@@ -307,6 +315,18 @@ class DistributedDataParallel(TorchNames):
             raise
         finally:
             self._steps.block = None
+
+    def _require_weighted_parts(self, count: float) -> None:
+        """Raise a RuntimeError, on all ranks, if a wrapped part's steps would not have the weight of the module's."""
+        parts = _parts(self.module)
+        if any(part._steps.block is None for part in parts):
+            error = RuntimeError(
+                f"{OWNER}: the weight {Weight.of(count).text} is that of the module alone, and parts of it are wrapped "
+                "themselves; give each its weight first: with model.module.part.weight(n), model.weight(n): ..."
+            )
+            for steps in sorted((each._steps for each in (self, *parts)), key=lambda steps: steps.engine.number):
+                steps.leave_out(error)  # in the order in which other ranks end theirs
+            raise error
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The module's state under `module.`, as torch's class gives it.
@@ -387,9 +407,10 @@ class DistributedDataParallel(TorchNames):
             self._steps.block.may_step |= self._synchronizes
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
-            for tensor in _tensors_in(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
-                    tensor.register_hook(partial(self._steps.start_of, told))
+                    behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
+                    tensor.register_hook(partial(self._steps.start_of, told, behind))
 
     def _sync_buffers(self, location: HookLocation) -> None:
         if not self._slots.has_buffers or not self._buffers_of_module.runs_at(location):
@@ -547,9 +568,13 @@ def _trained(module: nn.Module, ignored: set[str]) -> Trained:
     for name, part in module.named_modules():
         if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
             raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
-    parts = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
-    theirs = {parameter for part in parts for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
+    theirs = {parameter for part in _parts(module) for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
     return Trained.of(module, ignored, theirs)
+
+
+def _parts(module: nn.Module) -> list[DistributedDataParallel]:
+    """Return what is wrapped in `module`, itself included."""
+    return [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
 
 
 def _shared_with_torch(what: str) -> RuntimeError:
@@ -561,16 +586,3 @@ def _shared_with_torch(what: str) -> RuntimeError:
 
 def _weighed_within_join() -> RuntimeError:
     return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
-
-
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returns, whatever it is made of."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors_in(list(output.values()))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-    elif isinstance(output, list | tuple | set):
-        for part in output:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors_in(part)
-    elif is_dataclass(output):
-        yield from _tensors_in([getattr(output, field.name, None) for field in fields(output)])
