@@ -190,3 +190,21 @@ def test_a_module_that_is_wrapped_in_torchs_class_too_is_refused(rank: int) -> N
     outer = TorchDDP(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(1, 1)))
     with pytest.raises(RuntimeError, match=r"a module that has it as a part, is wrapped in torch's"):
         outer(torch.ones(1, 2))
+
+
+@on_ranks(2)
+def test_what_is_a_sum_over_ranks_is_not_added_up_again(rank: int) -> None:
+    model = wrapped(sync=fnddp.all_reduce(op="sum"))
+    model(X).sum().backward()
+    before = model.module.bias.grad
+    assert before is not None
+    assert before.tolist() == [6.0, 6.0]
+    with pytest.raises(RuntimeError, match=r"'weight' has a gradient that is a sum over ranks .* within no_sync\(\)"):
+        model(X).sum().backward()
+    assert before.tolist() == [6.0, 6.0]
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none)
+        with model.no_sync():
+            model(X).sum().backward()
+        model(X).sum().backward()
+        assert model.module.bias.grad.tolist() == [12.0, 12.0]

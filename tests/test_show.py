@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -45,7 +45,7 @@ on the wire: 832 B per rank; float32 gradients: 24,960 B, 30.0x as much
 HOSTILE = {'<b>&"bold"</b>': torch.empty(96, 96), "line\nfeed": torch.empty(7), "": torch.empty(3)}
 
 
-def plan_of(sync: Sync = SYNC, params: Tree = PARAMS, world_size: int | None = 2, donation: Donation = KEEP) -> Plan:
+def plan_of(sync: Sync = SYNC, params: Tree = PARAMS, world_size: Any = 2, donation: Donation = KEEP) -> Plan:
     return lower(sync, params, world_size=world_size, donation=donation, first_bucket_mb=1e-4, bucket_cap_mb=0.05)
 
 
@@ -58,7 +58,7 @@ def many(world_size: int = 4) -> Plan:
 
 def two_groups() -> Plan:
     sync = parse("partition({'*weight': fp16(all_reduce(group='<inner & outer>')), '*': allreduce})")
-    return plan_of(sync, PARAMS)
+    return plan_of(sync, PARAMS, {None: 2, "<inner & outer>": 2})
 
 
 def long_pipeline() -> Plan:

@@ -220,6 +220,7 @@ class Steps:
         self._accumulates, self._asked = asked is None, asked or set()
         self._task = torch_private.current_backward()
         self._begin(told)
+        self._require_summed_once()
         if self._asked:
             for name in self._asked:  # so that what hooks of the user's make of a gradient is synchronized, too
                 torch_private.put_last(self.parameters[name], self._before[name])
@@ -507,6 +508,21 @@ class Steps:
             optimizer.step()
         if optimizers:
             parameter.grad = None
+
+    def _require_summed_once(self) -> None:
+        """Fail the step, on all ranks, if it would add up once more what an earlier one has added up."""
+        if "sum" not in self.sync.ops:
+            return
+        synchronized = {name: self.parameters[name].grad for name in self._kept - self.unsynchronized}
+        again = [name for name, grad in synchronized.items() if grad is not None and bool(grad.any())]
+        if again:
+            error = RuntimeError(
+                f"{OWNER}: parameter {again[0]!r} has a gradient that is a sum over ranks already, which {self.sync!r} "
+                "would add up again with what this backward adds; call optimizer.zero_grad() before each backward, or "
+                "run all but the last within no_sync()"
+            )
+            self.fail(error)
+            raise error
 
     def _require_returned(self, returned: Collection[str], unused: Collection[str]) -> None:
         lost = [name for name in self.parameters if name not in returned and name not in unused]
