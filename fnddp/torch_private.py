@@ -70,6 +70,11 @@ current_backward: Callable[[], int] = _C._current_graph_task_id
 """The number of the backward that runs in this thread; -1 outside of one."""
 
 
+def next_node_number() -> int:
+    """Return the number that the next node of a graph gets in this thread."""
+    return _C._autograd._get_sequence_nr()
+
+
 def is_within_backward() -> bool:
     """Whether a backward runs in this thread."""
     return current_backward() != -1
@@ -600,9 +605,9 @@ def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def is_in_torchs_ddp() -> bool:
-    """Return whether the forward of torch's class is running."""
-    return DistributedDataParallel._active_ddp_module is not None
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the module of torch's class whose forward is running, in whatever thread."""
+    return DistributedDataParallel._active_ddp_module
 
 
 def comm_hooks_of(model: DistributedDataParallel) -> list[Any]:

@@ -1,5 +1,6 @@
 """Models on process groups of their own, whose backwards come in another order on each rank."""
 
+import pickle
 import threading
 from datetime import timedelta
 
@@ -122,3 +123,54 @@ def test_a_rank_that_does_not_set_up(rank: int) -> None:
             with pytest.raises(CollectiveError, match=r"could not be connected for fnddp: .* not come to this point"):
                 sync({"w": torch.ones(4)}, ())
     dist.barrier()
+
+
+class Fragile(nn.Sequential):
+    """Raises in the middle of its backward, if it is asked to."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = self[0](x)
+        middle.register_hook(self._look)
+        return self[1](middle)
+
+    def _look(self, grad: torch.Tensor) -> None:
+        if self.fails:
+            raise KeyError("in backward")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@on_ranks(2, seconds=SECONDS)
+def test_an_error_in_a_backward_through_two_models_ends_it_on_all_ranks(rank: int, first: int) -> None:
+    """Steps that are given up end in the order in which the other ranks end theirs."""
+    networks = [Fragile(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+    models = [fnddp.DistributedDataParallel(each, process_group=dist.new_group()) for each in networks]
+    for step in range(3):
+        networks[first].fails = (rank, step) == (1, 1)
+        for model in models:
+            model.zero_grad()
+        loss = sum(models[which](torch.full((1, 2), rank + 1.0)).sum() for which in (first, 1 - first))
+        if step == 1:
+            with pytest.raises(KeyError if rank == 1 else fnddp.StepFailedError):
+                loss.backward()
+        else:
+            loss.backward()
+            for model in models:
+                torch.testing.assert_close(model.module[1].bias.grad, torch.ones(2))
+
+
+@on_ranks(2, seconds=SECONDS)
+def test_models_that_are_unpickled_connect_before_they_share_a_backward(rank: int) -> None:
+    saved = pickle.dumps(models_of("two_shot"))
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
+    models = pickle.loads(saved)
+    assert [model.process_group.group_name for model in models] == [group.group_name for group in groups]
+    for model in models:
+        model.zero_grad()
+    losses = [loss_of(models, which, rank) for which in range(2)]
+    (losses[rank] + losses[1 - rank]).backward()
+    require_means(models)

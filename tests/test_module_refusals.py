@@ -188,7 +188,7 @@ def test_a_module_that_is_wrapped_in_torchs_class_too_is_refused(rank: int) -> N
         with pytest.raises(RuntimeError, match="is wrapped in torch's DistributedDataParallel, too, .* one of the two"):
             DistributedDataParallel(inner)
     outer = TorchDDP(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(1, 1)))
-    with pytest.raises(RuntimeError, match=r"a module that has it as a part, is wrapped in torch's"):
+    with pytest.raises(RuntimeError, match=r"a module of which it is a part, is wrapped in torch's"):
         outer(torch.ones(1, 2))
 
 
@@ -208,3 +208,15 @@ def test_what_is_a_sum_over_ranks_is_not_added_up_again(rank: int) -> None:
             model(X).sum().backward()
         model(X).sum().backward()
         assert model.module.bias.grad.tolist() == [12.0, 12.0]
+
+
+@on_ranks(2)
+def test_a_module_of_ours_may_run_in_the_forward_of_another_one_of_torchs_class(rank: int) -> None:
+    teacher = wrapped()
+
+    class Student(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return super().forward(x) - teacher(x)
+
+    assert TorchDDP(Student(4, 2))(X).shape == (3, 2)

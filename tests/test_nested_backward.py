@@ -265,3 +265,21 @@ def test_a_registered_model_is_right_with_a_reentrant_checkpoint(rank):
         model(batch(rank * number), "i").backward()
         assert model.module.w.grad.tolist() == expected(batch(number / 2), Torchs, "i")
     dist.barrier()
+
+
+def test_the_graph_of_a_callers_batch_is_left_alone():
+    """Nothing in it runs, so the caller can go through it, and no gradient is written to what it uses."""
+    layer = nn.Linear(2, 2)
+    through = [
+        Recomputes.apply(layer, torch.ones(2, 2, requires_grad=True)),
+        checkpoint(layer, torch.ones(2, 2, requires_grad=True), use_reentrant=True),
+    ]
+    step = fnddp.value_and_grad(lambda params, x: (x * params["w"]).sum(), allreduce)
+    for x in through:
+        assert x is not None
+        _, grads, _ = step({"w": torch.ones(2)}, (), x)
+        assert torch.equal(grads["w"], x.detach().sum(0))
+        assert layer.weight.grad is None
+        x.sum().backward()
+        assert layer.weight.grad is not None
+        layer.weight.grad = None

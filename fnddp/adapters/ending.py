@@ -18,10 +18,12 @@ class Ending:
     def __init__(self, task: int) -> None:
         self._task = task
         self._steps: list[tuple[Engine, Callable[[], None]]] = []
+        self.engines: list[Engine] = []  # of the steps, for those that outlive a backward that has raised
 
     def add(self, engine: Engine, end: Callable[[], None]) -> None:
         """Have `end` called for the open step of `engine`."""
         self._steps.append((engine, end))
+        self.engines.append(engine)
 
     def __call__(self) -> None:
         with _lock:
@@ -44,11 +46,12 @@ _endings: "weakref.WeakValueDictionary[int, Ending]" = weakref.WeakValueDictiona
 _lock = threading.Lock()  # autograd has a thread for each device
 
 
-def end_with_backward(engine: Engine, end: Callable[[], None]) -> "weakref.ref[Ending]":
+def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref.ref[Ending], list[Engine]]":
     """Have `end` called at the end of the backward that is running, for the open step of `engine`.
 
     Returns:
-        What refers to None as soon as it is known that `end` will not be called: because the backward has raised.
+        A reference that is dead once it is known that `end` will not be called, because the backward has raised; and
+        the engines that have a step in that backward.
     """
     with _lock:
         task = torch_private.current_backward()
@@ -57,4 +60,11 @@ def end_with_backward(engine: Engine, end: Callable[[], None]) -> "weakref.ref[E
             ending = _endings[task] = Ending(task)
             torch_private.at_end_of_backward(ending)
         ending.add(engine, end)
-    return weakref.ref(ending)
+    return weakref.ref(ending), ending.engines
+
+
+def fail_unfinished(engine: Engine, together: list[Engine]) -> None:
+    """Fail the open step of `engine`, whose backward raised, and before it those of others that end first elsewhere."""
+    for other in sorted(together, key=lambda each: each.number):
+        if other.number < engine.number:
+            other.fail(RuntimeError("its backward did not finish"))

@@ -12,7 +12,7 @@ from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoi
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.sync import State, Sync, require_sync
-from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming
+from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
@@ -185,13 +185,14 @@ def _backward(
         variables = {path: leaf.requires_grad_() for path, leaf in leaves.items()}
         for path, variable in variables.items():
             variable.register_post_accumulate_grad_hook(on_grad(path))
+        first = next_node_number()  # older ones are of the caller's graph, which is not to run
         result = loss_of(variables, *batch)
     loss, aux = result if has_aux else (result, None)
     if not isinstance(loss, Tensor) or loss.ndim > 0:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"value_and_grad: loss_fn must return a scalar tensor, got {shown}; take its sum or mean")
     if loss.requires_grad:  # otherwise no parameter is in it, and all gradients are zero
-        functions = custom_functions(loss)
+        functions = custom_functions(loss, first)
         # Without inputs torch would accumulate gradients in leaves of the caller, too.
         inputs: list[Any] = [*variables.values(), *functions]
         with loss.register_hook(begin):

@@ -60,8 +60,8 @@ class _Refusing:
         return _torchs.apply(*arguments)
 
 
-def custom_functions(loss: Tensor) -> list[GradientEdge]:
-    """Return the custom autograd functions (`torch.autograd.Function`) that the graph of `loss` contains.
+def custom_functions(loss: Tensor, first: int) -> list[GradientEdge]:
+    """Return the custom autograd functions in the graph of `loss`, among its nodes from number `first` on.
 
     Given as `inputs` of its backward, each of them runs, even if autograd finds no parameter behind it.
     """
@@ -69,7 +69,7 @@ def custom_functions(loss: Tensor) -> list[GradientEdge]:
     found = set(todo)
     while todo:
         for node, _ in todo.pop().next_functions:
-            if node is not None and node not in found:
+            if node is not None and node not in found and node._sequence_nr() >= first:
                 found.add(node)
                 todo.append(node)
     return [GradientEdge(node, 0) for node in found if issubclass(type(node), BackwardCFunction)]

@@ -324,6 +324,7 @@ class Engine:
     def catch_up(self) -> None:
         """Carries an open step on until it needs a gradient that is not there, waiting for collectives."""
         if self.is_open and self._current is not None and not self.is_held:
+            self._known_scale()  # gradients that wait for weights go first
             self._current.runner.advance(block=True)
 
     def is_followed_by(self, engine: "Engine") -> None:

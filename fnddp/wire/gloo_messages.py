@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterator
-from itertools import chain, cycle
+from itertools import chain, count
 from typing import TypeAlias
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind
 from fnddp.wire.protocol import waited
 
-_TAGS = range(0x666E0000, 0x666F0000)  # away from the tags of a user's own messages
+_TAGS = 0x666E0000  # away from the tags of a user's own messages
+_MOST = 2**16  # tags in use
 _BYTES = 2**18  # of a result; below, messages cost more than they save
 
 # The tags of a group's collectives, one after the other: a ring posts messages late, while others are under way.
@@ -74,7 +75,7 @@ def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dis
 def _next_tag(group: dist.ProcessGroup) -> int:
     """Return the same tag on all ranks, which start the collectives of `group` in one order."""
     with _lock:
-        return next(_tags.setdefault(group, cycle(_TAGS)))
+        return _TAGS + next(_tags.setdefault(group, count())) % _MOST
 
 
 def ring(buffer: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:

@@ -46,7 +46,7 @@ class Weight:
             return cls(number, repr(number).removesuffix(".0"))
         try:
             text = " ".join(repr(given).split())
-        except ValueError:  # an int of more digits than Python writes
+        except Exception:  # such as of an int of more digits than Python writes
             text = f"a {type(given).__name__}"
         return cls(math.nan, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.ending import end_with_backward
+from fnddp.adapters.ending import end_with_backward, fail_unfinished
 from fnddp.adapters.module.autograd import Quick, Requests, WeakHook, accumulates
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
@@ -124,6 +124,7 @@ class Steps:
         self._placeholders: dict[str, Tensor] = {}  # what means are written to, where autograd goes on with it
         self._task = -1  # autograd's number for the backward of the step
         self._ending: Callable[[], object] | None = None
+        self._together: list[Engine] = []  # engines with a step in that backward
         self._is_finishing = False
         self._successor: Steps | None = None
         self._quick = Quick([WeakHook(self, Steps._accumulated, name) for name in self.engine.leaves])
@@ -171,6 +172,7 @@ class Steps:
             RuntimeError: Since this one, or an earlier one, ranks may be out of step.
         """
         if self.engine.is_open:
+            fail_unfinished(self.engine, self._together)
             self.fail(RuntimeError("its backward did not finish"))
         self._quick.close()  # of a step that failed with another one's
         self.engine.refuse_after_failure()
@@ -229,7 +231,7 @@ class Steps:
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
             self._quick.open(self._task, self.engine.inbox, {self.engine.positions[name] for name in self._kept})
         self._log.backward_starts()
-        self._ending = end_with_backward(self.engine, self._finish)
+        self._ending, self._together = end_with_backward(self.engine, self._finish)
 
     def fail(self, error: BaseException) -> None:
         """Ends an open step because of `error`."""
@@ -551,11 +553,12 @@ class Steps:
     def _fail_if_stale(self) -> None:
         # Autograd forgets its callbacks when a backward raises.
         if self.engine.is_open and self._ending is not None and self._ending() is None:
+            fail_unfinished(self.engine, self._together)
             self.fail(RuntimeError("its backward did not finish"))
 
     def _close(self) -> None:
         self.is_armed = self._is_finishing = False
-        self._placeholders, self._late, self._ending = {}, set(), None
+        self._placeholders, self._late, self._ending, self._together = {}, set(), None, []
         self._quick.close()
 
 

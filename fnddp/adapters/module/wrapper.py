@@ -192,7 +192,6 @@ class DistributedDataParallel(TorchNames):
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
         self._go_on(*self._agreed(sync, verify=True))
-        self._steps.engine.connect()  # another pipeline may have other groups
 
     @property
     def sync_state(self) -> State:
@@ -376,13 +375,15 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if torch_private.is_in_torchs_ddp():
-            raise _shared_with_torch("it, or a module that has it as a part,")
+        active = torch_private.active_ddp()
+        if active is not None and self in active.modules():
+            raise _shared_with_torch("it, or a module of which it is a part,")
         self._slots.require_known(self.module)
         if not self._log.has_stepped:
             take_over_optimizers(self._trained.parameters.values())
         if self._synchronizes:
             self._steps.require_same_world()
+            self._steps.engine.connect()  # of a module that was unpickled, or has another pipeline since
             self._log.forward_starts()
         with on(self.device):
             Join.notify_join_context(self)
