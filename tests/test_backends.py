@@ -15,6 +15,8 @@ from fnddp.run.backends import Captured, segments_of
 from fnddp.run.memory import Buffer
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.thorough
+
 LOW_RANK = fnddp.error_feedback(fnddp.powersgd(fnddp.fp16(allreduce), rank=2))
 META = {"w": torch.empty(40, 30, device="meta"), "b": torch.empty(30, device="meta")}
 

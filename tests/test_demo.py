@@ -121,6 +121,7 @@ def test_starts_its_own_ranks(tmp_path: Path) -> None:
     check_files(out, steps=30)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
 def test_uses_the_ranks_of_torchrun(tmp_path: Path, python: str) -> None:
     demo = (*DEMO, "--steps", 30, "--out", tmp_path, "--pipelines", *PIPELINES)
@@ -130,6 +131,7 @@ def test_uses_the_ranks_of_torchrun(tmp_path: Path, python: str) -> None:
     check_files(tmp_path, steps=30)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_ctrl_c(training: subprocess.Popen[str], tmp_path: Path, whole_group: bool) -> None:
@@ -145,6 +147,7 @@ def test_ctrl_c(training: subprocess.Popen[str], tmp_path: Path, whole_group: bo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
 def test_killed_rank(training: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(training.pid)
@@ -157,6 +160,7 @@ def test_killed_rank(training: subprocess.Popen[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
 def test_killed_parent(training: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(training.pid)

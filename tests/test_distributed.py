@@ -28,6 +28,8 @@ from fnddp.distributed import (
 from fnddp.ranks import run_threads
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = [
     torch.float64,
     torch.float32,

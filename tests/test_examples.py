@@ -9,6 +9,8 @@ import pytest
 
 from tests.forks import Scripts
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
     "accumulation.py": "accumulated gradients are those of the whole batch: yes",

@@ -119,6 +119,7 @@ CHAOS = [(2, *case, donation) for case in CHAOS_ON_TWO for donation in DONATIONS
 CHAOS += [(*case, DONATIONS[1 + i % 3]) for i, case in enumerate(CHAOS_ON_MORE)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("n", "text", "make_grads", "donation"), CHAOS)
 def test_late_and_missing_gradients(gloo, n, text, make_grads, donation):
     gloo(n, check_chaos, text, make_grads, donation)
@@ -390,6 +391,7 @@ def test_fail_without_a_step_does_nothing(rank: int) -> None:
 # Ranks that hang or die
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "make_grads", "fed"),
     [

@@ -31,6 +31,8 @@ from tests.forks import forks
 from tests.ranks import on_ranks
 from tests.test_register import batch, loss_of, make_model
 
+pytestmark = pytest.mark.thorough
+
 PLAIN = "allreduce"
 COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 CHECKED = "fp16(allreduce, check=True)"  # cannot be lowered

@@ -19,6 +19,8 @@ from fnddp.integrations.fsdp import Replicas, compress_replicas
 from tests.peers import everyones
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.thorough
+
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 
 

@@ -19,10 +19,13 @@ from tests.peers import everyones, launched, residual, weights
 from tests.ranks import on_ranks
 
 # Imported where they are used: that takes seconds, and this file is collected by all workers.
-pytestmark = pytest.mark.skipif(
-    find_spec("accelerate") is None or find_spec("transformers") is None,
-    reason="needs pip install 'fnddp[huggingface]'",
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        find_spec("accelerate") is None or find_spec("transformers") is None,
+        reason="needs pip install 'fnddp[huggingface]'",
+    ),
+]
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 BATCH, ACCUMULATED, MAX_NORM, RATE = 4, 2, 0.5, 0.05

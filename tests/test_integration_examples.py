@@ -9,6 +9,8 @@ import pytest
 from tests.forks import Scripts
 from tests.test_examples import SECONDS
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = Path(__file__).parent.parent / "examples" / "integrations"
 
 

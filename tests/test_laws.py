@@ -84,6 +84,7 @@ def test_registry(law, n):
                 run_threads(n, law, sync, TREES[tree])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("law", EAGER)
 @given(sync=nestings(), n=st.integers(1, 4), tree=st.sampled_from(list(TREES)))
 def test_nestings(law, sync, n, tree):
@@ -114,6 +115,7 @@ def texts_on_gloo(n: int, part: int) -> list[str]:
     return (texts if n == 2 else texts[n % 2 :: 2])[part::PARTS]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("n", "tree"), [(2, "mixed"), (3, "mixed"), (4, "model")])
 def test_on_gloo_processes(gloo, n, tree, part):
@@ -148,6 +150,7 @@ def test_registry_lowered(n, laws, part):
 FEW = settings(max_examples=15) if settings.get_current_profile_name() == "fnddp" else settings()
 
 
+@pytest.mark.thorough
 @FEW
 @given(
     sync=nestings(),
@@ -167,6 +170,7 @@ def check_lowered(rank: int, texts: list[str], tree: str) -> None:
         law_6_lowered_is_eager(rank, fnddp.parse(text), grads, donation=donation, seed=i)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_lowered_on_gloo_processes(gloo, n, part):
@@ -177,6 +181,7 @@ def test_lowered_on_gloo_processes(gloo, n, part):
 EXACT_SUMS = ["allreduce", "all_reduce(op='sum')", "fp16(allreduce)", "bf16(allreduce)", *LOSSLESS]
 
 
+@pytest.mark.thorough
 @on_ranks(3, 4)
 def test_lowered_sums_on_more_gloo_processes(rank: int) -> None:
     """On gradients of which every dtype holds every partial sum, the order of summation does not matter."""

@@ -17,7 +17,10 @@ from tests.peers import everyones, launched, residual, weights
 from tests.ranks import on_ranks
 
 # Imported where it is used: it takes seconds, and this file is collected by all workers.
-pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs pip install 'fnddp[lightning]'")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="needs pip install 'fnddp[lightning]'"),
+]
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 

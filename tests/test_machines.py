@@ -20,6 +20,8 @@ import pytest
 
 from tests.hosts import Hosts, all_said, free_port, two_hosts
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = Path(__file__).parent.parent / "examples" / "machines"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 SECONDS = 200

@@ -19,6 +19,8 @@ from tests.forks import forks
 from tests.replica import HEARTBEAT, Network, Training, new_manager
 from tests.replicas import on_processes
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("torchft", reason="torchft has no wheel for this platform")
 pytest.importorskip("fnddp.integrations.torchft", reason="this tree is without the wire over torchft's manager")
 

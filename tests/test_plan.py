@@ -117,6 +117,7 @@ def check_every_pass(rank: int, text: str, name: str, traces: Traces) -> None:
         state = new_state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("n", "tree_name"), [(1, "model"), (2, "mixed")])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_pass_keeps_the_numbers(name, n, tree_name):
@@ -456,6 +457,7 @@ LARGE_TREE = params(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
 def test_offline_plans_are_those_of_a_real_world(text):
     sync = fnddp.parse(text)
@@ -482,6 +484,7 @@ def test_the_process_group_does_not_matter_offline():
     assert set(run_threads(2, body)) == {str(lower(powersgd(allreduce), LARGE_TREE, world_size=1024))}
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_wire_bytes_are_what_is_sent(rank: int) -> None:
     for text in [*EXAMPLES.values(), "partition({'fc*': fp16(all_reduce(op='sum')), '*': all_reduce(op='max')})"]:

@@ -642,6 +642,7 @@ def test_what_is_about_all_leaves_takes_no_shards(text):
 STAGES = ["allreduce", "powersgd(allreduce)", "every(2, allreduce)", "error_feedback(fp16(allreduce))", "allgather"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", STAGES)
 @pytest.mark.parametrize("second", [*STAGES, "random_k(allreduce, k=3)", "qsgd(allgather)", "delayed(allreduce)"])
 def test_stages_of_a_switch_may_have_states_of_other_structures(first, second):

@@ -10,6 +10,8 @@ import torch
 
 from tests.torch_suite.expected_failures import EXPECTED_FAILURES
 
+pytestmark = pytest.mark.thorough
+
 SUITE = Path(__file__).parent / "torch_suite"
 QUICK = (
     "test_accumulate_gradients_no_sync_grad_is_view",

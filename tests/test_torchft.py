@@ -28,7 +28,7 @@ from tests.replicas import Job, on_processes
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 AT = 3  # the step in which something befalls a replica
 ROUNDING = 2e-3  # of the largest mean: float16 on the wire
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(150)]
 
 
 def discarded(records: list[Record], step: int = AT) -> list[Record]:

@@ -27,7 +27,7 @@ from tests.replicas import Job, on_processes
 
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 AT = 3  # the step in which something befalls a replica
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(150)]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def eager_and_lowered(wire: ThreadWire, sync: Sync, grads: Any, traces: Traces) 
     return steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_laws_2_4_and_6(name, n):
