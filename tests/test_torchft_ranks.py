@@ -113,6 +113,8 @@ def train_sharded(name: str, address: str, folder: Path, options: Mapping[str, A
         assert number >= AT or told.read_text() == str(bits(training.shards()))
     assert lost == 1
     assert manager.num_participants() == 1
+    while not all((folder / f"r{i}-{number}").exists() for i in range(2)):  # rank 0 serves both of them until then
+        time.sleep(0.02)
 
 
 def test_shards_over_the_wire():
