@@ -20,6 +20,8 @@ from fnddp.ranks import RankFailed, run_threads
 from tests.pipelines import TREES, grads
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.thorough
+
 LOWERED = [law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact]
 SHAPES = [(2, 2), (1, 2), (2, 1)]  # nodes, ranks in each
 LOSSY = [

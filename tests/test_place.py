@@ -15,6 +15,8 @@ from fnddp.ranks import run_threads
 from tests.pipelines import EXAMPLES, TREES
 from tests.traces import TracesOfThreads
 
+pytestmark = pytest.mark.thorough
+
 FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x + x.T": lambda x, y: x + x.t(),
     "x.T - x": lambda x, y: x.t() - x,

@@ -515,8 +515,9 @@ class Steps:
         """Fail the step, on all ranks, if it would add up once more what an earlier one has added up."""
         if "sum" not in self.sync.ops:
             return
-        synchronized = {name: self.parameters[name].grad for name in self._kept - self.unsynchronized}
-        again = [name for name, grad in synchronized.items() if grad is not None and bool(grad.any())]
+        kept = self._kept - self.unsynchronized
+        grads = {name: parameter.grad for name, parameter in self.parameters.items() if name in kept}
+        again = [name for name, grad in grads.items() if grad is not None and bool(grad.any())]
         if again:
             error = RuntimeError(
                 f"{OWNER}: parameter {again[0]!r} has a gradient that is a sum over ranks already, which {self.sync!r} "
