@@ -64,7 +64,7 @@ def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref
 
 
 def fail_unfinished(engine: Engine, together: list[Engine]) -> None:
-    """Fail the open step of `engine`, whose backward raised, and before it those of others that end first elsewhere."""
+    """Fail the open steps of the engines that share a backward with `engine`, which raised, and end before its own."""
     for other in sorted(together, key=lambda each: each.number):
         if other.number < engine.number:
             other.fail(RuntimeError("its backward did not finish"))

@@ -41,9 +41,9 @@ class Block:
     """A block in which this rank's gradients have a weight.
 
     Attributes:
-        weight: It.
-        has_stepped: Whether a step has begun in it.
-        may_step: Whether a forward ran in it whose backward synchronizes.
+        weight: How often this rank's gradients count.
+        has_stepped: A step has begun in the block.
+        may_step: A forward whose backward synchronizes has run in the block.
     """
 
     weight: Weight
@@ -182,7 +182,7 @@ class Steps:
         self.engine.refuse_from_now_on(error)
 
     def leave_out(self, error: BaseException) -> None:
-        """Ends the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
+        """End the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
         with suppress(RuntimeError):  # in a step that cannot begin nobody waits for this rank
             self.engine.fail_next(error)
         self._close()
@@ -192,7 +192,7 @@ class Steps:
         self.is_armed = True
 
     def start_of(self, told: Weight | None, behind: Sequence[Any], grad: Tensor) -> None:
-        """At the beginning of a backward, at what a forward has returned.
+        """Begin a step where a backward reaches what a forward has returned.
 
         Args:
             told: The weight of the block in which the forward ran.
@@ -208,7 +208,7 @@ class Steps:
         self._require_one_weight(told)
 
     def start(self, told: Weight | None) -> None:
-        """At the beginning of a backward."""
+        """Begin a step, unless one is open; `told` is the weight of the block in which the forward ran, if any."""
         self._fail_if_stale()
         if self.engine.is_open:
             return
