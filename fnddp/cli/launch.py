@@ -3,6 +3,7 @@
 import multiprocessing
 import pickle
 import signal
+import tempfile
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,9 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch.distributed as dist
-
 from fnddp.cli.failures import Failure
 from fnddp.cli.network import Host, signals_held
-from fnddp.cli.rank import LOOPBACK, Done, Raised, Work, run_rank
+from fnddp.cli.rank import Done, Raised, Work, run_rank
 
 SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
 
@@ -45,8 +44,8 @@ def run_ranks(
     Raises:
         RankError: A rank raised or was killed.
     """
-    # The parent holds the store that ranks meet at, on a port that the system chooses: no port is ever taken twice.
-    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    folder = tempfile.TemporaryDirectory(prefix="fnddp-ranks-")
+    meeting = f"{folder.name}/store"
     context = fresh()
     packed = pickle.dumps(arguments)
     processes: list[BaseProcess] = []
@@ -57,7 +56,7 @@ def run_ranks(
                 pipe, remote = context.Pipe()
                 process = context.Process(
                     target=run_rank,
-                    args=(rank, world_size, store.port, remote, work, packed, host, backend, tuple(imports)),
+                    args=(rank, world_size, meeting, remote, work, packed, host, backend, tuple(imports)),
                     name=f"rank {rank}",
                 )
                 process.start()
@@ -74,6 +73,7 @@ def run_ranks(
                 process.close()
             for pipe in pipes:
                 pipe.close()
+            folder.cleanup()
 
 
 def fresh() -> SpawnContext:

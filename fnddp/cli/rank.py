@@ -16,7 +16,6 @@ import torch.distributed as dist
 from fnddp.cli import modules
 from fnddp.cli.network import Host, loopback_device
 
-LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stopped, ends the run
 
 Work = Callable[..., Iterable[Any]]
@@ -47,7 +46,7 @@ class Done:
 def run_rank(
     rank: int,
     world_size: int,
-    port: int,
+    meeting: str,
     pipe: Connection,
     work: Work,
     arguments: bytes,
@@ -57,16 +56,16 @@ def run_rank(
 ) -> None:
     """Send what `work(*arguments)` yields to the parent, then `Done`, or `Raised` if it raises. It does not return.
 
-    The parent holds the store at `port`. `host` is where this rank's network is; None for the machine's own.
+    `meeting` is the file of the store that ranks find each other by. `host` is where this rank's network is; None for
+    the machine's own.
     """
     try:
         for name in imports:  # first: the arguments may hold what they define
             modules.load(name)
         unpacked = pickle.loads(arguments)
-        # The connection to the store stays the machine's own, also on a host that cannot reach the parent.
-        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
         if host is not None:
             host.enter()
+        store = dist.FileStore(meeting)  # hosts have the same files, and no network that leads to the parent
         # Ranks of one machine meet on the loopback device, whatever the host's name resolves to.
         os.environ["GLOO_SOCKET_IFNAME"] = loopback_device() if host is None else host.interface
         dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=TIMEOUT)
