@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
-from fnddp import laws, random, tree
+from fnddp import laws
+from fnddp.core import random, tree
 
 
 class SampledState(NamedTuple):

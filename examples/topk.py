@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import Exchange, State, collectives, laws, layout, tree
-from fnddp.group import Group, group_name
+from fnddp import Exchange, State, laws
+from fnddp.core import collectives, layout, tree
+from fnddp.core.group import Group, group_name
 
 
 @fnddp.transform

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fnddp
-from fnddp import Exchange, State, collectives, laws, layout, tree
-from fnddp.group import Group, group_name
+from fnddp import Exchange, State, laws
+from fnddp.core import collectives, layout, tree
+from fnddp.core.group import Group, group_name
 
 BLOCK = 64  # elements that share a scale
 

@@ -9,8 +9,6 @@ from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.adapters.stats import log_sync_stats
-from fnddp.agreement import RankMismatchError, verify
-from fnddp.codec import Codec
 from fnddp.codecs.dct_topk import dct_topk
 from fnddp.codecs.fp8 import fp8
 from fnddp.codecs.majority_vote import majority_vote
@@ -20,17 +18,19 @@ from fnddp.codecs.quantize import quantize
 from fnddp.codecs.sign import sign
 from fnddp.codecs.terngrad import terngrad
 from fnddp.codecs.topk import topk
-from fnddp.compositions import batched_powersgd
-from fnddp.cost.compute import measure_backward, measure_segments
+from fnddp.core.agreement import RankMismatchError, verify
+from fnddp.core.codec import Codec
+from fnddp.core.options import did_you_mean
+from fnddp.core.parse import parse
+from fnddp.core.state import load_state_dict, state_dict
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, transform
 from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
 from fnddp.cost.step import Compute
+from fnddp.ir.program import LoweringError
 from fnddp.memory.ef21 import ef21
 from fnddp.memory.error_feedback import error_feedback
 from fnddp.memory.momentum_correction import momentum_correction
-from fnddp.options import did_you_mean
-from fnddp.parse import parse
-from fnddp.plan.ir import LoweringError
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_gather import all_gather, allgather
@@ -38,6 +38,7 @@ from fnddp.reducers.all_reduce import all_reduce, allreduce
 from fnddp.reducers.hierarchical import hierarchical
 from fnddp.reducers.none import none
 from fnddp.reducers.two_shot import two_shot
+from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.run.vote import StepFailedError
 from fnddp.schedules.delayed import delayed
 from fnddp.schedules.every import every
@@ -46,10 +47,9 @@ from fnddp.schedules.partition import partition
 from fnddp.schedules.skip_nonfinite import skip_nonfinite
 from fnddp.schedules.switch import switch
 from fnddp.schedules.warmup import warmup
-from fnddp.simulate import simulate
-from fnddp.simulate_training import simulate_training
-from fnddp.state import load_state_dict, state_dict
-from fnddp.sync import Exchange, Local, Replicated, State, Sync, transform
+from fnddp.simulate.simulate import simulate
+from fnddp.simulate.training import simulate_training
+from fnddp.transforms.batched_powersgd import batched_powersgd
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import bf16, cast, fp16
 from fnddp.transforms.clip_by_global_norm import clip_by_global_norm

@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.codec import Codec
+from fnddp.core import tree
+from fnddp.core.codec import Codec
+from fnddp.core.parse import parse
+from fnddp.core.state import describe, load_state_dict, parts, state_dict
+from fnddp.core.sync import REPLICATED, Exchange, State, Sync, all_in, registry
+from fnddp.core.tree import Leaves, Tree
+from fnddp.ir.program import LeafSpec
 from fnddp.memory.error_feedback import error_feedback
-from fnddp.parse import parse
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import Traces
-from fnddp.ranks import RankFailed, run_threads
 from fnddp.run.engine import Engine, Synchronized
-from fnddp.simulate import simulate
-from fnddp.state import describe, load_state_dict, parts, state_dict
-from fnddp.sync import REPLICATED, Exchange, State, Sync, all_in, registry
+from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulate.simulate import simulate
 from fnddp.torch_private import TorchDispatchMode, tree_leaves
-from fnddp.tree import Leaves, Tree
 from fnddp.wire.weights import scale_of, scaled
 
 Grads: TypeAlias = Callable[[int, int], Tree]
@@ -203,7 +203,7 @@ def law_3_inputs_are_unmodified(rank: int, sync: Sync, grads: Grads) -> None:
         _require_same_bits(mine, before[0], f"step {step}: the given gradient")
         _require_same_bits(state, before[1], f"step {step}: the given state")
         untouched = torch.equal(torch.get_rng_state(), generator)
-        _require(untouched, f"step {step}: random numbers came from the global generator; use fnddp.random")
+        _require(untouched, f"step {step}: random numbers came from the global generator; use fnddp.core.random")
         state = next_state
 
 

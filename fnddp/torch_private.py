@@ -302,7 +302,8 @@ def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None
     """
     ranks = dist.get_process_group_ranks(group)
     helper: Any = c10d._new_process_group_helper
-    store = c10d._world.pg_map[group][1].clone()  # while one thread waits for a key, no other can use the same store
+    store: Any = c10d._world.pg_map[group][1]
+    store = store.clone()  # while one thread waits for a key, no other can use the same store
     connected: Any = helper(
         len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=timeout or backend_timeout(group)
     )[0]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fnddp import ranks
 from fnddp.cli import launch
+from fnddp.core.sync import registry
 from fnddp.plan import lower
-from fnddp.sync import registry
+from fnddp.simulate import ranks
 from tests.cores import OnOneCore
 from tests.forks import forks
 from tests.interpreter import forked_python

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import fnddp
 from fnddp import Sync, allgather, allreduce, laws, two_shot
-from fnddp.sync import all_in
+from fnddp.core.sync import all_in
 from fnddp.transforms.orthogonalize import METHODS
 
 # One expression for each registered name; a new transform gets a line here and inherits every law.

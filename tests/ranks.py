@@ -1,4 +1,6 @@
-"""Ranks for tests: a pool of gloo processes, for the real thing. (For breadth there are the threads of `fnddp.ranks`.)
+"""Ranks for tests: a pool of gloo processes, for the real thing.
+
+(For breadth there are the threads of `fnddp.simulate.ranks`.)
 
 It runs `fn(rank, *arguments)` on n ranks with a process group of n, returns the results by rank, raises the first
 failure with every rank's traceback, and never hangs.
@@ -24,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fnddp.ranks import RankFailed
+from fnddp.simulate.ranks import RankFailed
 from tests.forks import forks
 
 POOL_SECONDS = 120

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fnddp
-from fnddp import tree
+from fnddp.core import tree
 
 HEARTBEAT = 0.5  # seconds until the lighthouse knows of a replica
 TOGETHER = 3  # steps that all replicas take together at the end

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, from_hook, powersgd, verify
 from fnddp.integrations.fsdp import compress_replicas
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
 
@@ -121,7 +121,7 @@ class Marked(NamedTuple):
 
 def test_several_ranks_may_differ():
     lines = [{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float16[2]"}, {}]
-    text = fnddp.agreement.first_difference(lines)
+    text = fnddp.core.agreement.first_difference(lines)
     assert text == "ranks disagree about leaf 'w': rank 0: float32[2]; rank 1: float16[2]; rank 2: nothing"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import LoweringError, allreduce, lower
-from fnddp.plan.ir import Received, Sent
+from fnddp.ir.program import Received, Sent
 from fnddp.run.backends import Captured, segments_of
 from fnddp.run.memory import Buffer
 from tests.ranks import on_ranks

@@ -20,8 +20,8 @@ from fnddp.cli.bench_report import Ratio, Run
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launcher import RankInfo
 from fnddp.cli.models import load
-from fnddp.codec import Codec
-from fnddp.sync import registry
+from fnddp.core.codec import Codec
+from fnddp.core.sync import registry
 from tests.terminals import complaints
 from tests.test_network import namespaces, needs_hosts
 

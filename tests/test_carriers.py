@@ -11,9 +11,9 @@ from torch import Tensor
 
 import fnddp
 from fnddp import allgather, allreduce, bf16, bucketize, fp16, lower, parse, quantize, sign, topk, two_shot
-from fnddp.collectives import sum_in_rank_order
+from fnddp.core.collectives import sum_in_rank_order
 from fnddp.laws import bits, gather
-from fnddp.ranks import RankFailed, run_threads
+from fnddp.simulate.ranks import RankFailed, run_threads
 
 SHAPES = {"w": (9, 7), "b": (5,), "one": (), "wide": (3, 400)}
 
@@ -182,8 +182,8 @@ def test_blocks_of_ranks_add_up_to_the_same_bits(text, monkeypatch):
 
     want = run_threads(4, body)
     for elements, most in ((1, 16), (1, 2), (63, 16)):  # a rank, two of them, one or all of them at a time
-        monkeypatch.setattr(fnddp.codec, "BLOCK", elements)
-        monkeypatch.setattr(fnddp.codec, "MOST_BLOCKS", most)
+        monkeypatch.setattr(fnddp.core.codec, "BLOCK", elements)
+        monkeypatch.setattr(fnddp.core.codec, "MOST_BLOCKS", most)
         assert run_threads(4, body) == want
         assert want[0][0] == want[0][1]
 

@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fnddp
-from fnddp import Sync, allreduce, fp16, laws, tree
-from fnddp.ranks import RankFailed, run_threads
-from fnddp.sync import registry
+from fnddp import Sync, allreduce, fp16, laws
+from fnddp.core import tree
+from fnddp.core.sync import registry
+from fnddp.simulate.ranks import RankFailed, run_threads
 
 pytestmark = pytest.mark.usefixtures("own_transforms")
 

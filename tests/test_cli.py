@@ -49,7 +49,8 @@ def trainable():
 
 TRANSFORM = """
 import fnddp
-from fnddp import Sync, tree
+from fnddp.core import tree
+from fnddp import Sync
 
 @fnddp.transform
 class halving(Sync):

@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 import fnddp
 from fnddp import WireCounter, allgather, laws, two_shot
-from fnddp.codec import Carrier, Code, Codec, Key, Layer, encode
 from fnddp.codecs.dct_topk import cosines
 from fnddp.codecs.packing import pack, pack_bits, pack_indices, unpack, unpack_bits, unpack_indices
-from fnddp.ranks import run_threads
+from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode
+from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 from tests.traces import check_laws
 

@@ -14,7 +14,7 @@ from fnddp.cost import measure
 from fnddp.cost.estimate import estimate
 from fnddp.cost.link import ALGORITHMS
 from fnddp.cost.measure import Sample, fit_link
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10D
 from fnddp.wire.kinds import ALL_REDUCE, KINDS
 

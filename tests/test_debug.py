@@ -9,8 +9,8 @@ import torch
 import fnddp
 from fnddp import error_feedback, fp16, parse, powersgd
 from fnddp.laws import bits
-from fnddp.ranks import run_threads
 from fnddp.show import trace as debug
+from fnddp.simulate.ranks import run_threads
 
 SYNC = error_feedback(powersgd(fp16(fnddp.allreduce), rank=2, min_compression_rate=1))
 STEPS = 3

@@ -25,7 +25,7 @@ from fnddp.distributed import (
     sync_ddp,
     sync_ddp_if_available,
 )
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.thorough

@@ -19,8 +19,8 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError
 from fnddp.cli.launcher import RankInfo
 from fnddp.cost.step import Compute, Step
-from fnddp.ranks import run_threads
-from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome
+from fnddp.simulate.ranks import run_threads
+from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
 from fnddp.wire.groups import LAUNCHERS
 from tests.terminals import complaints
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, error_feedback, fp16
+from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
 from fnddp.wire.protocol import Elastic
 from tests.wires import AloneWire, LostWork, ReadyWork

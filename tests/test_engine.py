@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from fnddp import all_reduce, allgather, allreduce, error_feedback, every, fp16, none, powersgd
+from fnddp.core.sync import Sync
+from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower
 from fnddp.run import engine as engines
 from fnddp.run import planned
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Memory
-from fnddp.sync import Sync
 from fnddp.wire.protocol import CollectiveError
 from tests.wires import AloneWire, LostWork, ReadyWork
 

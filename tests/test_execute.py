@@ -26,16 +26,16 @@ from fnddp import (
     from_hook,
     lower,
     partition,
-    tree,
 )
+from fnddp.core import tree
+from fnddp.core.sync import groups_of
+from fnddp.ir.program import LeafSpec
 from fnddp.laws import DONATIONS, bits, gather, make_engine
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
-from fnddp.ranks import run_threads
 from fnddp.run.engine import Engine
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
-from fnddp.sync import groups_of
+from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
 from tests.forks import forks

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
 from fnddp.laws import bits
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE
 from tests.ranks import on_ranks
 

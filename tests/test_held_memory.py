@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import fnddp
-from fnddp import DistributedDataParallel, allreduce, bf16, error_feedback, powersgd, tree
+from fnddp import DistributedDataParallel, allreduce, bf16, error_feedback, powersgd
+from fnddp.core import tree
 from tests.ranks import on_ranks
 
 SHAPE = (16, 16)

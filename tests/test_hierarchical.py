@@ -16,7 +16,7 @@ from fnddp.laws import (
     law_7_resuming_an_engine_is_exact,
 )
 from fnddp.plan.period import period
-from fnddp.ranks import RankFailed, run_threads
+from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.pipelines import TREES, grads
 from tests.ranks import on_ranks
 

@@ -9,54 +9,12 @@ import fnddp
 
 ROOT = Path(fnddp.__file__).parent
 
-OUTER = [
-    f"outer/{name}"
-    for name in [
-        *("contract", "local_sgd", "descent", "diloco", "streaming_diloco"),
-        *("hierarchical_local_sgd", "des_loc", "compositions", "overlap", "plan", "simulate"),
-        *("simulate_training", "attach", "__init__"),
-    ]
-]
-
-# Reading order is data-flow order. A folder or a file without its suffix.
+# Reading order is data-flow order. A folder, or a file without its suffix.
 ORDER = [
-    *("version", "torch_private", "tree", "options", "layout", "random", "group", "buckets", "columns"),
-    *("wire/in_order", "wire/kinds", "wire/protocol", "wire/gloo_messages", "wire/guards", "wire/simulated"),
-    *("wire/groups", "wire/c10d", "wire/counter", "wire/weights", "wire/control", "wire/eager", "collectives"),
-    *("expression", "sync", "state", "codec", "parse", "agreement"),
-    *("reducers", "codecs", "transforms", "memory", "schedules", "compositions", "cost"),
-    *(
-        "plan/ir",
-        "plan/draft",
-        "plan/recorder",
-        "plan/script",
-        "plan/graph",
-        "plan/schedule",
-        "plan/peak",
-        "show",
-        "plan/plan",
-        "plan/passes",
-        "plan/world",
-        "plan/lower",
-        "plan/period",
-    ),
-    *(
-        "run",
-        "cost/compute",
-        "adapters",
-        "integrations",
-        "distributed",
-        "simulate",
-        "simulate_training",
-        *OUTER,
-        "tune",
-        "ranks",
-        "laws",
-        "integrations",
-        "__init__",
-        "cli",
-        "__main__",
-    ),
+    *("version", "torch_private", "columns", "wire", "core"),
+    *("reducers", "transforms", "codecs", "memory", "schedules"),
+    *("ir", "cost", "show", "plan", "run", "adapters"),
+    *("distributed", "simulate", "laws", "outer", "integrations", "__init__", "cli", "__main__"),
 ]
 
 

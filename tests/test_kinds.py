@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import Exchange, collectives
+from fnddp import Exchange
+from fnddp.core import collectives
 from fnddp.laws import DONATIONS, bits, engine_step, make_engine
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from fnddp.torch_private import functional_collectives
 from tests.ranks import on_ranks
 

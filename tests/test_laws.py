@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fnddp
-from fnddp import tree as trees_of
+from fnddp.core import tree as trees_of
+from fnddp.core.sync import registry
 from fnddp.laws import (
     DONATIONS,
     LAWS,
@@ -32,8 +33,7 @@ from fnddp.laws import (
 )
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces
-from fnddp.ranks import run_threads
-from fnddp.sync import registry
+from fnddp.simulate.ranks import run_threads
 from tests.pipelines import EXAMPLES, LOSSLESS, TREES, grads, nestings
 from tests.ranks import on_ranks
 from tests.traces import TracesOfThreads

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fnddp
 from fnddp import allgather, allreduce, bf16, ef21, error_feedback, momentum_correction, sign, topk, two_shot, warmup
+from fnddp.core.sync import Sync
 from fnddp.laws import gather
-from fnddp.ranks import RankFailed, run_threads
-from fnddp.sync import Sync
+from fnddp.simulate.ranks import RankFailed, run_threads
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 arithmetic, some ten steps deep
 

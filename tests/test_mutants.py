@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import Exchange, Sync, collectives, laws
+from fnddp import Exchange, Sync, laws
+from fnddp.core import collectives
+from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import lower
-from fnddp.ranks import run_threads
 from fnddp.run.engine import Engine
+from fnddp.simulate.ranks import run_threads
 
 
 @pytest.fixture

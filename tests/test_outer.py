@@ -10,13 +10,13 @@ from torch import Tensor
 
 import fnddp
 from fnddp import Sync, WireCounter, allreduce, outer, two_shot
+from fnddp.core.state import parts
+from fnddp.core.sync import REPLICATED, Exchange
+from fnddp.core.tree import Leaves
 from fnddp.laws import bits, gather
 from fnddp.outer.contract import Exchanges, outers
 from fnddp.outer.streaming_diloco import divided
-from fnddp.ranks import RankFailed, run_threads
-from fnddp.state import parts
-from fnddp.sync import REPLICATED, Exchange
-from fnddp.tree import Leaves
+from fnddp.simulate.ranks import RankFailed, run_threads
 
 # One expression for each registered name; a new outer step gets a line here and inherits every law.
 EXAMPLES = {

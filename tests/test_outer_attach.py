@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import Sync, allreduce, outer
+from fnddp.core.sync import Exchange, State
+from fnddp.core.tree import Leaves, Tree
 from fnddp.laws import bits, gather
-from fnddp.ranks import RankFailed, run_threads
 from fnddp.run.vote import StepFailedError
-from fnddp.sync import Exchange, State
-from fnddp.tree import Leaves, Tree
+from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import Work

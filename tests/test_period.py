@@ -7,10 +7,10 @@ import torch
 
 import fnddp
 from fnddp import parse
+from fnddp.core.sync import Exchange, Replicated, Sync, transform
+from fnddp.core.tree import Leaves, Tree
 from fnddp.plan import period as periods
 from fnddp.plan.period import period
-from fnddp.sync import Exchange, Replicated, Sync, transform
-from fnddp.tree import Leaves, Tree
 
 PARAMS = {"w": torch.zeros(20, 10), "b": torch.zeros(10)}
 N = 2

@@ -11,7 +11,7 @@ from torch import Tensor
 import fnddp
 from fnddp import Exchange, Replicated, State, Sync, allreduce, laws
 from fnddp.plan import graph
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from tests.pipelines import EXAMPLES, TREES
 from tests.traces import TracesOfThreads
 

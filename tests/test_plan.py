@@ -23,21 +23,21 @@ from fnddp import (
     lower,
     partition,
     powersgd,
-    tree,
     warmup,
 )
-from fnddp.buckets import MB, assign_buckets
+from fnddp.core import tree
+from fnddp.core.buckets import MB, assign_buckets
+from fnddp.ir.program import Grad, LeafSpec, Mean, Part, Ranks, Received, Sent, Span
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, make_engine
 from fnddp.plan import lower as lowering
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import launch, tensor_nodes
-from fnddp.plan.ir import Grad, LeafSpec, Mean, Part, Ranks, Received, Sent, Span
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.passes.fuse import fuse
 from fnddp.plan.passes.simplify import simplify
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.plan import Plan
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from fnddp.wire.groups import DEFAULT_GROUP, World, live_name, within
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks

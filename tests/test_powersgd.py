@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import fnddp
 from fnddp import allreduce, error_feedback, powersgd
+from fnddp.core.sync import Sync
 from fnddp.laws import engine_step, make_engine
-from fnddp.ranks import run_threads
-from fnddp.sync import Sync
+from fnddp.simulate.ranks import run_threads
 from tests.traces import check_laws
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 arithmetic on matrices of some hundred elements, a few steps deep

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fnddp.ranks import RankFailed, run_threads
+from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.ranks import GlooPool
 
 

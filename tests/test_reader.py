@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
-from fnddp import Exchange, State, allreduce, collectives, partition, tree
+from fnddp import Exchange, State, allreduce, partition
+from fnddp.core import collectives, tree
+from fnddp.core.tree import Leaves, Tree
+from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
-from fnddp.ranks import run_threads
 from fnddp.run.engine import Engine
+from fnddp.simulate.ranks import run_threads
 from fnddp.transforms.orthogonalize import unit_rows
-from fnddp.tree import Leaves, Tree
 from tests.ranks import on_ranks
 
 

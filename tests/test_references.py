@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
 from fnddp.laws import bits
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from tests.pipelines import grads
 from tests.ranks import on_ranks
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fnddp
 from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
 from fnddp.laws import bits
-from fnddp.ranks import RankFailed
+from fnddp.simulate.ranks import RankFailed
 from tests.ranks import on_ranks
 
 COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"

@@ -31,7 +31,7 @@ from fnddp import (
     topk,
 )
 from fnddp.laws import bits, gather
-from fnddp.ranks import run_threads
+from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 from tests.test_register import Branches, batch, loss_of, make_model
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
+from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 from fnddp.show import timeline
 from fnddp.show.timeline import CHARACTER, MARGIN, WIDEST
-from fnddp.tree import Tree
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
-from fnddp import Exchange, Local, Replicated, collectives, laws, tree
+from fnddp import Exchange, Local, Replicated, laws
+from fnddp.core import collectives, tree
 from fnddp.laws import bits
-from fnddp.ranks import run_threads
-from fnddp.simulate import simulate
+from fnddp.simulate.ranks import run_threads
+from fnddp.simulate.simulate import simulate
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import KINDS
 from fnddp.wire.simulated import Ranks

@@ -10,9 +10,9 @@ from torch import nn
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd, skip_nonfinite
-from fnddp.ranks import run_threads
 from fnddp.show.beside import STEP, beside
 from fnddp.show.meter import Meter
+from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=1))

@@ -25,11 +25,11 @@ from fnddp import (
     squared,
     warmup,
 )
-from fnddp.buckets import MB
+from fnddp.core.buckets import MB
+from fnddp.core.random import normal
+from fnddp.core.sync import registry
 from fnddp.laws import bits
-from fnddp.random import normal
-from fnddp.ranks import run_threads
-from fnddp.sync import registry
+from fnddp.simulate.ranks import run_threads
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
@@ -279,7 +279,7 @@ def test_init_reads_no_values():
     }
     for text in EXAMPLES.values():
         if "partition" not in text:
-            parts = list(fnddp.state.parts(fnddp.parse(text).init(gradients)))
+            parts = list(fnddp.core.state.parts(fnddp.parse(text).init(gradients)))
             assert all(isinstance(part.value, int) or part.value.is_meta for part in parts)
 
 
@@ -384,7 +384,7 @@ def test_powersgd_of_difficult_matrices(name, rank, orthogonalization):
         if make is powersgd:
             sync = powersgd(allreduce, rank=rank, orthogonalization=orthogonalization, min_compression_rate=0)
         mean, state = steps(sync, gradients)
-        assert all(part.value.isfinite().all() for part in fnddp.state.parts(state) if torch.is_tensor(part.value))
+        assert all(part.value.isfinite().all() for part in fnddp.core.state.parts(state) if torch.is_tensor(part.value))
         assert mean["w"].isfinite().all()
         if name not in ("zero columns",) and make is powersgd:  # of rank 0 or 1: exact
             scale = ZEROS[name].abs().max()

@@ -16,8 +16,8 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.problem import problem as asked
 from fnddp.cli.tune_report import Setting
 from fnddp.cost.step import MeanStep, Span, Step
-from fnddp.ranks import run_threads
-from fnddp.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, cost, final_loss, tune
+from fnddp.simulate.ranks import run_threads
+from fnddp.simulate.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, cost, final_loss, tune
 
 MODELS = """
 import torch

@@ -12,10 +12,10 @@ import torch.distributed.nn as dist_nn
 from torch import nn
 
 import fnddp
+from fnddp.ir.program import LeafSpec
 from fnddp.laws import DONATIONS, bits, gather, model
-from fnddp.plan.ir import LeafSpec
-from fnddp.ranks import run_threads
 from fnddp.run.engine import Engine
+from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 from tests.wires import AloneWire
 

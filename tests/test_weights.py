@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fnddp
-from fnddp import laws, tree
+from fnddp import laws
+from fnddp.core import tree
 from fnddp.laws import bits, gather, law_11_weighted_is_pooled
-from fnddp.ranks import RankFailed, run_threads
+from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
 
 SUMS = 1e-5  # roundings of float32 sums, of numbers around 1

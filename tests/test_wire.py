@@ -12,12 +12,13 @@ from torch import nn
 import fnddp
 from examples.topk import largest
 from examples.two_shot import int8_two_shot
-from fnddp import laws, tree
+from fnddp import laws
+from fnddp.core import tree
+from fnddp.core.sync import Sync
+from fnddp.ir.program import LeafSpec
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.lower import Traces
 from fnddp.run.engine import Engine
-from fnddp.sync import Sync
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import ALL_REDUCE
 from tests.pipelines import EXAMPLES

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fnddp.core.sync import Sync
 from fnddp.laws import Grads, check_on_rank
 from fnddp.plan.draft import Draft, Request, copied
 from fnddp.plan.lower import Traces, plan_of
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.plan import Plan
-from fnddp.ranks import run_threads
-from fnddp.sync import Sync
+from fnddp.simulate.ranks import run_threads
 from fnddp.wire.groups import rank, within
 
 Pass = Callable[[Draft], Draft]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnddp.ranks import RankFailed
+from fnddp.simulate.ranks import RankFailed
 from fnddp.wire.kinds import ALL_GATHER, Kind
 from tests.cores import OnOneCore
 

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fnddp.state import load_state_dict, parts, state_dict
-from fnddp.sync import LOCAL, State, Sync
-from fnddp.tree import is_inexact
+from fnddp.core.state import load_state_dict, parts, state_dict
+from fnddp.core.sync import LOCAL, State, Sync
+from fnddp.core.tree import is_inexact
 from fnddp.wire import groups
 
 WORLD_SIZE = "world_size"  # the key under which a checkpoint says how many ranks have saved it

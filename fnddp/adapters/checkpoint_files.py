@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fnddp.adapters.checkpoint import WORLD_SIZE, Checkpoint, HasSync, shares
-from fnddp.agreement import agree
-from fnddp.state import parts
-from fnddp.sync import LOCAL
+from fnddp.core.agreement import agree
+from fnddp.core.state import parts
+from fnddp.core.sync import LOCAL
 from fnddp.wire import control, groups
 
 

@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.world import World
-from fnddp.agreement import agree, agree_on_state, description
-from fnddp.group import group_name
+from fnddp.core.agreement import agree, agree_on_state, description
+from fnddp.core.group import group_name
+from fnddp.core.sync import State, Sync, require_sync
+from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
 from fnddp.run.engine import Engine
 from fnddp.run.stats import SyncStats, stats
-from fnddp.sync import State, Sync, require_sync
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import Wire
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fnddp import tree
 from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
+from fnddp.core import tree
+from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.tree import Leaves
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
-from fnddp.sync import State, Sync, require_sync
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
-from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
 from fnddp.wire.protocol import Wire

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp.group import Group
-from fnddp.layout import in_format_of
-from fnddp.sync import Exchange, State, Sync
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.core.group import Group
+from fnddp.core.layout import in_format_of
+from fnddp.core.sync import Exchange, State, Sync
+from fnddp.core.tree import Leaves, Tree, require_leaves
 
 
 # Not registered: a hook is an object, not text, so parse cannot make one.

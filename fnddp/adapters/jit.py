@@ -5,13 +5,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fnddp import tree
+from fnddp.core import tree
+from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
-from fnddp.sync import State, Sync, require_sync
 from fnddp.torch_private import is_transforming
-from fnddp.tree import Tree
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
 from fnddp.wire.protocol import Wire

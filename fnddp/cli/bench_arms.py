@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fnddp
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import BATCH_SIZE, Batch, Loss, Params, load, trained
-from fnddp.options import did_you_mean
-from fnddp.sync import Sync
+from fnddp.core.options import did_you_mean
+from fnddp.core.sync import Sync
 from fnddp.wire.counter import WireCounter
 
 PEERS = ("ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "none")

@@ -13,11 +13,11 @@ from fnddp.cli.bench_profile import profiled
 from fnddp.cli.checks import check_pipeline
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.terminal import Table, progress
+from fnddp.core.sync import Sync
+from fnddp.ir.program import LeafSpec, LoweringError
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import lower
 from fnddp.run.engine import Engine
-from fnddp.sync import Sync
 
 CODECS: tuple[str, ...] = (
     "allgather",

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fnddp.cli import models, modules
 from fnddp.cli.failures import WrongArgument
+from fnddp.core.parse import parse
+from fnddp.core.sync import Sync
 from fnddp.cost.link import Link
 from fnddp.cost.queue import Links
-from fnddp.parse import parse
 from fnddp.show.text import count
-from fnddp.sync import Sync
 from fnddp.wire.groups import DEFAULT_GROUP, WorldSize
 
 T = TypeVar("T")

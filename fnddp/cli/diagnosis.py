@@ -14,7 +14,7 @@ from fnddp.cli.launcher import RankInfo
 from fnddp.cli.terminal import Table, say
 from fnddp.cost.link import duration
 from fnddp.show.text import count
-from fnddp.tune import MARGIN, MEAN, SIXTEEN_BITS
+from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS
 
 
 def installed() -> list[str]:

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp.agreement import digest_of, first_difference
 from fnddp.cli.launcher import share_cores
 from fnddp.cli.models import BATCH_SIZE, functional, load, trained
 from fnddp.cli.rank import Stage
-from fnddp.cost.compute import measure_backward
+from fnddp.core.agreement import digest_of, first_difference
+from fnddp.core.parse import parse
 from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
-from fnddp.parse import parse
-from fnddp.tune import MEAN, SIXTEEN_BITS, Outcome, cost
+from fnddp.run.measure import measure_backward
+from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome, cost
 from fnddp.wire import control
 
 REQUIRED = ("torch", "numpy", "optree", "einops")

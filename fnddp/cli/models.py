@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from fnddp.cli import modules
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
-from fnddp.options import did_you_mean
+from fnddp.core.options import did_you_mean
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, ...]

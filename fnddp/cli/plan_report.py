@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.terminal import Table, say
+from fnddp.core.state import at_step
+from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Estimate
 from fnddp.cost.link import duration
 from fnddp.cost.queue import Links
@@ -18,8 +20,6 @@ from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
 from fnddp.plan.world import planned_world
 from fnddp.show.text import count, size
-from fnddp.state import at_step
-from fnddp.sync import Sync
 from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
 
 Costs = dict[str, Any]  # of a step, or the mean of several, as JSON has them

@@ -7,7 +7,7 @@ from torch import nn
 
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import Batch, Task, load
-from fnddp.tune import Problem
+from fnddp.simulate.tune import Problem
 
 
 def problem(model: str, data: str | None, *, batch: int, ranks: int, steps: int, rate: float | None) -> Problem:

@@ -16,13 +16,13 @@ import fnddp
 from fnddp.cli.models import BATCH_SIZE, functional, load, trained
 from fnddp.cli.rank import Stage
 from fnddp.cli.terminal import Table
-from fnddp.cost.compute import measure_backward, measure_segments
+from fnddp.core.sync import Sync
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
 from fnddp.cost.step import Step
+from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.run.stats import SyncStats
 from fnddp.show.beside import STEP, beside
-from fnddp.sync import Sync
 
 WARM_UP = 3  # steps: the first one learns the order of gradients, the second one follows it
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fnddp.adapters.functional import value_and_grad
-from fnddp.agreement import agree, digest_of, verify
 from fnddp.cli.models import BATCH_SIZE, Params, functional, load, trained
 from fnddp.cli.rank import Stage
-from fnddp.sync import Sync
+from fnddp.core.agreement import agree, digest_of, verify
+from fnddp.core.sync import Sync
 from fnddp.wire.counter import WireCounter
 
 LEARNING_RATE = 0.1  # falls linearly to zero

@@ -41,9 +41,9 @@ def tune(
     them; name others in the place of the usual ones. Writes pareto.svg and results.json.
     """
     from fnddp.cli import checks, problem, terminal, tune_report
-    from fnddp.plan.ir import LoweringError
-    from fnddp.tune import CANDIDATES
-    from fnddp.tune import tune as search
+    from fnddp.ir.program import LoweringError
+    from fnddp.simulate.tune import CANDIDATES
+    from fnddp.simulate.tune import tune as search
 
     share, parsed = checks.check_share(within), checks.check_link(link)
     checks.check_writable(out, "--out", is_folder=True)

@@ -15,7 +15,7 @@ from fnddp.cli import picture
 from fnddp.cli.report import COLOURS
 from fnddp.cli.terminal import Table, say
 from fnddp.cost.link import duration
-from fnddp.tune import Outcome, Tuned
+from fnddp.simulate.tune import Outcome, Tuned
 
 PLOT, RESULTS = "pareto.svg", "results.json"
 

@@ -8,13 +8,13 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fnddp import tree
-from fnddp.codec import Codec, Layer, Payload, wide
 from fnddp.codecs.packing import INDEX_DTYPES, blocks_of, pack_indices, unpack_indices
-from fnddp.layout import in_format_of
-from fnddp.sync import Exchange, State, Sync, transform
+from fnddp.core import tree
+from fnddp.core.codec import Codec, Layer, Payload, wide
+from fnddp.core.layout import in_format_of
+from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, require_leaves
 from fnddp.torch_private import reinterpreted
-from fnddp.tree import Leaves, Tree, require_leaves
 
 
 @transform

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from fnddp.codec import Codec, Payload, wide
 from fnddp.codecs.packing import blocks_of, in_blocks, inverse, require_block
-from fnddp.sync import Sync, transform
+from fnddp.core.codec import Codec, Payload, wide
+from fnddp.core.sync import Sync, transform
 from fnddp.torch_private import reinterpreted
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fnddp import layout
-from fnddp.codec import Codec, Layer, Payload
 from fnddp.codecs.packing import pack, unpack
-from fnddp.sync import Exchange, State, Sync, transform
-from fnddp.tree import Leaves, is_inexact, require_leaves
+from fnddp.core import layout
+from fnddp.core.codec import Codec, Layer, Payload
+from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.tree import Leaves, is_inexact, require_leaves
 
 NOT_FINITE = -2  # the fourth number of two bits
 

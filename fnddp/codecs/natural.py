@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from fnddp.codec import Codec, Key, Payload
 from fnddp.codecs.packing import is_negative, pack_bits, unpack_bits
-from fnddp.sync import Sync, transform
+from fnddp.core.codec import Codec, Key, Payload
+from fnddp.core.sync import Sync, transform
 from fnddp.torch_private import reinterpreted
 
 BIAS, MANTISSA = 127, 23  # of float32

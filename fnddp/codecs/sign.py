@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from fnddp.codec import Codec, Payload, wide
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, is_negative, pack_bits, unpack_bits
-from fnddp.sync import Sync, transform
+from fnddp.core.codec import Codec, Payload, wide
+from fnddp.core.sync import Sync, transform
 
 SCALES = ("mean", "max", "none")
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from fnddp.codec import Codec, Key, Payload, wide
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, pack, require_block, unpack
-from fnddp.sync import Sync, transform
+from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.sync import Sync, transform
 
 
 @transform

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from fnddp.codec import Codec, Payload, takes_averages
 from fnddp.codecs.packing import block_size, in_blocks, pack_indices, unpack_indices
-from fnddp.options import Share, require_share
-from fnddp.sync import Sync, transform
+from fnddp.core.codec import Codec, Payload, takes_averages
+from fnddp.core.options import Share, require_share
+from fnddp.core.sync import Sync, transform
 
 
 @transform

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fnddp.core.group import Group, group_name
 from fnddp.cost.link import Link, messages
-from fnddp.group import Group, group_name
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import world_size

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp import collectives
-from fnddp.agreement import agree
-from fnddp.group import Group, group_name
-from fnddp.state import describe
+from fnddp.core import collectives
+from fnddp.core.agreement import agree
+from fnddp.core.group import Group, group_name
+from fnddp.core.state import describe
 from fnddp.wire import control, groups
 
 

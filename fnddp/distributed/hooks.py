@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.module.wrapper import DistributedDataParallel as OurDDP
-from fnddp.sync import Sync
+from fnddp.core.sync import Sync
 
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Tensor]]
 """`hook(state, bucket)`, for torch's DDP."""

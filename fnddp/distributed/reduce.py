@@ -3,11 +3,11 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp import collectives, layout
-from fnddp.agreement import agree
+from fnddp.core import collectives, layout
+from fnddp.core.agreement import agree
+from fnddp.core.group import Group, group_name
+from fnddp.core.state import describe
 from fnddp.distributed.gather import dense
-from fnddp.group import Group, group_name
-from fnddp.state import describe
 
 _OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "max": "max", "min": "min", "product": "product"}
 

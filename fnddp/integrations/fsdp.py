@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.ending import end_with_backward
-from fnddp.agreement import agree, agree_on_state, description
-from fnddp.group import group_name
-from fnddp.parse import parse
+from fnddp.core.agreement import agree, agree_on_state, description
+from fnddp.core.group import group_name
+from fnddp.core.parse import parse
+from fnddp.core.sync import State, Sync
+from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
-from fnddp.sync import State, Sync
 from fnddp.wire import control
 
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fnddp.adapters.checkpoint_files import load_files, save_file
 from fnddp.adapters.ddp import Handle, register
-from fnddp.parse import parse
-from fnddp.state import parts
-from fnddp.sync import State, Sync
+from fnddp.core.parse import parse
+from fnddp.core.state import parts
+from fnddp.core.sync import State, Sync
 
 _NAME = "fnddp"
 _TRAINER_METHODS = (

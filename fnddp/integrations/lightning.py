@@ -11,12 +11,12 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fnddp import tree
 from fnddp.adapters.checkpoint_files import gathered, load_gathered
 from fnddp.adapters.module.wrapper import DistributedDataParallel
-from fnddp.parse import parse
-from fnddp.state import load_state_dict, parts, state_dict
-from fnddp.sync import State, Sync
+from fnddp.core import tree
+from fnddp.core.parse import parse
+from fnddp.core.state import load_state_dict, parts, state_dict
+from fnddp.core.sync import State, Sync
 
 KEY = "fnddp"
 """Where a checkpoint of Lightning has the pipeline's state."""

@@ -2,10 +2,10 @@
 
 from typing import Any, ClassVar, NamedTuple
 
-from fnddp import tree
-from fnddp.codec import wide_zeros
-from fnddp.sync import Exchange, Local, Replicated, State, Sync, require_state, require_sums, transform
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
+from fnddp.core import tree
+from fnddp.core.codec import wide_zeros
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_state, require_sums, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
 class EF21State(NamedTuple):

@@ -4,10 +4,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fnddp import tree
-from fnddp.codec import wide_zeros
-from fnddp.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
+from fnddp.core import tree
+from fnddp.core.codec import wide_zeros
+from fnddp.core.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
 
 
 class MomentumCorrectionState(NamedTuple):

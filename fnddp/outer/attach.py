@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnddp.agreement import agree, description
-from fnddp.group import Group, group_name
+from fnddp.core.agreement import agree, description
+from fnddp.core.group import Group, group_name
+from fnddp.core.state import load_state_dict, parts, require_like, state_dict
+from fnddp.core.sync import REPLICATED, State
+from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Outer
 from fnddp.outer.overlap import Overlapped
 from fnddp.outer.plan import Noted
 from fnddp.run.vote import StepFailedError
-from fnddp.state import load_state_dict, parts, require_like, state_dict
-from fnddp.sync import REPLICATED, State
 from fnddp.torch_private import without_autocast
-from fnddp.tree import Leaves
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Wire

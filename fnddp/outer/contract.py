@@ -12,12 +12,12 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
 
-from fnddp import tree
-from fnddp.expression import Expression
-from fnddp.parse import read
-from fnddp.sync import Registry, State, Sync, registry
+from fnddp.core import tree
+from fnddp.core.expression import Expression
+from fnddp.core.parse import read
+from fnddp.core.sync import Registry, State, Sync, registry
+from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import without_autocast
-from fnddp.tree import Leaves, Tree
 
 T = TypeVar("T")
 

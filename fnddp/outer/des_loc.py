@@ -7,11 +7,11 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.options import checked_pairs
+from fnddp.core import tree
+from fnddp.core.options import checked_pairs
+from fnddp.core.sync import State, Sync, require_state
+from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer, outer
-from fnddp.sync import State, Sync, require_state
-from fnddp.tree import Leaves, Tree
 
 Trees: TypeAlias = Mapping[str, Outer] | tuple[tuple[str, Outer], ...]
 

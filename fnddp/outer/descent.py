@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fnddp import tree
+from fnddp.core import tree
+from fnddp.core.sync import State, Sync, require_state
+from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.outer.contract import Exchanges, Outer, require_options
-from fnddp.sync import State, Sync, require_state
-from fnddp.tree import Leaves, Tree, replaced
 
 S = TypeVar("S", bound=Any)
 

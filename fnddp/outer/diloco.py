@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+from fnddp.core.sync import Replicated, State, Sync
+from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.outer.contract import Exchanges, outer
 from fnddp.outer.descent import Descending, below
-from fnddp.sync import Replicated, State, Sync
-from fnddp.tree import Leaves, Tree, replaced
 
 
 class DiLoCoState(NamedTuple):

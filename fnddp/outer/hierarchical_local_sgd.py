@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from fnddp.options import checked_int, checked_pairs
+from fnddp.core.options import checked_int, checked_pairs
+from fnddp.core.sync import State, Sync, require_state
+from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer, outer, require_options
 from fnddp.outer.local_sgd import LocalSGDState
-from fnddp.sync import State, Sync, require_state
-from fnddp.tree import Leaves, Tree
 
 Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
+from fnddp.core.sync import Replicated, State, Sync, require_state
+from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer, outer, require_options
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.reducers.none import none
 from fnddp.schedules.switch import switch
-from fnddp.sync import Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree
 
 
 class LocalSGDState(NamedTuple):

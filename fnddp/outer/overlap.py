@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.vote import StepFailedError
-from fnddp.sync import State, Sync
-from fnddp.tree import Leaves
 from fnddp.wire.protocol import Wire
 
 

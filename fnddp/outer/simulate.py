@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fnddp import tree
+from fnddp.core import tree
+from fnddp.core.state import parts
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer
-from fnddp.simulate import Simulation, of_rank, require_rows, with_rows
-from fnddp.state import parts
-from fnddp.sync import State, Sync
+from fnddp.simulate.simulate import Simulation, of_rank, require_rows, with_rows
 from fnddp.torch_private import without_autocast
-from fnddp.tree import Leaves, Tree
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, Ranks
 

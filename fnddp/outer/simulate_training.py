@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from fnddp import tree
+from fnddp.core import tree
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Outer
 from fnddp.outer.simulate import simulate
-from fnddp.simulate import Simulation
-from fnddp.simulate_training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
-from fnddp.sync import State, Sync
-from fnddp.tree import Leaves, Tree
+from fnddp.simulate.simulate import Simulation
+from fnddp.simulate.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
 from fnddp.wire.simulated import Division
 
 

@@ -6,12 +6,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from fnddp.options import checked_int
+from fnddp.core.options import checked_int
+from fnddp.core.sync import Local, Replicated, State, Sync
+from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.outer.contract import Exchanges, outer, require_options
 from fnddp.outer.descent import Descending, below
 from fnddp.schedules.partition import split_by_pattern
-from fnddp.sync import Local, Replicated, State, Sync
-from fnddp.tree import Leaves, Tree, replaced
 
 Fragments: TypeAlias = int | tuple[str, ...]
 

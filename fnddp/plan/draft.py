@@ -1,13 +1,13 @@
 """A plan while it is made: what one pass hands to the next."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from fnddp import tree
-from fnddp.plan.ir import LeafSpec, Name, Scratch, Segment, Sent
-from fnddp.sync import State, Sync
+from fnddp.core.sync import State, Sync
+from fnddp.ir.program import LeafSpec, Name, Scratch, Segment, Sent
+from fnddp.ir.schedule import Phase
 from fnddp.wire.groups import World
 
 
@@ -47,26 +47,6 @@ class Donation:
 
     gradients: str = "no"
     state: bool = False
-
-
-@dataclass(frozen=True)
-class Phase:
-    """For which numbers a graph is the right one.
-
-    Attributes:
-        counters: Positions of the Python ints among the parts of the state.
-        groups: The groups over which means are taken.
-        holds: Whether it is, for these counters, followed by the ranks that each of the groups has.
-    """
-
-    counters: tuple[int, ...]
-    groups: tuple[str | None, ...]
-    holds: Callable[[Sequence[int]], bool]
-
-    def holds_for(self, state: State, sizes: Mapping[str | None, int]) -> bool:
-        """Whether it is, for the counters of `state` and groups of these sizes."""
-        parts, _ = tree.flatten_any(state)
-        return self.holds([*(parts[i] for i in self.counters), *sizes.values()])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fnddp.plan.ir import Collective
+from fnddp.ir.program import Collective
 from fnddp.torch_private import UNSAFE_VIEWS, functional_collectives, schema
 from fnddp.wire.groups import live_name
 

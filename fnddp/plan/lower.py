@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnddp import tree
-from fnddp.buckets import MB, assign_buckets
+from fnddp.core import tree
+from fnddp.core.buckets import MB, assign_buckets
+from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.tree import Tree
+from fnddp.ir.program import Grad, Held, LeafSpec, Part, Ranks
+from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import numbers, output_nodes
-from fnddp.plan.ir import Grad, Held, LeafSpec, Part, Ranks
 from fnddp.plan.passes import PASSES
 from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
-from fnddp.plan.schedule import require_backend
 from fnddp.plan.world import planned_world
-from fnddp.sync import State, Sync, require_sync
-from fnddp.tree import Tree
 from fnddp.wire.groups import World, WorldSize, within
 
 KEEP = Donation()

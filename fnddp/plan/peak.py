@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnddp.ir.program import Collective
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import launch, launch_of, output_nodes, take, value
-from fnddp.plan.ir import Collective
 
 
 def peak_bytes(draft: Draft) -> int:

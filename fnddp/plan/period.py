@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fnddp import tree
+from fnddp.core import tree
+from fnddp.core.state import AFTER_ALL_WARM_UPS
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Tree
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
 from fnddp.plan.world import planned_world
-from fnddp.state import AFTER_ALL_WARM_UPS
-from fnddp.sync import State, Sync
-from fnddp.tree import Tree
 from fnddp.wire.groups import WorldSize, within, world_size
 
 LONGEST = 10_000

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fnddp.plan.ir import LoweringError
+from fnddp.ir.program import LoweringError
 from fnddp.torch_private import (
     Fakes,
     TorchDispatchMode,

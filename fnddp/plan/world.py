@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fnddp.expression import Expression
-from fnddp.options import checked_int
+from fnddp.core.expression import Expression
+from fnddp.core.options import checked_int
 from fnddp.wire.groups import World, WorldSize
 
 

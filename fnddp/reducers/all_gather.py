@@ -1,10 +1,10 @@
 """All-gather: every rank gets every other's payload, and reads them all."""
 
-from fnddp import collectives
-from fnddp.codec import Carrier, Code, Key, added_up, encode, exchanged
-from fnddp.group import Group, group_name
-from fnddp.sync import State, registry, transform
-from fnddp.tree import Leaves
+from fnddp.core import collectives
+from fnddp.core.codec import Carrier, Code, Key, added_up, encode, exchanged
+from fnddp.core.group import Group, group_name
+from fnddp.core.sync import State, registry, transform
+from fnddp.core.tree import Leaves
 
 
 @transform

@@ -1,9 +1,9 @@
 """All-reduce: every rank gets the same reduction of all ranks' payloads."""
 
-from fnddp import collectives
-from fnddp.group import Group, group_name
-from fnddp.sync import Exchange, State, Sync, registry, transform
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.core import collectives
+from fnddp.core.group import Group, group_name
+from fnddp.core.sync import Exchange, State, Sync, registry, transform
+from fnddp.core.tree import Leaves, Tree, require_leaves
 
 
 @transform

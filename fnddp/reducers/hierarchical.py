@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fnddp import collectives, layout, tree
-from fnddp.group import Group, group_name
-from fnddp.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
-from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core import collectives, layout, tree
+from fnddp.core.group import Group, group_name
+from fnddp.core.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 

@@ -2,9 +2,9 @@
 
 from typing import Any, ClassVar
 
-from fnddp.group import Group
-from fnddp.sync import Exchange, State, Sync, registry, transform
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.core.group import Group
+from fnddp.core.sync import Exchange, State, Sync, registry, transform
+from fnddp.core.tree import Leaves, Tree, require_leaves
 
 
 @transform

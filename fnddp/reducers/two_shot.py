@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fnddp import collectives, tree
-from fnddp.codec import Carrier, Code, Encoded, Key, encode, exchanged, wide
-from fnddp.group import Group, group_name
-from fnddp.sync import Local, State, registry, require_state, transform
-from fnddp.tree import Leaves, Tree, check_entries, is_inexact
+from fnddp.core import collectives, tree
+from fnddp.core.codec import Carrier, Code, Encoded, Key, encode, exchanged, wide
+from fnddp.core.group import Group, group_name
+from fnddp.core.sync import Local, State, registry, require_state, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 
 
 class TwoShotState(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Segment
-from fnddp.plan.schedule import Schedule
+from fnddp.ir.program import Segment
+from fnddp.ir.schedule import Schedule
 from fnddp.run.log import tell
 
 Run: TypeAlias = Callable[..., Sequence[Any]]

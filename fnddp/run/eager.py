@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.plan.ir import LeafSpec
+from fnddp.core import tree
+from fnddp.core.sync import Sync, parts_of, require_means
+from fnddp.core.tree import Leaves
+from fnddp.ir.program import LeafSpec
 from fnddp.run.runner import unexpected
-from fnddp.sync import Sync, parts_of, require_means
 from fnddp.torch_private import without_autocast
-from fnddp.tree import Leaves
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError, Elastic
 

@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.buckets import BUCKET_CAPS
+from fnddp.core import tree
+from fnddp.core.buckets import BUCKET_CAPS
+from fnddp.core.state import require_like, shared
+from fnddp.core.sync import State, Sync, groups_of, require_weighable
+from fnddp.core.tree import Leaves
+from fnddp.ir.program import LeafSpec, LoweringError
+from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec, LoweringError
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
-from fnddp.plan.schedule import require_backend
 from fnddp.run import turns
 from fnddp.run.eager import Eager
 from fnddp.run.inbox import Inbox
@@ -33,9 +36,6 @@ from fnddp.run.vote import Vote
 from fnddp.run.weighing import Weighing
 from fnddp.show.meter import Meter, Taken
 from fnddp.show.trace import debug_level, observer, observing, profiled
-from fnddp.state import require_like, shared
-from fnddp.sync import State, Sync, groups_of, require_weighable
-from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10D, with_dedicated_groups
 from fnddp.wire.groups import World, identity
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire

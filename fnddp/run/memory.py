@@ -5,7 +5,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, LeafSpec, Received, Sent, Span
+from fnddp.ir.program import Collective, LeafSpec, Received, Sent, Span
 from fnddp.torch_private import storage_use_count
 
 Lying: TypeAlias = Sent | Received | Span

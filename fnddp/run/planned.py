@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fnddp.plan.ir import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span
+from fnddp.core.tree import Leaves
+from fnddp.ir.program import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
 from fnddp.run.inbox import Inbox
@@ -22,7 +23,6 @@ from fnddp.run.memory import Buffer, Memory
 from fnddp.run.runner import unexpected
 from fnddp.show.trace import Observer, Ranges
 from fnddp.torch_private import is_held, storage_use_count, without_autocast, without_modes
-from fnddp.tree import Leaves
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
 

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fnddp.plan.ir import LeafSpec
+from fnddp.core.tree import Leaves
+from fnddp.ir.program import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.run.inbox import Inbox
-from fnddp.tree import Leaves
 
 
 class Runner(Protocol):

@@ -6,11 +6,11 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from fnddp import tree
+from fnddp.core import tree
+from fnddp.core.sync import State
 from fnddp.cost.estimate import estimate
 from fnddp.cost.link import Link
 from fnddp.run.engine import Engine
-from fnddp.sync import State
 
 
 class SyncStats(TypedDict):

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, check_entries, require_leaves
+from fnddp.core import tree
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, require_leaves
 
 
 class DelayedState(NamedTuple):

@@ -4,8 +4,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, replaced, require_leaves
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
+from fnddp.core.tree import Leaves, Tree, replaced, require_leaves
 
 
 class EveryState(NamedTuple):

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp import collectives, tree
-from fnddp.codec import wide
-from fnddp.sync import Exchange, Local, Replicated, State, Sync, require_agreement, require_state, transform
-from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core import collectives, tree
+from fnddp.core.codec import wide
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_agreement, require_state, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 
 class MeasureState(NamedTuple):

@@ -6,10 +6,10 @@ from dataclasses import field
 from fnmatch import translate
 from typing import ClassVar, NamedTuple, TypeAlias
 
-from fnddp import tree
-from fnddp.options import checked_pairs
-from fnddp.sync import Exchange, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.core import tree
+from fnddp.core.options import checked_pairs
+from fnddp.core.sync import Exchange, State, Sync, require_state, transform
+from fnddp.core.tree import Leaves, Tree, require_leaves
 
 MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
 

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp import collectives, tree
-from fnddp.sync import Exchange, Replicated, State, Sync, groups_of, require_state, transform
-from fnddp.tree import Leaves, Tree, is_inexact, paired, require_leaves
+from fnddp.core import collectives, tree
+from fnddp.core.sync import Exchange, Replicated, State, Sync, groups_of, require_state, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, paired, require_leaves
 
 
 class SkipNonfiniteState(NamedTuple):

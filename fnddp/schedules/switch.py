@@ -5,9 +5,9 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from fnddp.options import checked_int, checked_pairs
-from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, paired, replaced, require_leaves
+from fnddp.core.options import checked_int, checked_pairs
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
+from fnddp.core.tree import Leaves, Tree, paired, replaced, require_leaves
 
 Stages: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 

@@ -2,9 +2,9 @@
 
 from typing import ClassVar, NamedTuple
 
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
+from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.tree import Leaves, Tree, replaced
 
 
 class WarmupState(NamedTuple):

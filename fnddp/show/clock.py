@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from fnddp.cost.step import Span, Step
-from fnddp.plan.schedule import Schedule
+from fnddp.ir.schedule import Schedule
 from fnddp.show import names
 
 COMPUTE, WIRE = 0, 1  # tracks

@@ -7,7 +7,7 @@ from html import escape
 from typing import TypeAlias
 
 from fnddp.cost.queue import Links
-from fnddp.plan.schedule import Schedule
+from fnddp.ir.schedule import Schedule
 from fnddp.show.names import action, amount, text
 from fnddp.show.text import count, footer, header, show, size, some
 from fnddp.show.timeline import CHARACTER, GUTTER, MARGIN, Timeline, lay_out

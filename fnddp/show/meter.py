@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from fnddp.plan.ir import Collective, Segment
+from fnddp.ir.program import Collective, Segment
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 Span: TypeAlias = tuple[Mark, Mark]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fnddp.plan.ir import (
+from fnddp.ir.program import (
     Collective,
     Grad,
     Held,

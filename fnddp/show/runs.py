@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fnddp.plan.ir import Collective, Name, Operation, Received, Segment, Sent, Span
-from fnddp.plan.schedule import Schedule
+from fnddp.ir.program import Collective, Name, Operation, Received, Segment, Sent, Span
+from fnddp.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)

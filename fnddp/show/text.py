@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from fnddp.plan.ir import Collective
-from fnddp.plan.schedule import Schedule
+from fnddp.ir.program import Collective
+from fnddp.ir.schedule import Schedule
 from fnddp.show.names import action, amount, line, text
 from fnddp.show.runs import Run, merged, runs
 

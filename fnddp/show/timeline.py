@@ -6,8 +6,8 @@ from statistics import median
 from fnddp.cost.estimate import estimate
 from fnddp.cost.link import duration
 from fnddp.cost.queue import Links
-from fnddp.plan.ir import Collective
-from fnddp.plan.schedule import Schedule
+from fnddp.ir.program import Collective
+from fnddp.ir.schedule import Schedule
 from fnddp.show.names import dtype
 from fnddp.show.runs import Run, merged, runs
 from fnddp.show.text import size

@@ -10,8 +10,8 @@ import torch
 from torch.profiler import record_function
 
 from fnddp.columns import columns
-from fnddp.plan.ir import Collective, Segment
-from fnddp.plan.schedule import Schedule
+from fnddp.ir.program import Collective, Segment
+from fnddp.ir.schedule import Schedule
 from fnddp.show import names
 from fnddp.show.meter import Meter
 from fnddp.show.text import show, size

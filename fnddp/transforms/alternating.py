@@ -1,8 +1,8 @@
 """One round of a factorization, along a basis that all ranks have from the last one: half of PowerSGD's two."""
 
-from fnddp.sync import Exchange, State
+from fnddp.core.sync import Exchange, State
+from fnddp.core.tree import Leaves
 from fnddp.transforms.low_rank import LowRank, compute, leaf_of, matrix, rows_of, unit_columns
-from fnddp.tree import Leaves
 
 
 def p_round(sync: LowRank, leaves: Leaves, q: Leaves, p: Leaves, state: State) -> tuple[Exchange, Leaves]:

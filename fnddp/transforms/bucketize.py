@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.buckets import MB, assign_buckets
-from fnddp.layout import in_format_of
-from fnddp.sync import Exchange, State, Sync, transform
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.core import tree
+from fnddp.core.buckets import MB, assign_buckets
+from fnddp.core.layout import in_format_of
+from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, require_leaves
 
 
 @transform

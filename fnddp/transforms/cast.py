@@ -5,10 +5,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.codec import Code, Layer, Payload
-from fnddp.sync import Exchange, State, Sync, registry, require_agreement, transform
-from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.core import tree
+from fnddp.core.codec import Code, Layer, Payload
+from fnddp.core.sync import Exchange, State, Sync, registry, require_agreement, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, require_leaves
 
 # Dtypes that every backend can add up.
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

@@ -5,9 +5,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fnddp.codec import wide
-from fnddp.sync import Exchange, State, Sync, require_agreement, transform
-from fnddp.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.core.codec import wide
+from fnddp.core.sync import Exchange, State, Sync, require_agreement, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, require_leaves
 
 _EPSILON = 1e-6  # torch's
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.layout import in_format_of
-from fnddp.options import Share
-from fnddp.sync import Exchange, Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core import tree
+from fnddp.core.layout import in_format_of
+from fnddp.core.options import Share
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 
 class DrawnState(NamedTuple):

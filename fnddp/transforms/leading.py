@@ -1,7 +1,7 @@
 """The leading singular vectors of matrices that all ranks have, found from scratch."""
 
+from fnddp.core.tree import Leaves
 from fnddp.transforms.low_rank import LowRank, compute, matrix, matrix_shape, rows_of, unit_columns
-from fnddp.tree import Leaves
 
 ITERATIONS = 4  # each squares the ratio of what is wanted to what is not
 

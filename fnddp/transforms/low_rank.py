@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fnddp import random
-from fnddp.buckets import BUCKET_CAPS, assign_buckets
-from fnddp.layout import in_format_of
-from fnddp.sync import Sync
+from fnddp.core import random
+from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
+from fnddp.core.layout import in_format_of
+from fnddp.core.sync import Sync
+from fnddp.core.tree import Leaves, is_inexact
 from fnddp.transforms.orthogonalize import orthogonalize, orthogonalize_all, unit_rows
-from fnddp.tree import Leaves, is_inexact
 
 
 class LowRank(Sync):

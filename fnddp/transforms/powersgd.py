@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
+from fnddp.core import tree
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, replaced, require_leaves
 from fnddp.transforms.alternating import p_round, q_round
 from fnddp.transforms.leading import leading_factors
 from fnddp.transforms.low_rank import (
@@ -20,7 +21,6 @@ from fnddp.transforms.low_rank import (
     unit_columns,
 )
 from fnddp.transforms.orthogonalize import METHODS
-from fnddp.tree import Leaves, Tree, check_entries, replaced, require_leaves
 
 
 class PowerSGDState(NamedTuple):

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from fnddp import random
-from fnddp.options import Share, require_share
-from fnddp.sync import Exchange, State, Sync, require_sums, transform
+from fnddp.core import random
+from fnddp.core.options import Share, require_share
+from fnddp.core.sync import Exchange, State, Sync, require_sums, transform
+from fnddp.core.tree import Leaves, Tree
 from fnddp.transforms.drawn import DrawnState, exchange_drawn, init_drawn
-from fnddp.tree import Leaves, Tree
 
 
 @transform

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.layout import in_format_of
-from fnddp.sync import Exchange, State, Sync, transform
-from fnddp.tree import Leaves, Tree, require_leaves
+from fnddp.core import tree
+from fnddp.core.layout import in_format_of
+from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, require_leaves
 
 
 @transform

@@ -13,7 +13,7 @@ from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce
 from fnddp.adapters.module.torch import log
 from fnddp.adapters.module.torch.arguments import BucketSizes
-from fnddp.plan.ir import LeafSpec
+from fnddp.ir.program import LeafSpec
 from tests.drop_in.models import Parts, normed, since_213, step
 from tests.ranks import on_ranks
 from tests.test_register import batch, make_model

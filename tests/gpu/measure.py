@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a checkout
 
 import fnddp
-from fnddp import Sync, tree
+from fnddp import Sync
+from fnddp.core import tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import lower
 from fnddp.run.memory import Memory

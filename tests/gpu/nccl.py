@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fnddp import tree
+from fnddp.core import tree
 
 
 def run_nccl(n: int, fn: Callable[..., Any], *arguments: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp import tree
+from fnddp.core import tree
 from fnddp.laws import bits
 from tests.gpu.nccl import on, run_nccl
 from tests.pipelines import EXAMPLES, grads

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
-from fnddp import Sync, tree
+from fnddp import Sync
+from fnddp.core import tree
 from fnddp.laws import bits, engine_step, make_engine
 from fnddp.plan.draft import Donation
 from tests.gpu.nccl import on, run_nccl

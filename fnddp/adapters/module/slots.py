@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.plan.ir import LeafSpec
-from fnddp.state import describe
+from fnddp.core.state import describe
+from fnddp.ir.program import LeafSpec
 
 OWNER = "DistributedDataParallel"
 

@@ -22,16 +22,16 @@ from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
 from fnddp.adapters.module.torch.log import Log
 from fnddp.adapters.module.world import World
+from fnddp.core.state import describe
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Leaves
+from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.plan.ir import LeafSpec
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.run.runner import UnexpectedGradient
 from fnddp.run.vote import StepFailedError
-from fnddp.state import describe
-from fnddp.sync import State, Sync
 from fnddp.torch_private import has_other_hooks, optimizers_in_backward
-from fnddp.tree import Leaves
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import Weight
 

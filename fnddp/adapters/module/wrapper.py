@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fnddp import state, torch_private
+from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.outputs import tensors_in
@@ -26,13 +26,14 @@ from fnddp.adapters.module.torch.names import TorchNames
 from fnddp.adapters.module.torch.parameters import sparse_parameters
 from fnddp.adapters.module.torch.reducer import Reducer
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
-from fnddp.agreement import agree, agree_on_state, description, fails_alike
-from fnddp.buckets import MB
-from fnddp.group import group_name
+from fnddp.core import state
+from fnddp.core.agreement import agree, agree_on_state, description, fails_alike
+from fnddp.core.buckets import MB
+from fnddp.core.group import group_name
+from fnddp.core.sync import State, Sync, require_sync
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.stats import SyncStats, stats
-from fnddp.sync import State, Sync, require_sync
 from fnddp.torch_private import is_transforming
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fnddp import state as states
 from fnddp.adapters.module import wrapper
-from fnddp.agreement import RankMismatchError, description, first_difference
+from fnddp.core import state as states
+from fnddp.core.agreement import RankMismatchError, description, first_difference
+from fnddp.core.state import describe
+from fnddp.core.sync import REPLICATED, State, Sync, all_in, groups_of
+from fnddp.core.tree import Leaves
 from fnddp.integrations.torchft.wire import ManagerWire, QuorumError
 from fnddp.memory.ef21 import ef21
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.engine import Engine
-from fnddp.state import describe
-from fnddp.sync import REPLICATED, State, Sync, all_in, groups_of
-from fnddp.tree import Leaves
 from fnddp.wire.control import gather_over
 from fnddp.wire.groups import World, within
 

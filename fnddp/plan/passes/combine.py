@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fnddp.ir.program import Collective, LoweringError, Payload
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import is_collective, is_light, launch, sorted_topologically, take, tensor_nodes, value
-from fnddp.plan.ir import Collective, LoweringError, Payload
 from fnddp.torch_private import functional_collectives
 from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
 from fnddp.wire.kinds import Kind, of_operator
@@ -131,7 +131,7 @@ def _traced(draft: Draft) -> list[Traced]:
         if kind is None or read is None or len(users) != 1 or users[0].target is not _wait:
             raise LoweringError(
                 f"{draft.request.sync!r} cannot be lowered: it calls {node.target} in a way that has no place in a "
-                "schedule; use the collectives of fnddp.collectives"
+                "schedule; use the collectives of fnddp.core.collectives"
             )
         payload, op, group = read
         found.append(Traced(node, users[0], payload, kind, op, None if group == DEFAULT_GROUP else group))

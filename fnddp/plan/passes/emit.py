@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
 from fnddp.plan.draft import Cut, Draft
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
-from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
 from fnddp.plan.passes.foreach import is_in_place, is_whole, operand_of
 from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
 from fnddp.plan.script import Script, Variable

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fnddp.ir.program import LeafSpec, Scratch, Sent
 from fnddp.plan.draft import Draft, Placement
 from fnddp.plan.graph import is_light, is_tensor, kind_of, launch, launch_of, output_nodes, value
-from fnddp.plan.ir import LeafSpec, Scratch, Sent
 from fnddp.plan.passes.place import COPIES
 from fnddp.torch_private import FOREACH
 

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent
 from fnddp.plan.draft import Donation, Draft, Placement
 from fnddp.plan.graph import is_light, is_view, launch, launch_of, output_nodes, placeholders, value
-from fnddp.plan.ir import Collective, LeafSpec, Mean, Name, Scratch, Sent
 from fnddp.torch_private import elementwise_out
 from fnddp.wire.in_order import SUM, SUM_INTO
 

@@ -11,12 +11,13 @@ import threading
 import torch
 from torch import Tensor, fx
 
-from fnddp import tree
-from fnddp.plan.draft import Draft, Phase, Request
+from fnddp.core import tree
+from fnddp.core.sync import groups_of, parts_of, require_means
+from fnddp.ir.program import Grad, Held, LoweringError, Name, Part, Ranks
+from fnddp.ir.schedule import Phase
+from fnddp.plan.draft import Draft, Request
 from fnddp.plan.graph import placeholders, remove_dead
-from fnddp.plan.ir import Grad, Held, LoweringError, Name, Part, Ranks
 from fnddp.plan.recorder import Recorder
-from fnddp.sync import groups_of, parts_of, require_means
 from fnddp.torch_private import Fakes, HasNoFake, ReadsValue, refusing_compiled, without_autocast, without_modes
 from fnddp.wire.groups import World, is_alone, within, world_size
 

@@ -13,9 +13,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from fnddp import torch_private
 from fnddp.adapters.module.slots import OWNER
-from fnddp.buckets import MB
+from fnddp.core.buckets import MB
+from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.sync import Sync
 from fnddp.transforms.cast import cast
 
 

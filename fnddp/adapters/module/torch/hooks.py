@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.sync import Sync
 from fnddp.transforms.cast import fp16
 
 BUILTIN: dict[Any, Sync] = {

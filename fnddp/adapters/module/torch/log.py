@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fnddp.adapters.module.slots import Trained
-from fnddp.buckets import assign_buckets
-from fnddp.plan.ir import LeafSpec
+from fnddp.core.buckets import assign_buckets
+from fnddp.ir.program import LeafSpec
 from fnddp.run.engine import Engine
 
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")

@@ -21,8 +21,8 @@ from fnddp.adapters.module.torch.hooks import BUILTIN, check_hook
 from fnddp.adapters.module.torch.join import Shadow, UnevenInputs
 from fnddp.adapters.module.torch.log import Log, environment, parameter_facts
 from fnddp.adapters.module.torch.parameters import debug_names, sparse_parameters
+from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.sync import Sync
 from fnddp.wire import control, groups
 
 

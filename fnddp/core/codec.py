@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp import collectives, layout, random
-from fnddp.group import Group, group_name
-from fnddp.sync import Exchange, Replicated, State, Sync, require_state
-from fnddp.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core import collectives, layout, random
+from fnddp.core.group import Group, group_name
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 Payload: TypeAlias = dict[str, Tensor]
 """What a codec makes of rows: tensors whose first dimension is rows."""
@@ -25,7 +25,7 @@ Payload: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Key:
-    """What tells the random numbers of a codec apart from all others: see `fnddp.random`.
+    """What tells the random numbers of a codec apart from all others: see `fnddp.core.random`.
 
     Attributes:
         name: Of the leaf, the hop, and the part of a payload that is encoded again.

@@ -1,8 +1,8 @@
 """Time and loss together: `fnddp tune`."""
 
-from fnddp.tune.outcome import MARGIN, MEAN, SAME, SIXTEEN_BITS, Outcome, Tuned
-from fnddp.tune.problem import Batch, Forward, Problem, final_loss
-from fnddp.tune.search import CANDIDATES, Progress, cost, tune
+from fnddp.simulate.tune.outcome import MARGIN, MEAN, SAME, SIXTEEN_BITS, Outcome, Tuned
+from fnddp.simulate.tune.problem import Batch, Forward, Problem, final_loss
+from fnddp.simulate.tune.search import CANDIDATES, Progress, cost, tune
 
 __all__ = [
     "CANDIDATES",

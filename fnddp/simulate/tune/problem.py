@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fnddp.cost.compute import measure_backward
+from fnddp.core.sync import Sync
+from fnddp.core.tree import Leaves
 from fnddp.cost.step import Compute
-from fnddp.simulate_training import simulate_training
-from fnddp.sync import Sync
-from fnddp.tree import Leaves
+from fnddp.run.measure import measure_backward
+from fnddp.simulate.training import simulate_training
 
 Batch: TypeAlias = tuple[Tensor, ...]
 Forward: TypeAlias = Callable[..., Any]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.expression import Expression
-from fnddp.group import Group, group_name
-from fnddp.state import describe, parts, require_like
-from fnddp.sync import REPLICATED, State
-from fnddp.tree import Tree
+from fnddp.core import tree
+from fnddp.core.expression import Expression
+from fnddp.core.group import Group, group_name
+from fnddp.core.state import describe, parts, require_like
+from fnddp.core.sync import REPLICATED, State
+from fnddp.core.tree import Tree
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire

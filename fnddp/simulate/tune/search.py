@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import torch
 
-from fnddp.cost.compute import measure_segments
+from fnddp.core.options import checked_int
+from fnddp.core.parse import parse
+from fnddp.core.sync import Sync
+from fnddp.core.tree import Leaves
 from fnddp.cost.queue import Links
 from fnddp.cost.step import Compute, MeanStep
-from fnddp.options import checked_int
-from fnddp.parse import parse
 from fnddp.plan.period import period
-from fnddp.sync import Sync
-from fnddp.tree import Leaves
-from fnddp.tune.outcome import MEAN, SIXTEEN_BITS, Outcome, Tuned
-from fnddp.tune.problem import Problem, backward_of, final_loss
+from fnddp.run.measure import measure_segments
+from fnddp.simulate.tune.outcome import MEAN, SIXTEEN_BITS, Outcome, Tuned
+from fnddp.simulate.tune.problem import Problem, backward_of, final_loss
 
 CANDIDATES = (
     "bucketize(quantize(two_shot))",

@@ -13,12 +13,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dat
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.collectives import scale_of_weight
-from fnddp.expression import CHECKS, Expression
-from fnddp.group import Group
+from fnddp.core import tree
+from fnddp.core.collectives import scale_of_weight
+from fnddp.core.expression import CHECKS, Expression
+from fnddp.core.group import Group
+from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import without_autocast
-from fnddp.tree import Leaves, Tree
 from fnddp.wire.weights import scaled
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Sync(Expression, abc.ABC):
         """Synchronizes `leaves`: what wrapping transforms build on. Same collectives in the same order on all ranks.
 
         Args:
-            leaves: This rank's gradients by leaf path, as `fnddp.tree.flatten` names them.
+            leaves: This rank's gradients by leaf path, as `fnddp.core.tree.flatten` names them.
             state: From `init` or the previous exchange.
         """
 

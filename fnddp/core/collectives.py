@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnddp import layout
+from fnddp.core import layout
+from fnddp.core.tree import Leaves, is_inexact
 from fnddp.torch_private import functional_collectives, reinterpreted
-from fnddp.tree import Leaves, is_inexact
 from fnddp.wire import control, guards
 from fnddp.wire.c10d import C10D
 from fnddp.wire.counter import count_payload

@@ -5,9 +5,9 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from fnddp.codec import Carrier
-from fnddp.options import did_you_mean
-from fnddp.sync import Sync, registry
+from fnddp.core.codec import Carrier
+from fnddp.core.options import did_you_mean
+from fnddp.core.sync import Sync, registry
 
 T = TypeVar("T")
 

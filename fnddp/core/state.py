@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.sync import LOCAL, REPLICATED, State
+from fnddp.core import tree
+from fnddp.core.sync import LOCAL, REPLICATED, State
 from fnddp.torch_private import is_foreign
 
 AFTER_ALL_WARM_UPS = 2**40

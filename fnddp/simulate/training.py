@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.simulate import simulate
-from fnddp.sync import State, Sync
-from fnddp.tree import Leaves, Tree
+from fnddp.core import tree
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Leaves, Tree
+from fnddp.simulate.simulate import simulate
 from fnddp.wire.simulated import Division
 
 Means: TypeAlias = Mapping[str, Tensor | None]

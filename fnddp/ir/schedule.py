@@ -1,15 +1,15 @@
 """The data of a plan: what `run` runs, `cost` costs and `show` shows."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fnddp.plan.draft import Phase
-from fnddp.plan.ir import Collective, Held, LeafSpec, Name, Scratch, Segment
-from fnddp.sync import Sync
+from fnddp.core import tree
+from fnddp.core.sync import State, Sync
+from fnddp.ir.program import Collective, Held, LeafSpec, Name, Scratch, Segment
 
 BACKENDS = ("inductor", "cudagraphs")
 """Who can run segments, beside Python."""
@@ -23,6 +23,26 @@ def require_backend(backend: str | None, devices: Iterable[torch.device]) -> Non
         raise ValueError(
             f"backend='cudagraphs' needs gradients on CUDA devices, got some on {', '.join(sorted(others))}"
         )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """For which numbers a graph is the right one.
+
+    Attributes:
+        counters: Positions of the Python ints among the parts of the state.
+        groups: The groups over which means are taken.
+        holds: Whether it is, for these counters, followed by the ranks that each of the groups has.
+    """
+
+    counters: tuple[int, ...]
+    groups: tuple[str | None, ...]
+    holds: Callable[[Sequence[int]], bool]
+
+    def holds_for(self, state: State, sizes: Mapping[str | None, int]) -> bool:
+        """Whether it is, for the counters of `state` and groups of these sizes."""
+        parts, _ = tree.flatten_any(state)
+        return self.holds([*(parts[i] for i in self.counters), *sizes.values()])
 
 
 @dataclass(frozen=True, repr=False)

@@ -85,7 +85,7 @@ def require_leaves(owner: str, leaves: Any) -> None:
         _require_dense(path, leaf)
 
 
-_FLATTEN = "call the pipeline, sync(grads, state), or flatten first: leaves, spec = fnddp.tree.flatten(grads)"
+_FLATTEN = "call the pipeline, sync(grads, state), or flatten first: leaves, spec = fnddp.core.tree.flatten(grads)"
 
 
 def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
@@ -173,7 +173,7 @@ def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 def replaced(record: N, **changes: Any) -> N:
     """`record` with other values in some fields: its `_replace`, of which torch.compile of 2.11 makes an empty tuple.
 
-    >>> from fnddp.sync import Exchange
+    >>> from fnddp.core.sync import Exchange
     >>> replaced(Exchange({}, {}, state=0), state=1).state
     1
     """

@@ -1,6 +1,6 @@
 """PowerSGD of whole buckets: not a transform of its own but a named composition of three."""
 
-from fnddp.sync import Sync, registry
+from fnddp.core.sync import Sync, registry
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.powersgd import powersgd
 from fnddp.transforms.squared import squared

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp import tree
-from fnddp.options import checked_int
-from fnddp.state import Part, parts
-from fnddp.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
+from fnddp.core import tree
+from fnddp.core.options import checked_int
+from fnddp.core.state import Part, parts
+from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
+from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import is_mapped, reinterpreted, without_autocast
-from fnddp.tree import Leaves, Tree
 from fnddp.wire import guards
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, Ranks
@@ -74,7 +74,7 @@ class Simulation:
         if not self.sync.traceable:
             raise ValueError(
                 f"simulate: {self.sync!r} reads values of tensors or runs foreign code (`traceable` is False), which "
-                "cannot run for all ranks at once; run it on threads, fnddp.ranks.run_threads"
+                "cannot run for all ranks at once; run it on threads, fnddp.simulate.ranks.run_threads"
             )
         for name, division in self.groups.items():
             ranks = sorted(rank for members in division for rank in members)

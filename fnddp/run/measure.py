@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fnddp import tree
+from fnddp.core import tree
+from fnddp.core.options import checked_int
+from fnddp.core.sync import State
+from fnddp.core.tree import Tree
 from fnddp.cost.step import Compute
-from fnddp.options import checked_int
-from fnddp.plan.ir import LeafSpec, Segment
+from fnddp.ir.program import LeafSpec, Segment
 from fnddp.plan.plan import Plan
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
 from fnddp.show.trace import Ranges
-from fnddp.sync import State
-from fnddp.tree import Tree
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import Kind
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from fnddp.group import Group
-from fnddp.options import checked_float, checked_int
+from fnddp.core.group import Group
+from fnddp.core.options import checked_float, checked_int
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "int": checked_int,

@@ -1,0 +1,1 @@
+"""The contract: what a pipeline is."""

@@ -1,0 +1,1 @@
+"""What plans are made of."""

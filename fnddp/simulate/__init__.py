@@ -1,0 +1,1 @@
+"""Many ranks on one process: to try pipelines before there is a cluster."""
