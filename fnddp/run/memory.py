@@ -8,11 +8,11 @@ from torch import Tensor
 from fnddp.ir.program import Collective, LeafSpec, Received, Sent, Span
 from fnddp.torch_private import storage_use_count
 
-Lying: TypeAlias = Sent | Received | Span
-"""What lies in the memory of a collective."""
+BufferSlice: TypeAlias = Sent | Received | Span
+"""A part of the memory of a collective."""
 
 
-def _view_of(memory: Tensor, collective: Collective, name: Lying, *, apart: bool) -> Tensor:
+def _view_of(memory: Tensor, collective: Collective, name: BufferSlice, *, apart: bool) -> Tensor:
     if isinstance(name, Span):
         first, last = collective.payloads[name.first], collective.payloads[name.last]
         return memory.narrow(-1, first.offset, last.offset + last.width - first.offset)
@@ -44,10 +44,10 @@ class Buffer:
         is_in_place = collective.kind.is_in_place
         self.receive = self.send if is_in_place else self.send.new_empty(collective.receive_shape)
         self._tensors = (self.send,) if is_in_place else (self.send, self.receive)
-        self._views: dict[Lying, Tensor] = {}
+        self._views: dict[BufferSlice, Tensor] = {}
         self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
 
-    def view(self, name: Lying) -> Tensor:
+    def view(self, name: BufferSlice) -> Tensor:
         """What `name` calls."""
         if name not in self._views:
             index = -1 if isinstance(name, Received) else 0
