@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce
-from fnddp.adapters.module.torch import log
-from fnddp.adapters.module.torch.arguments import BucketSizes
+from fnddp.adapters.torch_compat import log
+from fnddp.adapters.torch_compat.arguments import BucketSizes
 from fnddp.ir.program import LeafSpec
 from tests.drop_in.models import Parts, normed, since_213, step
 from tests.ranks import on_ranks

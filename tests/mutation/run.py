@@ -143,7 +143,7 @@ SUITES = {
         f"{IN_FEW_STEPS} and not another_number_of_ranks",
     ),
     "costume": Suite(
-        ("fnddp/adapters/module/torch/*.py",),
+        ("fnddp/adapters/torch_compat/*.py",),
         (
             *("tests/drop_in/test_names.py", "tests/drop_in/test_state.py", "tests/drop_in/test_hooks.py"),
             *("tests/drop_in/test_arguments.py", "tests/drop_in/test_no_sync_and_join.py"),

@@ -20,8 +20,8 @@ from fnddp.adapters.module.autograd import Quick, Requests, WeakHook, accumulate
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
-from fnddp.adapters.module.torch.log import Log
 from fnddp.adapters.module.world import World
+from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves

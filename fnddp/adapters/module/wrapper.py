@@ -18,14 +18,14 @@ from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.slots import OWNER, Slots, Trained
 from fnddp.adapters.module.steps import Block, Steps, take_over_optimizers
-from fnddp.adapters.module.torch import arguments
-from fnddp.adapters.module.torch.arguments import Arguments, BucketSizes
-from fnddp.adapters.module.torch.buffers import HookLocation
-from fnddp.adapters.module.torch.join import on
-from fnddp.adapters.module.torch.names import TorchNames
-from fnddp.adapters.module.torch.parameters import sparse_parameters
-from fnddp.adapters.module.torch.reducer import Reducer
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
+from fnddp.adapters.torch_compat import arguments
+from fnddp.adapters.torch_compat.arguments import Arguments, BucketSizes
+from fnddp.adapters.torch_compat.buffers import HookLocation
+from fnddp.adapters.torch_compat.join import on
+from fnddp.adapters.torch_compat.names import TorchNames
+from fnddp.adapters.torch_compat.parameters import sparse_parameters
+from fnddp.adapters.torch_compat.reducer import Reducer
 from fnddp.core import state
 from fnddp.core.agreement import agree, agree_on_state, description, fails_alike
 from fnddp.core.buckets import MB

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
-from fnddp.adapters.module.torch.buffers import Buffers, HookLocation
+from fnddp.adapters.torch_compat.buffers import Buffers, HookLocation
 from fnddp.wire import control, groups
 
 

@@ -15,12 +15,12 @@ from fnddp import torch_private
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import Trained
-from fnddp.adapters.module.torch.arguments import Arguments
-from fnddp.adapters.module.torch.buffers import BufferHook, Buffers, HookLocation
-from fnddp.adapters.module.torch.hooks import BUILTIN, check_hook
-from fnddp.adapters.module.torch.join import Shadow, UnevenInputs
-from fnddp.adapters.module.torch.log import Log, environment, parameter_facts
-from fnddp.adapters.module.torch.parameters import debug_names, sparse_parameters
+from fnddp.adapters.torch_compat.arguments import Arguments
+from fnddp.adapters.torch_compat.buffers import BufferHook, Buffers, HookLocation
+from fnddp.adapters.torch_compat.hooks import BUILTIN, check_hook
+from fnddp.adapters.torch_compat.join import Shadow, UnevenInputs
+from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
+from fnddp.adapters.torch_compat.parameters import debug_names, sparse_parameters
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.wire import control, groups
