@@ -462,10 +462,10 @@ def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random)
     It begins with `state`, or with None where the last one has ended.
     """
     leaves, _ = tree.flatten(grads)
-    engine.start(state)
+    step = engine.begin(state)
     for path in order.sample(list(leaves), len(leaves)):
-        engine.feed(path, leaves[path].clone())
-    done = engine.finish()
+        step.feed(path, leaves[path].clone())
+    done = step.finish()
     _require(not done.unused, f"the engine takes {sorted(done.unused)} for unused, which all ranks have fed")
     given = [path for path in leaves if path in done.mean] if engine.sync.skips else list(leaves)
     _require(list(done.mean) == given, f"the engine gives means of {list(done.mean)}, not of {given}")

@@ -231,16 +231,16 @@ def test_what_a_later_hook_of_the_users_makes_of_a_gradient_is_synchronized(rank
 @on_ranks(2)
 def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_ranks(rank: int) -> None:
     model = DDP(Weight(opaque))
+    model(x_of(rank))
     if rank == 0:
         model.module.w.register_hook(lambda grad: 2 * grad)
-    model(x_of(rank))
-    with pytest.raises(RuntimeError if rank == 0 else StepFailedError, match="'w' after the module was wrapped"):
+    with pytest.raises(RuntimeError if rank == 0 else StepFailedError, match="'w' after the module's forward"):
         torch.autograd.grad(model.module.last, model.module.w)
 
 
 @on_ranks(2)
-def test_asking_past_the_outputs_after_plain_steps(rank: int) -> None:
-    model = after_plain_steps(rank)
+def test_asking_past_the_outputs(rank: int) -> None:
+    model = DDP(Weight())
     asked = list(model.parameters())
     means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * model.module.unused, asked)
     assert [mean.item() for mean in means] == [MEAN, MEAN]
@@ -690,38 +690,3 @@ def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int) -
     model.sync = fnddp.all_reduce(op="sum")
     y.backward()
     assert model.module.w.grad.item() == 2 * MEAN
-
-
-def test_plain_gradients_are_only_counted(monkeypatch):
-    """From the second step on, which has learnt their order; those that are the user's are fed one by one."""
-    model = fnddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    fed: list[str] = []
-    feed = model._steps.engine.feed
-    monkeypatch.setattr(model._steps.engine, "feed", lambda path, *a, **k: (fed.append(path), feed(path, *a, **k)))
-    x = torch.ones(3, 4)
-    model(x).sum().backward()
-    assert sorted(fed) == ["0.bias", "0.weight", "1.bias", "1.weight"]
-    first, fed[:] = [p.grad.clone() for p in model.parameters()], []
-    model.zero_grad()
-    model(x).sum().backward()
-    assert fed == []
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), first, strict=True))
-    model.module[0].weight.grad = None
-    model(x).sum().backward()
-    assert sorted(fed) == ["0.bias", "1.bias", "1.weight"]
-
-
-def test_a_gradient_that_is_taken_away_within_backward_is_none():
-    model = fnddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-
-    def take_away(grad: torch.Tensor) -> None:
-        model.module[1].zero_grad()
-
-    for takes_away in (False, True):
-        model.zero_grad()
-        middle = model.module[0](torch.ones(3, 4))
-        if takes_away:
-            middle.register_hook(take_away)
-        model._steps.arm()
-        model.module[1](middle).sum().backward()
-    assert [p.grad is None for p in model.module.parameters()] == [False, False, True, True]

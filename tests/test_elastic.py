@@ -89,16 +89,16 @@ def test_a_rank_that_was_out_of_step_goes_on_in_the_next_epoch():
     specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
     engine = Engine(allreduce, specs, donation=Donation(), learns_order=True, bucket_caps=(1,), wire=wire)
     wire.trouble = "is lost"
-    engine.start(())
+    engine.begin(())
     with pytest.raises(CollectiveError):
         engine.run(leaves)
     wire.trouble = ""
     with pytest.raises(RuntimeError, match="out of step"):
-        engine.start()
+        engine.begin()
     wire.epoch += 1
-    engine.start()
+    engine.begin()
     for path in "ab":
-        engine.feed(path, leaves[path])
-    assert engine.finish().mean["a"].tolist() == [1, 1, 1]
+        engine.step.feed(path, leaves[path])
+    assert engine.step.finish().mean["a"].tolist() == [1, 1, 1]
     assert engine.plan is not None
     assert list(engine.plan.buckets) == ["b", "a"]  # a newcomer has not seen in which order they came

@@ -37,10 +37,10 @@ def make(sync: Sync = allreduce, wire: AloneWire | None = None, **options: Any) 
 
 
 def step(engine: Engine, order: str = "cba", value: float = 1.0, **options: Any) -> dict[str, list[float]]:
-    engine.start(**options)
+    engine.begin(**options)
     for path in order:
-        engine.feed(path, leaves(value)[path])
-    return {path: mean.tolist() for path, mean in engine.finish().mean.items()}
+        engine.step.feed(path, leaves(value)[path])
+    return {path: mean.tolist() for path, mean in engine.step.finish().mean.items()}
 
 
 WHOLE = {path: leaf.tolist() for path, leaf in leaves().items()}
@@ -52,17 +52,17 @@ WHOLE = {path: leaf.tolist() for path, leaf in leaves().items()}
 def test_a_step_is_counted_when_it_begins_and_when_it_has_ended():
     engine = make()
     assert (engine.begun, engine.steps, engine.failed_steps, engine.is_open) == (0, 0, 0, False)
-    assert (engine.plan, engine.missing, engine.has_sent) == (None, frozenset(), False)
-    engine.start()
-    assert (engine.begun, engine.steps, engine.is_open, engine.missing) == (1, 0, True, frozenset(NAMES))
-    engine.feed("c", leaves()["c"])
-    assert (engine.missing, engine.has_sent) == (frozenset("ab"), False)
-    engine.feed_all({path: leaves()[path] for path in "ba"})
-    assert (engine.missing, engine.has_sent) == (frozenset(), True)
-    engine.finish()
+    assert (engine.plan, engine.step.missing, engine.step.has_sent) == (None, frozenset(), False)
+    engine.begin()
+    assert (engine.begun, engine.steps, engine.is_open, engine.step.missing) == (1, 0, True, frozenset(NAMES))
+    engine.step.feed("c", leaves()["c"])
+    assert (engine.step.missing, engine.step.has_sent) == (frozenset("ab"), False)
+    engine.step.feed_all({path: leaves()[path] for path in "ba"})
+    assert (engine.step.missing, engine.step.has_sent) == (frozenset(), True)
+    engine.step.finish()
     assert (engine.begun, engine.steps, engine.failed_steps, engine.is_open) == (1, 1, 0, False)
-    engine.start()
-    assert not engine.has_sent
+    engine.begin()
+    assert not engine.step.has_sent
     engine.fail(ZeroDivisionError())
     engine.fail(ZeroDivisionError())  # no step is open
     assert (engine.begun, engine.steps, engine.failed_steps, engine.is_open) == (2, 1, 1, False)
@@ -103,7 +103,7 @@ def test_the_state_is_the_users():
     after = engine.state
     held = bits(after)
     assert held != before
-    engine.start()
+    engine.begin()
     assert bits(engine.state) == held
     with pytest.raises(RuntimeError, match="the state cannot be set while a step is open"):
         engine.state = start
@@ -159,7 +159,7 @@ def test_a_rank_that_may_be_out_of_step_goes_no_further(sync, loses):
     engine = make(sync, wire)
     step(engine)
     wire.loses = loses
-    engine.start()
+    engine.begin()
     with pytest.raises(CollectiveError, match=r"connection closed.*Another rank has failed, left, or not called"):
         engine.run(leaves())
     assert (engine.is_open, engine.steps, engine.failed_steps) == (False, 1, 1)
@@ -172,17 +172,17 @@ def test_a_rank_that_may_be_out_of_step_goes_no_further(sync, loses):
 def test_a_failure_of_which_others_are_told_is_over_with_the_step():
     wire = LosingWire()
     engine = make(wire=wire, bucket_caps=(1,))
-    engine.start()
-    engine.feed("c", leaves()["c"])
+    engine.begin()
+    engine.step.feed("c", leaves()["c"])
     wire.log.clear()
     engine.fail(ZeroDivisionError())  # and sends zeros where others wait for it
     assert wire.log[:3] == ["all_reduce 1", "all_reduce 2", "vote"]
     assert step(engine) == WHOLE
-    engine.start()
+    engine.begin()
     wire.loses = "vote"
     engine.fail(ZeroDivisionError())
     with pytest.raises(RuntimeError, match="out of step"):
-        engine.start()
+        engine.begin()
 
 
 def test_weights_that_nobody_tells_end_the_step():
@@ -190,12 +190,12 @@ def test_weights_that_nobody_tells_end_the_step():
     engine = make(wire=wire)
     step(engine, weight=2.0)
     wire.loses = "vote"
-    engine.start(weight=2.0)
+    engine.begin(weight=2.0)
     wire.loses = ""
     with pytest.raises(CollectiveError, match=r"could not exchange their weights: connection closed\. Another rank"):
         engine.run(leaves())
     with pytest.raises(RuntimeError, match="out of step"):
-        engine.start()
+        engine.begin()
 
 
 @pytest.mark.parametrize(("sync", "group"), [(allreduce, None), (all_reduce(group="7"), "7"), (none, None)], ids=str)
@@ -207,20 +207,20 @@ def test_a_step_that_cannot_begin_may_have_begun_on_others(monkeypatch, sync, gr
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_lower", lambda *_, **__: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            engine.start()
+            engine.begin()
     assert not engine.is_open
     if ranks == 1:
-        engine.start()
+        engine.begin()
     else:
         with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError: .*out of step"):
-            engine.start()
+            engine.begin()
 
 
 def test_who_is_refused_from_now_on_is_refused():
     engine = make()
     engine.refuse_from_now_on(ZeroDivisionError("buffers"))
     with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError: buffers\)"):
-        engine.start()
+        engine.begin()
 
 
 class SlowWork(ReadyWork):
@@ -247,25 +247,25 @@ def test_a_second_round_leaves_when_somebody_looks_now_and_then(monkeypatch):
     specs = {"w": LeafSpec.of(grads["w"])}
     options = {"state": sync.init(grads), "donation": Donation(), "learns_order": False, "wire": wire}
     engine = Engine(sync, specs, **options)
-    engine.poll_now_and_then()  # no step is open
-    engine.start()
-    engine.poll_now_and_then()
-    engine.feed("w", grads["w"])
+    engine.step.poll()  # no step is open
+    engine.begin()
+    engine.step.poll()
+    engine.step.feed("w", grads["w"])
     assert engine.is_polled
     for look in (engine.poll, engine.poll_now_and_then):
         clock[0] += 1
         look()
         assert wire.log == ["all_reduce 0"]
     wire.is_done = True
-    engine.poll_now_and_then()  # somebody has looked a moment ago
+    engine.step.poll()  # somebody has looked a moment ago
     assert wire.log == ["all_reduce 0"]
     clock[0] += planned.POLL_SECONDS
-    engine.poll_now_and_then()
+    engine.step.poll()
     assert wire.log == ["all_reduce 0", "all_reduce 1"]
     clock[0] += 1
-    engine.poll_now_and_then()  # nothing is left but to commit
+    engine.step.poll()  # nothing is left but to commit
     wire.is_done = False
-    torch.testing.assert_close(engine.finish().mean, grads)
+    torch.testing.assert_close(engine.step.finish().mean, grads)
     assert not make().is_polled
     once = make()
     step(once)
@@ -278,16 +278,16 @@ def test_who_cannot_wait_for_somebody_to_look_carries_on():
     specs = {path: LeafSpec.of(leaf) for path, leaf in grads.items()}
     options = {"state": sync.init(grads), "donation": Donation(), "learns_order": False, "bucket_caps": (1,)}
     engine = Engine(sync, specs, wire=wire, **options)
-    engine.start()
-    engine.feed("v", grads["v"])
+    engine.begin()
+    engine.step.feed("v", grads["v"])
     assert wire.log == ["all_reduce 0"]
-    engine.catch_up()  # with what is there
+    engine.step.advance(block=True)  # with what is there
     assert wire.log == ["all_reduce 0"]
-    engine.feed("w", grads["w"])
-    engine.catch_up()
+    engine.step.feed("w", grads["w"])
+    engine.step.advance(block=True)
     assert engine.plan is not None
     assert wire.log == [f"all_reduce {i}" for i in range(len(engine.plan.collectives))]
-    torch.testing.assert_close(engine.finish().mean, grads)
+    torch.testing.assert_close(engine.step.finish().mean, grads)
 
 
 # What it learns
@@ -346,8 +346,8 @@ def test_who_is_asked_about_unused_leaves_may_end_the_step(checks):
 
 def test_a_step_without_gradients_is_none_where_it_may_be():
     engine = make(skips_unused=True, check_unused=lambda unused: pytest.fail(f"{unused}"))
-    engine.start(weight=2.0)
-    assert engine.finish() == ({}, frozenset(NAMES))
+    engine.begin(weight=2.0)
+    assert engine.step.finish() == ({}, frozenset(NAMES))
     assert (engine.steps, engine.failed_steps, engine.is_open) == (0, 0, False)
     assert make().start() is None
     without = make()
@@ -366,13 +366,13 @@ def test_gradients_to_keep_are_not_written_over(donation, at_once):
     grads = leaves(1 / 3)
     before = bits(grads)
     for _ in range(2):
-        engine.start()
+        engine.begin()
         if at_once:
-            engine.feed_all(grads, keep=True)
+            engine.step.feed_all(grads, keep=True)
         else:
             for path, grad in grads.items():
-                engine.feed(path, grad, keep=True)
-        engine.finish()
+                engine.step.feed(path, grad, keep=True)
+        engine.step.finish()
     assert bits(grads) == before
 
 
@@ -381,13 +381,13 @@ def test_gradients_that_are_handed_over_are_written_over(at_once):
     """Or a step would need other memory for them."""
     engine = make(error_feedback(fp16(allreduce)), donation=Donation("yes"))
     grads = leaves(1 / 3)
-    engine.start()
+    engine.begin()
     if at_once:
-        engine.feed_all(grads)
+        engine.step.feed_all(grads)
     else:
         for path, grad in grads.items():
-            engine.feed(path, grad)
-    engine.finish()
+            engine.step.feed(path, grad)
+    engine.step.finish()
     assert all(not torch.equal(grad, leaves(1 / 3)[path]) for path, grad in grads.items())
 
 
@@ -395,10 +395,10 @@ def test_gradients_that_are_handed_over_are_written_over(at_once):
 def test_scaled_gradients_stay_what_they_are(keep):
     engine = make(error_feedback(fp16(allreduce)), donation=Donation("yes"))
     grads = leaves()
-    engine.start(scale=0.5)
+    engine.begin(scale=0.5)
     assert engine.inbox is None  # which would take them as they are
-    engine.feed_all(grads, keep=keep)
-    mean = engine.finish().mean
+    engine.step.feed_all(grads, keep=keep)
+    mean = engine.step.finish().mean
     assert {path: (2 * leaf).tolist() for path, leaf in mean.items()} == WHOLE
     assert bits(grads) == bits(leaves())
     assert step(engine) == WHOLE

@@ -83,13 +83,13 @@ def check_chaos(rank: int, text: str, make_grads: Any, donation: Donation) -> No
         missing = missing_on(rank, step, list(mine))
         zeroed = {path: torch.zeros_like(g) if path in missing else g for path, g in mine.items()}
         mean, expected = sync(zeroed, expected)
-        engine.start(state)
+        engine.begin(state)
         for path in draw.sample(list(mine), len(mine)):
             time.sleep(draw.random() * (0.02 if rank == step % dist.get_world_size() else 0.001))  # one is much slower
             if path not in missing:
-                engine.feed(path, mine[path].clone())
-            engine.poll()
-        done = engine.finish()
+                engine.step.feed(path, mine[path].clone())
+            engine.step.advance()
+        done = engine.step.finish()
         state = engine.state
         everywhere = [missing_on(r, step, list(mine)) for r in range(dist.get_world_size())]
         assert done.unused == set.intersection(*everywhere)
@@ -133,10 +133,10 @@ def test_all_ranks_get_the_same_bits_through_a_ring(rank: int) -> None:
     )
     state = sync.init(large_grads(rank))
     for step in range(3):
-        engine.start(state)
+        engine.begin(state)
         for path, grad in large_grads(rank, step).items():
-            engine.feed(path, torch.randn(grad.shape))
-        done = engine.finish()
+            engine.step.feed(path, torch.randn(grad.shape))
+        done = engine.step.finish()
         state = engine.state
         everyone = gather((bits(done.mean["large"]), bits(done.mean["odd"][:100]), bits(state)))
         assert all(other == everyone[0] for other in everyone)
@@ -172,14 +172,14 @@ def test_wrong_gradients_are_named_and_change_nothing(text, donation):
     for step in range(3):
         mine = model_grads(0, step)
         mean, expected = sync(mine, expected)
-        engine.start(state)
-        engine.feed("fc.bias", mine["fc.bias"].clone())
+        engine.begin(state)
+        engine.step.feed("fc.bias", mine["fc.bias"].clone())
         for path, grad_of, message in BAD_FEEDS:
             with pytest.raises(ValueError, match=message):
-                engine.feed(path, grad_of(mine))
+                engine.step.feed(path, grad_of(mine))
         for path in ("conv.weight", "fc.weight", "out.weight"):
-            engine.feed(path, mine[path].clone())
-        done = engine.finish()
+            engine.step.feed(path, mine[path].clone())
+        done = engine.step.finish()
         state = engine.state
         assert bits(done.mean) == bits(mean)
         assert bits(state) == bits(expected)
@@ -190,10 +190,10 @@ def test_gradients_in_another_layout():
     mine = {path: torch.randn(leaf.shape) for path, leaf in example.items()}  # row-major
     for donation in DONATIONS:
         engine = make_engine(fp16(allreduce), example, donation)
-        engine.start(())
+        engine.begin(())
         for path, grad in mine.items():
-            engine.feed(path, grad.clone())
-        mean = engine.finish().mean
+            engine.step.feed(path, grad.clone())
+        mean = engine.step.finish().mean
         assert torch.equal(mean["w"], mine["w"].half().float())
         assert torch.equal(mean["c"], mine["c"].half().float())
 
@@ -233,21 +233,21 @@ def check_failing_rank(rank: int, text: str, donation: Donation, culprit: int, f
         fails = step in (0, 3, 4)
         if not fails:  # before the engine's collectives are under way: those of a group must not mix
             mean, expected = sync(mine, expected)
-        engine.start(state)
+        engine.begin(state)
         for path in list(mine)[: fed if fails and rank == culprit else None]:
-            engine.feed(path, copies[path])
+            engine.step.feed(path, copies[path])
         if fails and rank == culprit:
             engine.fail(Trouble(f"out of luck in step {step}"))
         elif fails:
             with pytest.raises(StepFailedError) as caught:
-                engine.finish()
+                engine.step.finish()
             assert f"rank {culprit} failed with " in str(caught.value)
             assert f"Trouble: out of luck in step {step}" in str(caught.value)
             engine.fail(caught.value)  # as adapters do: the step is over
             if donation.gradients == "at_end":
                 assert bits(copies) == bits(mine)
         else:
-            done = engine.finish()
+            done = engine.step.finish()
             state = engine.state
             assert bits(done.mean) == bits(mean), f"step {step}"
             assert bits(state) == bits(expected), f"step {step}"
@@ -276,16 +276,16 @@ def test_a_failing_rank_carries_its_rings_on(rank: int) -> None:
         mine = large_grads(rank, step)
         if step != 1:
             mean, expected = sync(mine, expected)
-        engine.start(state)
+        engine.begin(state)
         for path in list(mine)[: 2 if step == 1 and rank == 0 else None]:
-            engine.feed(path, mine[path].clone())
+            engine.step.feed(path, mine[path].clone())
         if step == 1 and rank == 0:
             engine.fail(Trouble("here"))
         elif step == 1:
             with pytest.raises(StepFailedError, match="rank 0 failed with .*Trouble: here"):
-                engine.finish()
+                engine.step.finish()
         else:
-            done = engine.finish()
+            done = engine.step.finish()
             state = engine.state
             assert bits(done.mean) == bits(mean)
             assert bits(state) == bits(expected)
@@ -294,14 +294,14 @@ def test_a_failing_rank_carries_its_rings_on(rank: int) -> None:
 @on_ranks(4)
 def test_several_failing_ranks_are_all_named(rank: int) -> None:
     engine = make_engine(allreduce, model_grads(rank))
-    engine.start(())
+    engine.begin(())
     if rank < 2:
         engine.fail(Trouble(f"number {rank}"))
     else:
         for path, grad in model_grads(rank).items():
-            engine.feed(path, grad)
+            engine.step.feed(path, grad)
         with pytest.raises(StepFailedError, match=r"rank 0 failed with .*number 0; rank 1 failed with .*number 1\. St"):
-            engine.finish()
+            engine.step.finish()
 
 
 def check_what_a_failed_step_leaves(rank: int) -> None:
@@ -359,17 +359,17 @@ def test_a_failure_is_known_in_all_groups(rank: int) -> None:
     engine = make_engine(sync, integer_grads(rank))
     state = sync.init(integer_grads(rank))
     for step in range(4):
-        engine.start(state)
+        engine.begin(state)
         if step == 2 and rank == 3:
             engine.fail(Trouble("in the second pair"))
             continue
         for path, grad in integer_grads(rank, step).items():
-            engine.feed(path, grad)
+            engine.step.feed(path, grad)
         if step == 2:
             with pytest.raises(StepFailedError, match="rank 3 failed with .*in the second pair"):
-                engine.finish()
+                engine.step.finish()
         else:
-            done = engine.finish()
+            done = engine.step.finish()
             ranks = {"fc.weight": [0, 1] if rank < 2 else [2, 3], "out.weight": range(4)}
             for path, members in ranks.items():
                 want = torch.stack([integer_grads(r, step)[path] for r in members]).mean(0)
@@ -380,10 +380,10 @@ def test_a_failure_is_known_in_all_groups(rank: int) -> None:
 def test_fail_without_a_step_does_nothing(rank: int) -> None:
     """A rank that fails when the others have been told that all is well refuses to go on."""
     engine = make_engine(allreduce, model_grads(rank))
-    engine.start(())
+    engine.begin(())
     for path, grad in model_grads(rank).items():
-        engine.feed(path, grad)
-    engine.finish()
+        engine.step.feed(path, grad)
+    engine.step.finish()
     engine.fail(Trouble("too late: no step is open"))
     engine.refuse_after_failure()
 
@@ -410,20 +410,20 @@ def test_a_rank_that_never_comes(rank: int, text: str, make_grads: Any, fed: int
     engine = make_engine(sync, make_grads(rank))
     state = sync.init(make_grads(rank))
     for step in range(2):
-        engine.start(state)
+        engine.begin(state)
         for path, grad in list(make_grads(rank, step).items())[: fed if step == 1 and rank == 1 else None]:
-            engine.feed(path, grad)
+            engine.step.feed(path, grad)
         if step == 0:
-            engine.finish()
+            engine.step.finish()
             state = engine.state
         elif rank != 1:
             with pytest.raises(
                 CollectiveError, match="Another rank has failed, left, or not called backward"
             ) as caught:
-                engine.finish()
+                engine.step.finish()
             engine.fail(caught.value)
             with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
-                engine.start(state)
+                engine.begin(state)
     dist.barrier()  # on the default group: rank 1 waits here
 
 
@@ -437,14 +437,14 @@ def dying_rank(rank: int, port: int, text: str, make_grads: Any, fed: int, how: 
     state = sync.init(make_grads(rank))
     try:
         for step in range(3):
-            engine.start(state)
+            engine.begin(state)
             for i, (path, grad) in enumerate(make_grads(rank, step).items()):
                 if rank == 1 and step == 1 and i == fed:
                     os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-                engine.feed(path, grad)
+                engine.step.feed(path, grad)
             if rank == 1 and step == 1:
                 os.kill(os.getpid(), signal.SIGKILL)  # everything is sent, nothing is agreed on
-            engine.finish()
+            engine.step.finish()
             state = engine.state
         results.put("no error")
     except BaseException as error:
@@ -497,23 +497,23 @@ def test_what_cannot_be_lowered_runs_at_the_end(rank: int) -> None:
     for step in range(4):
         mine = model_grads(rank, step)
         missing = missing_on(rank, step, list(mine))
-        engine.start(state)
+        engine.begin(state)
         assert engine.plan is None
         if step == 1:
             mine = tree.map_leaves(lambda g: 1e6 * g, mine)
         for path in mine:
             if path not in missing:
-                engine.feed(path, mine[path])
+                engine.step.feed(path, mine[path])
         if step == 1:  # all ranks see the same mean, so all raise, and go on
             before = bits(state)
             with pytest.raises(FloatingPointError) as caught:
-                engine.finish()
+                engine.step.finish()
             engine.fail(caught.value)
             assert bits(state) == before
             continue
         zeroed = {path: torch.zeros_like(g) if path in missing else g for path, g in mine.items()}
         mean, expected = sync(zeroed, expected)  # nothing of the engine's is under way
-        done = engine.finish()
+        done = engine.step.finish()
         state = engine.state
         everywhere = [missing_on(r, step, list(mine)) for r in range(dist.get_world_size())]
         assert done.unused == set.intersection(*everywhere)
@@ -532,11 +532,11 @@ def check_nothing_arrives(rank: int, sync: fnddp.Sync) -> None:
         mine = model_grads(rank, step)
         arrives = {path for path in mine if step in (0, 4) or (step == 2 and rank == 0 and path == "fc.bias")}
         zeroed = {path: g if path in arrives else torch.zeros_like(g) for path, g in mine.items()}
-        engine.start(state)
+        engine.begin(state)
         assert engine.plan is None
         for path in arrives:
-            engine.feed(path, mine[path])
-        done = engine.finish()
+            engine.step.feed(path, mine[path])
+        done = engine.step.finish()
         assert not engine.is_open
         if step % 2:  # on no rank
             assert done == ({}, frozenset(mine))
@@ -571,17 +571,17 @@ def check_failing_without_a_plan(rank: int) -> None:
     engine, state = make_engine(EAGER, model_grads(rank)), EAGER.init(model_grads(rank))
     for step in range(4):
         fails = step in (1, 2)
-        engine.start(state)
+        engine.begin(state)
         if fails and rank == 1:
             engine.fail(Trouble("here"))
             continue
         for path, grad in model_grads(rank, step).items():
-            engine.feed(path, grad)
+            engine.step.feed(path, grad)
         if fails:
             with pytest.raises(StepFailedError, match="rank 1 failed with .*Trouble: here"):
-                engine.finish()
+                engine.step.finish()
         else:
-            engine.finish()
+            engine.step.finish()
             state = engine.state
 
 
@@ -597,10 +597,10 @@ def check_groups_without_a_plan(rank: int) -> None:
     assert hook.groups is partition({"a": hook, "*": EAGER}).groups is None
     assert groups_of(partition({"a": hook, "*": EAGER})) == (None,)
     engine = make_engine(hook, model_grads(rank))
-    engine.start(())
+    engine.begin(())
     engine.fail(Trouble("here"))
     with pytest.raises(RuntimeError, match="an earlier step failed on this rank .Trouble: here"):
-        engine.start(())
+        engine.begin(())
 
 
 def test_which_ranks_a_pipeline_without_a_plan_reaches():

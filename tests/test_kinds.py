@@ -261,11 +261,11 @@ class local(fnddp.Sync):
 def require_equal_unused(rank: int, engine: Any, grads: dict[str, torch.Tensor]) -> None:
     """In a step in which the first rank alone has the first leaf, and nobody the second, and in one that fails."""
     first, second, *_ = grads
-    engine.start(())
+    engine.begin(())
     if rank == 0:
-        engine.feed(first, grads[first].clone())
-    assert engine.finish().unused == {second}
-    engine.start(())
+        engine.step.feed(first, grads[first].clone())
+    assert engine.step.finish().unused == {second}
+    engine.begin(())
     if rank == 0:
         engine.fail(ValueError("of rank 0"))
     else:

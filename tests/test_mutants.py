@@ -97,10 +97,10 @@ def test_later_steps_take_the_order_in_which_gradients_arrived_in_the_first():
         engine = Engine(fnddp.allreduce, specs, donation=Donation(), bucket_caps=(1,), learns_order=True)
         labels: list[list[str]] = []
         for _ in range(2):
-            engine.start(())
+            engine.begin(())
             for path in "bac" if rank == 0 else "cba":
-                engine.feed(path, leaves[path])
-            engine.finish()
+                engine.step.feed(path, leaves[path])
+            engine.step.finish()
             labels.append([collective.payloads[0].label for collective in engine.plan.collectives])
         return labels
 

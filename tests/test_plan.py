@@ -201,9 +201,9 @@ def check_fused_bits(rank: int, text: str, shape: tuple[int, ...]) -> None:
     for _ in range(3):
         mine = {"w": torch.randn(shape, generator=generator)}
         mean, expected = sync(mine, expected)
-        engine.start(state)
-        engine.feed("w", mine["w"].clone())
-        done = engine.finish()
+        engine.begin(state)
+        engine.step.feed("w", mine["w"].clone())
+        done = engine.step.finish()
         state = engine.state
         assert torch.equal(done.mean["w"], mean["w"])
         assert bits(state.inner) == bits(expected.inner)
@@ -437,10 +437,10 @@ def test_a_plan_for_each_phase(text, plans):
         engine, state, expected = make_engine(sync, example), sync.init(example), sync.init(example)
         for step in range(6):
             mean, expected = sync(grads("model", rank, step), expected)
-            engine.start(state)
+            engine.begin(state)
             for path, leaf in grads("model", rank, step).items():
-                engine.feed(path, leaf)
-            done = engine.finish()
+                engine.step.feed(path, leaf)
+            done = engine.step.finish()
             state = engine.state
             assert bits(done.mean) == bits(mean), f"step {step}"
             assert bits(state) == bits(expected), f"step {step}"
@@ -510,10 +510,10 @@ def check_buffers_stay(rank: int, text: str, donation: Donation) -> None:
     engine, state = make_engine(sync, grads("model", rank), donation), sync.init(grads("model", rank))
     seen: list[Any] = []
     for step in range(8):
-        engine.start(state)
+        engine.begin(state)
         for path, leaf in grads("model", rank, step).items():
-            engine.feed(path, leaf.clone())
-        done = engine.finish()
+            engine.step.feed(path, leaf.clone())
+        done = engine.step.finish()
         state = engine.state
         where = engine._memory
         buffers = {c.index: {b.send.data_ptr() for b in pool} for c, pool in where._collectives.items()}

@@ -112,9 +112,9 @@ def test_a_step_that_cannot_begin_refuses_the_next(monkeypatch):
     def body(rank: int) -> None:
         leaves = {"w": LeafSpec.of(torch.ones(1))}
         engine = Engine(allreduce, leaves, state=(), donation=Donation(), learns_order=False)
-        engine.start()
-        engine.feed("w", torch.ones(1))
-        engine.finish()
+        engine.begin()
+        engine.step.feed("w", torch.ones(1))
+        engine.step.finish()
         runner = engine._current.runner  # pyright: ignore
 
         def out_of_memory(*_: Any) -> Tensor:
@@ -122,9 +122,9 @@ def test_a_step_that_cannot_begin_refuses_the_next(monkeypatch):
 
         runner.start = out_of_memory
         with pytest.raises(MemoryError):
-            engine.start()
+            engine.begin()
         with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
-            engine.start()
+            engine.begin()
 
     run_threads(2, body)
 

@@ -119,17 +119,17 @@ def test_where_works_are_always_ready_launches_are_the_programs(text):
         wire, timing = AloneWire(), random.Random(trial)
         leaves = {path: LeafSpec.of(leaf) for path, leaf in grads.items()}
         engine = Engine(sync, leaves, donation=DONATIONS[1], learns_order=False, bucket_caps=(200, 500), wire=wire)
-        engine.start(sync.init(grads))
+        engine.begin(sync.init(grads))
         for path in reversed(grads):
             wire.log.append(f"user's before {path}")
             time.sleep(timing.uniform(0, 0.002))
             for _ in range(timing.randrange(3)):
-                engine.poll()
-            engine.feed(path, grads[path].clone())
+                engine.step.advance()
+            engine.step.feed(path, grads[path].clone())
             for _ in range(timing.randrange(3)):
-                engine.poll()
+                engine.step.advance()
             wire.log.append(f"user's after {path}")
-        engine.finish()
+        engine.step.finish()
         logs.append(wire.log)
     assert all(log == logs[0] for log in logs)
     ours = [i for i, what in enumerate(logs[0]) if what.startswith("all_reduce")]

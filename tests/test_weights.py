@@ -209,11 +209,11 @@ def check_steps_of_an_engine(rank: int, text: str) -> None:
         weight = None if weights is None else weights[rank]
         grads = laws.model(rank, step)
         mean, state = sync(grads, state, weight=weight)
-        engine.start(start, weight=weight)
+        engine.begin(start, weight=weight)
         leaves = tree.flatten(grads)[0]
         for path in random.Random(rank).sample(list(leaves), len(leaves)):
-            engine.feed(path, leaves[path].clone())
-        assert bits(engine.finish().mean) == bits(mean)
+            engine.step.feed(path, leaves[path].clone())
+        assert bits(engine.step.finish().mean) == bits(mean)
         assert bits(engine.state) == bits(state)
         start = None
 

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.hooks import WeakHook
 from fnddp.adapters.module.world import World
 from fnddp.core.agreement import agree, agree_on_state, description
 from fnddp.core.group import group_name
@@ -103,10 +104,10 @@ class Handle:
         try:
             if bucket.index() == 0:
                 self._world.require_same()
-                self._engine.start()
+                self._engine.begin()
                 self._look_between()
-            if self._failure is None:
-                self._engine.feed_all({self._name_of(p): grad for p, grad in arrived.gradients()})
+            if self._failure is None and self._engine.step is not None:
+                self._engine.step.feed_all({self._name_of(p): grad for p, grad in arrived.gradients()})
             if bucket.is_last():
                 self._finish()
         except Exception as error:
@@ -117,15 +118,16 @@ class Handle:
 
     def _look_between(self) -> None:
         """From the first step on in which segments wait for collectives, looks for those between buckets, too."""
-        if self._engine.is_polled and not self._looks_between:
+        if not self._looks_between and self._engine.step is not None and self._engine.step.is_polled:
             self._looks_between = True
-            poll = _Poll(self)
+            poll = WeakHook(self, Handle._look, "")
             hooks = [p.register_post_accumulate_grad_hook(poll) for p in self._parameters.values()]
             weakref.finalize(self, _remove, hooks).atexit = False
 
-    def _look(self) -> None:
+    def _look(self, _: str, __: Tensor) -> None:
         try:
-            self._engine.poll_now_and_then()
+            if self._engine.step is not None:
+                self._engine.step.poll()
         except Exception as error:
             self._failure = self._failure or error
 
@@ -142,10 +144,11 @@ class Handle:
         self._engine.fail(RuntimeError("its backward did not finish"))  # if a step is open
 
     def _finish(self) -> None:
-        if self._failure is not None:
+        step = self._engine.step
+        if self._failure is not None or step is None:
             return
         self._check_all_arrived()
-        mean, _ = self._engine.finish()
+        mean, _ = step.finish()
         mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}
         for bucket in self._pending:
             bucket.complete(mean_of)
@@ -198,18 +201,6 @@ def _thawed(name: str, frozen_before: str) -> ValueError:
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-class _Poll:
-    """A hook of every parameter: looks whether the step can go on. DDP calls its own hook for whole buckets alone."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = weakref.ref(handle)  # the garbage collector does not see hooks of tensors
-
-    def __call__(self, _: Tensor) -> None:
-        handle = self._handle()
-        if handle is not None:
-            handle._look()  # pyright: ignore[reportPrivateUsage]
 
 
 class _Bucket:

@@ -1,6 +1,6 @@
 """Functional training loops: value, synchronized gradients and state from one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -12,7 +12,8 @@ from fnddp.core import tree
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.core.tree import Leaves
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engine, Engines
+from fnddp.run.engine import Engines
+from fnddp.run.step import Step
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
 from fnddp.wire.c10d import C10D
 from fnddp.wire.eager import over
@@ -102,12 +103,12 @@ def value_and_grad(
                 "derivative is not defined; call it within torch.no_grad() if its results are constants"
             )
         with engines.alone(leaves, state) as engine:
-            engine.start(state)
+            step = engine.begin(state)
             try:
-                value, aux = _backward(loss_of, leaves, batch, has_aux, engine, nested)
-                done = engine.finish()
+                value, aux = _backward(loss_of, leaves, batch, has_aux, step, engine.positions, nested)
+                done = step.finish()
             except BaseException as error:
-                engine.fail(error)
+                step.fail(error)
                 raise
             given: Any = (value, aux) if has_aux else value
             return given, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
@@ -136,12 +137,12 @@ def _backward(
     leaves: Leaves,
     batch: tuple[Any, ...],
     has_aux: bool,
-    engine: Engine,
+    step: Step,
+    positions: Mapping[str, int],
     nested: _Nested,
 ) -> tuple[Tensor, Any]:
-    """Return value and auxiliary data; gradients go to the engine as they come, or at the end if more may follow."""
+    """Return value and auxiliary data; gradients go to the step as they come, or at the end if more may follow."""
 
-    inbox, positions = engine.inbox, engine.positions
     task: int | None = None  # autograd's number for the backward of the loss
     functions: list[GradientEdge] = []
     held: dict[str, Tensor] = {}
@@ -160,10 +161,8 @@ def _backward(
                 f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
                 "synchronized; do without sparse=True"
             )
-        if inbox is None or not inbox.is_open:
-            engine.feed(path, grad)
-        elif inbox.put(positions[path], grad):
-            engine.poll()
+        if step.put(positions[path], grad):
+            step.advance()
 
     def on_grad(path: str) -> Callable[[Tensor], None]:
         def arrives(leaf: Tensor) -> None:
@@ -198,7 +197,7 @@ def _backward(
         with loss.register_hook(begin):
             torch.autograd.backward(loss, inputs=inputs)
         left = {path: leaf for path, leaf in (held | variables).items() if leaf.grad is not None}
-        missing = engine.missing if left else frozenset[str]()
+        missing = step.missing if left else frozenset[str]()
         for path, leaf in left.items():
             if path not in missing:
                 raise RuntimeError(

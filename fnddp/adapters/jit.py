@@ -70,8 +70,7 @@ class jit:
         leaves, spec = tree.flatten(grads)
         # Plans, and the memory that they keep, outlive inference mode.
         with torch.inference_mode(False), self._engines.alone(leaves, state) as engine:
-            engine.start(state, weight=weight)
-            done = engine.run({path: leaf.detach() for path, leaf in leaves.items()})
+            done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)
             return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
 
     def __repr__(self) -> str:

@@ -61,11 +61,11 @@ def _arm(sync: Sync, grads: dict[str, Tensor]) -> Arm:
 
     def step() -> None:
         nonlocal state
-        engine.start(state)
+        at = engine.begin(state)
         state = None
         for path, grad in fed.items():
-            engine.feed(path, grad)
-        engine.finish()
+            at.feed(path, grad)
+        at.finish()
 
     return Arm(step, clear, lambda: 0 if engine.plan is None else engine.plan.wire_bytes)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.adapters.ending import end_with_backward
+from fnddp.adapters.hooks import WeakHook, end_with_backward
 from fnddp.core.agreement import agree, agree_on_state, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse
@@ -158,11 +158,11 @@ class Replicas:
     def _start(self) -> None:
         if self._is_armed and not self._engine.is_open:
             self._failure = None
-            self._engine.start()
+            self._engine.begin()
             # Behind FSDP's own, which is queued before or after this.
             torch_private.at_end_of_backward(lambda: end_with_backward(self._engine, self._finish))
 
-    def _feed(self, name: str) -> None:
+    def _feed(self, name: str, _: Tensor) -> None:
         if not self._is_armed:
             return
         try:
@@ -174,7 +174,9 @@ class Replicas:
                     f"parameter {name!r} has a gradient that is synchronized already, to which this backward adds one; "
                     "it does not begin at what the model has returned, so call optimizer.zero_grad() before it"
                 )
-            self._engine.feed(name, grad.to_local())
+            step = self._engine.step
+            if step is not None:
+                step.feed(name, grad.to_local())
         except Exception as error:  # FSDP's other collectives must run all the same, on all ranks
             self._failure = self._failure or error
 
@@ -182,11 +184,13 @@ class Replicas:
         try:
             if self._failure is not None:
                 raise self._failure
-            missing = self._engine.missing
+            step = self._engine.step
+            assert step is not None
+            missing = step.missing
             for name, grad in self._gradients().items():
                 if name in missing and grad is not self._means.get(name):  # there since no_sync
-                    self._engine.feed(name, grad.to_local())
-            mean, unused = self._engine.finish()
+                    step.feed(name, grad.to_local())
+            mean, unused = step.finish()
         except Exception as error:
             self._engine.fail(error)
             self._put_back()
@@ -213,19 +217,6 @@ class Replicas:
         if self._engine.is_open:
             self._engine.fail(RuntimeError("its backward did not finish"))
             self._put_back()
-
-
-class _Feed:
-    """A hook of a parameter."""
-
-    def __init__(self, replicas: Replicas, name: str) -> None:
-        self._replicas = weakref.ref(replicas)  # the garbage collector does not see hooks of tensors
-        self._name = name
-
-    def __call__(self, _: Tensor) -> None:
-        replicas = self._replicas()
-        if replicas is not None:
-            replicas._feed(self._name)  # pyright: ignore[reportPrivateUsage]
 
 
 def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh) -> Replicas:
@@ -281,7 +272,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     replicas._engine.connect()  # pyright: ignore[reportPrivateUsage]
     control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)
     for name, parameter in replicas._parameters.items():  # pyright: ignore[reportPrivateUsage]
-        parameter.register_post_accumulate_grad_hook(_Feed(replicas, name))
+        parameter.register_post_accumulate_grad_hook(WeakHook(replicas, Replicas._feed, name))  # pyright: ignore[reportPrivateUsage]
     model.register_forward_hook(replicas._after_forward)  # pyright: ignore[reportPrivateUsage]
     return replicas
 

@@ -9,6 +9,7 @@ from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
+from fnddp.run.step import Step
 from fnddp.run.vote import StepFailedError
 from fnddp.wire.protocol import Wire
 
@@ -33,7 +34,7 @@ class Overlapped(Exchanges):
     def poll(self) -> None:
         """Advance open exchanges without waiting. Errors are raised where they end."""
         for each in self._open.values():
-            each.advance(each.engine.poll)
+            each.advance(each.step.advance)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
@@ -41,9 +42,9 @@ class Overlapped(Exchanges):
         if (name, sync) not in self._engines:
             self._engines[name, sync] = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
         engine = self._engines[name, sync].of(leaves, state)
-        engine.start(state)
-        self._open[name] = _Open(engine, leaves)
-        self._open[name].advance(lambda: engine.feed_all(dict(reversed(leaves.items())), keep=True))
+        step = engine.begin(state)
+        self._open[name] = _Open(engine, step, leaves)
+        self._open[name].advance(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """Finish the open exchange of this name, or run a whole one if it is not of these leaves."""
@@ -65,6 +66,7 @@ class _Open:
     """An exchange under way; `error` is its failure on this rank, of which the other ranks have been notified."""
 
     engine: Engine
+    step: Step
     leaves: Leaves
     error: Exception | None = None
 
@@ -73,15 +75,15 @@ class _Open:
             try:
                 run()
             except Exception as error:
-                self.engine.fail(error)
+                self.step.fail(error)
                 self.error = error
 
     def finish(self) -> tuple[Leaves, State]:
         if self.error is not None:
             raise self.error
         try:
-            done = self.engine.finish()
+            done = self.step.finish()
         except BaseException as error:
-            self.engine.fail(error)
+            self.step.fail(error)
             raise
         return {path: done.mean[path] for path in self.leaves}, self.engine.hand_over()

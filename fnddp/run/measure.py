@@ -16,7 +16,8 @@ from fnddp.cost.step import Compute
 from fnddp.ir.program import LeafSpec, Segment
 from fnddp.plan.plan import Plan
 from fnddp.run.memory import Memory
-from fnddp.run.planned import Planned
+from fnddp.run.program import Program
+from fnddp.run.step import Course, Step
 from fnddp.show.trace import Ranges
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import Kind
@@ -113,18 +114,18 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
         raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for real tensors")
     mirror, watch = _Mirror(plan), _Watch()
     state = mirror.initial_state() if state is None else state
-    runner = Planned(plan, mirror, Memory(), observer=watch)
+    program = Program(plan, mirror, Memory())
+    program.observer = watch
+    course = Course(mirror, (), next(iter(plan.leaves.values())).device, plan.leaves)
     rows: list[list[float]] = []
     generator = torch.Generator().manual_seed(0)
     grads = {path: _random(leaf, generator) for path, leaf in plan.leaves.items()}
     for _ in range(_checked(calls) + 1):
-        parts, _ = tree.flatten_any(tree.map_tensors(Tensor.clone, state))
-        runner.start(parts, mirror.sizes)
+        course.parts, _ = tree.flatten_any(tree.map_tensors(Tensor.clone, state))
+        step = Step(course, program, None)
         for path, grad in grads.items():
-            runner.feed(path, grad.clone())
-        runner.drain()
-        runner.wait()
-        runner.commit()
+            step.feed(path, grad.clone())
+        step.finish()
         rows.append(watch.taken())
     return tuple(map(statistics.median, zip(*rows[1:], strict=True)))
 

@@ -156,10 +156,10 @@ def check_failure(rank: int) -> None:
     engine_step(engine, sync.init(example), example, random.Random(rank))
     state = engine.state
     if rank == 1:
-        engine.start(state)
+        engine.begin(state)
         engine.fail(RuntimeError("out of luck"))
         with pytest.raises(RuntimeError, match="out of luck"):
-            engine.start(state)
+            engine.begin(state)
     else:
         engine_step(engine, state, example, random.Random(rank))
     torch.cuda.synchronize()

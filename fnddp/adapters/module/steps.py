@@ -8,15 +8,14 @@ hands its gradient over, in one of two ways: as `parameter.grad`, once it is acc
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.ending import end_with_backward, fail_unfinished
-from fnddp.adapters.module.autograd import Quick, Requests, WeakHook, accumulates
+from fnddp.adapters.hooks import FastPath, WeakHook, accumulates, asked_for, end_with_backward, fail_unfinished
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -28,8 +27,9 @@ from fnddp.core.tree import Leaves
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
-from fnddp.run.engine import Engine, Synchronized
-from fnddp.run.runner import UnexpectedGradient
+from fnddp.run.engine import Engine
+from fnddp.run.program import UnexpectedGradient
+from fnddp.run.step import Step, Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import has_other_hooks, optimizers_in_backward
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
@@ -51,8 +51,39 @@ class Block:
     may_step: bool = False
 
 
+@dataclass(eq=False)
+class _Backward:
+    """The backward of the open step.
+
+    Attributes:
+        task: autograd's number for it.
+        asked: Parameters whose gradients torch.autograd.grad will return.
+        has_prior_grad: Parameters with a gradient that the step adds to.
+        sparse: Parameters whose gradients are sparse, and in how many dimensions.
+        accumulates: Whether it accumulates gradients in all leaves that it reaches.
+        is_plain: Whether gradients take the fast path.
+        deferred: Parameters whose gradients wait for the end of the step.
+        placeholders: What means are written to, where autograd goes on with it.
+        ending: Returns None once it is known that the end of the backward will not come.
+        together: Engines with a step in it.
+        is_finishing: Whether it is at its end.
+    """
+
+    task: int
+    asked: set[str]
+    has_prior_grad: set[str]
+    sparse: dict[str, int]
+    accumulates: bool
+    is_plain: bool = False
+    deferred: set[str] = field(default_factory=set[str])
+    placeholders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    ending: Callable[[], object] = lambda: True
+    together: list[Engine] = field(default_factory=list[Engine])
+    is_finishing: bool = False
+
+
 class Steps:
-    """Feeds the gradients of a module to an engine of its own.
+    """Puts the gradients of a module into the steps of an engine of its own.
 
     Args:
         trained: The module's parameters.
@@ -97,9 +128,6 @@ class Steps:
             donation=Donation(gradients="yes", state=True),
             bucket_caps=bucket_caps,
             learns_order=True,
-            skips_unused=True,
-            drops_unused=promises.skips_unused,
-            check_unused=promises.check,
             groups=[group],
             wire=wire,
             backend=backend,
@@ -113,33 +141,21 @@ class Steps:
         self._world = World(group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._wire, self._log = wire, log
         self._at_end = at_end
+        self._promises = promises
         self._always_sparse = dict.fromkeys(sparse, 1)
-        self._kept: set[str] = set()  # with a gradient that the step adds to
-        self._late: set[str] = set()  # whose gradient waits for the end of the step
-        self._found: Gradients | None = None  # by the last backward, where its step may turn out to be none
-        self._sparse: dict[str, int] = {}
-        self._requests = Requests(self.parameters)
-        self._accumulates = False  # the backward of the step, in all leaves that it reaches
-        self._asked: set[str] = set()  # whose gradients torch.autograd.grad will return
-        self._placeholders: dict[str, Tensor] = {}  # what means are written to, where autograd goes on with it
-        self._task = -1  # autograd's number for the backward of the step
-        self._ending: Callable[[], object] | None = None
-        self._together: list[Engine] = []  # engines with a step in that backward
-        self._is_finishing = False
+        self._backward: _Backward | None = None  # of the open step, or of the last one
+        self._grads_before: Gradients | None = None  # by the last backward, where its step may turn out to be none
         self._successor: Steps | None = None
-        self._quick = Quick([WeakHook(self, Steps._accumulated, name) for name in self.engine.leaves])
-        carry_on = weakref.WeakMethod(self._carry_on)
-        self._hooks: list[Any] = []
-        self._before: dict[str, Any] = {}  # of those, which see gradients before they are accumulated
-        for position, name in enumerate(self.engine.leaves):
-            parameter = self.parameters[name]
-            arrives = self._quick.before(WeakHook(self, Steps._arrives, name))
-            accumulated = self._quick.after(position, carry_on)
-            self._before[name] = parameter.register_hook(arrives)
-            self._hooks += [
-                self._before[name],
-                parameter.register_post_accumulate_grad_hook(accumulated),
-            ]
+        self._fast = FastPath()
+        self._returns = True  # the last backward has returned gradients, as far as is known
+        self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
+        advance = weakref.WeakMethod(self._advance)
+        self._hooks = [
+            self.parameters[name].register_post_accumulate_grad_hook(
+                self._fast.hook(position, WeakHook(self, Steps._accumulated, name), advance)
+            )
+            for position, name in enumerate(self.engine.leaves)
+        ]
 
     @property
     def sync(self) -> Sync:
@@ -172,14 +188,13 @@ class Steps:
             RuntimeError: Since this one, or an earlier one, ranks may be out of step.
         """
         if self.engine.is_open:
-            fail_unfinished(self.engine, self._together)
-            self.fail(RuntimeError("its backward did not finish"))
-        self._quick.close()  # of a step that failed with another one's
+            self._fail_unfinished()
+        self._fast.close()  # of a step that failed with another one's
         self.engine.refuse_after_failure()
 
     def refuse(self, error: BaseException) -> None:
         """No step is taken any more because of `error`, which leaves this rank out of step with the others."""
-        self.engine.refuse_from_now_on(error)
+        self.engine.broken = error
 
     def leave_out(self, error: BaseException) -> None:
         """End the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
@@ -188,8 +203,27 @@ class Steps:
         self._close()
 
     def arm(self) -> None:
-        """The next backward synchronizes."""
+        """The next backward synchronizes, wherever it begins."""
         self.is_armed = True
+        self._watch(self.parameters)
+
+    def expect_backward(self, *, is_seen: bool) -> None:
+        """Expect a backward; `is_seen` if the module has returned a tensor at which it is likely to begin.
+
+        Hooks before accumulation take a fifth of the time of all hooks. Without them a gradient that
+        torch.autograd.grad returns is this rank's own if it is there before one of what the module has returned, as of
+        a parameter that the loss uses, too. So they are left out only after a backward that has returned none.
+        """
+        if self._returns or not is_seen:
+            self._watch(self.parameters)
+
+    def _watch(self, names: Iterable[str]) -> None:
+        """See the gradients of parameters before they are accumulated, behind hooks that are there, until a step ends."""
+        for name in names:
+            if name in self._early:
+                torch_private.put_last(self.parameters[name], self._early[name])
+            elif self.parameters[name].requires_grad:
+                self._early[name] = self.parameters[name].register_hook(WeakHook(self, Steps._arrives, name))
 
     def start_of(self, told: Weight | None, behind: Sequence[Any], grad: Tensor) -> None:
         """Begin a step where a backward reaches what a forward has returned.
@@ -203,8 +237,8 @@ class Steps:
             self._successor.start_of(told, behind, grad)
             return
         self.start(told)
-        if self.unsynchronized and not self._accumulates:
-            self._accumulates = accumulates(behind)
+        if self.unsynchronized and self._backward is not None and not self._backward.accumulates:
+            self._backward.accumulates = accumulates(behind)
         self._require_one_weight(told)
 
     def start(self, told: Weight | None) -> None:
@@ -213,42 +247,55 @@ class Steps:
         if self.engine.is_open:
             return
         _refuse_compiled_autograd()
-        self._quick.close()
         # What is there already is added to, and is the user's: it is not written over.
-        self._kept = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
-        self._sparse, self._placeholders, self._late = dict(self._always_sparse), {}, set()
-        self._found = Gradients(self.parameters, self.unsynchronized) if isinstance(self._wire, Elastic) else None
-        asked = self._requests.asked_for()
-        self._accumulates, self._asked = asked is None, asked or set()
-        self._task = torch_private.current_backward()
-        self._begin(told)
-        self._require_summed_once()
-        if self._asked:
-            for name in self._asked:  # so that what hooks of the user's make of a gradient is synchronized, too
-                torch_private.put_last(self.parameters[name], self._before[name])
-            self._require_updates("torch.autograd.grad")
+        prior = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
+        self._grads_before = (
+            Gradients(self.parameters, self.unsynchronized) if isinstance(self._wire, Elastic) else None
+        )
+        asked = asked_for(self.parameters)
+        task = torch_private.current_backward()
+        self._backward = backward = _Backward(task, asked or set(), prior, dict(self._always_sparse), asked is None)
+        self._returns = bool(asked)
+        step = self._begin(told)
+        self._require_summed_once(prior)
+        if asked:
+            self._watch(asked)
+            if self.sync.skips:
+                self._stop(_cannot_skip(self.sync, "torch.autograd.grad"))
         elif not torch.is_grad_enabled() and not any(map(has_other_hooks, self.parameters.values())):
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
-            self._quick.open(self._task, self.engine.inbox, {self.engine.positions[name] for name in self._kept})
+            backward.is_plain = True
+            self._fast.open(step, task, {self.engine.positions[name] for name in prior})
         self._log.backward_starts()
-        self._ending, self._together = end_with_backward(self.engine, self._finish)
+        backward.ending, backward.together = end_with_backward(self.engine, self._finish)
 
     def fail(self, error: BaseException) -> None:
-        """Ends an open step because of `error`."""
+        """End an open step because of `error`."""
         self.engine.fail(error)
-        for name in self._late - self._kept:  # this rank's own, which are not to be added to
-            self.parameters[name].grad = None
+        if self._backward is not None:
+            for name in self._backward.deferred - self._backward.has_prior_grad:  # this rank's own: not to be added to
+                self.parameters[name].grad = None
         self._close()
+
+    def _stop(self, error: Exception) -> NoReturn:
+        """Raise `error`, which ends an open step."""
+        self.fail(error)
+        raise error
+
+    def _fail_unfinished(self) -> None:
+        if self._backward is not None:
+            fail_unfinished(self.engine, self._backward.together)
+        self.fail(RuntimeError("its backward did not finish"))
 
     def settle_on(self, is_committed: bool) -> None:
         """On an elastic wire: says whether the last step is one. If not, gradients are what its backward found."""
-        if self._found is not None and not is_committed:
-            self._found.put_back()
-            self.unsynchronized = self._found.unsynchronized
-        self._found = None
+        if self._grads_before is not None and not is_committed:
+            self._grads_before.put_back()
+            self.unsynchronized = self._grads_before.unsynchronized
+        self._grads_before = None
 
-    def shadow(self) -> None:
-        """Takes part in a step in which this rank has no gradients, and keeps nothing of it but the state."""
+    def participate_with_zeros(self) -> None:
+        """Take part in a step in which this rank has no gradients, and keep nothing of it but the state."""
         self._step({}, None)
         self._at_end()
 
@@ -273,7 +320,7 @@ class Steps:
                 if name in grads:
                     self._require_unbatched(grads[name])
                     self._feed(name, grads[name].detach(), keep=True)
-            return self._run()
+            return self._end()
         except BaseException as error:
             self.fail(error)
             raise
@@ -286,55 +333,54 @@ class Steps:
             self.detach()  # for who wraps the module again
             raise
 
-    def _begin(self, told: Weight | None) -> None:
+    def _begin(self, told: Weight | None) -> Step:
         self.require_same_world()
         self._weight = told
         if self.block is not None:
             self._weight, self.block.has_stepped = self.block.weight, True
         with self._log.errors():
-            self.engine.start(weight=self._weight, scale=self.scale)
+            return self.engine.begin(weight=self._weight, scale=self.scale)
 
     def _require_one_weight(self, told: Weight | None) -> None:
         """Fails the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
         if told != self._weight and (told is not None or self.block is None):
             given = [weight.text for weight in (self._weight, told) if weight is not None]
             one = " and ".join(given) if len(given) > 1 else f"{given[0]} for some of its forward passes only"
-            error = RuntimeError(f"{OWNER}: a backward was given the weights {one}; put the backward into one block")
-            self.fail(error)
-            raise error
+            self._stop(
+                RuntimeError(f"{OWNER}: a backward was given the weights {one}; put the backward into one block")
+            )
 
     def detach(self, successor: "Steps | None" = None) -> None:
         """Lets go of the parameters: from now on their gradients are nobody's, or those of `successor`."""
         if self.engine.is_open:
             self.fail(RuntimeError("its hooks were removed"))
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._early.values()):
             hook.remove()
-        self._hooks = []
         if successor is not None:
             self._successor = successor
             successor.is_armed, successor.scale = self.is_armed, self.scale
             successor.block, successor.told = self.block, self.told
             successor.unsynchronized |= self.unsynchronized
+            successor._watch(self._early)
+        self._hooks, self._early = [], {}
 
     def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Autograd has a gradient of a parameter, which it will accumulate or return."""
-        if not self.engine.is_open and not self.is_armed:  # a forward within no_sync, or of the module itself
-            return None
-        if self.is_armed:  # or it began with what the module returned
+        if self.is_armed:  # otherwise of a step that began with what the module returned, or of a forward in no_sync
             if not self.engine.is_open and self._waits_for_outer_backward():
                 return None
-            is_late = not self.engine.is_open and torch_private.is_followed(self.parameters[name], self._before[name])
+            is_late = not self.engine.is_open and torch_private.is_followed(self.parameters[name], self._early[name])
             self.start(self.told)
-            if is_late and name in self._asked:
-                error = RuntimeError(
-                    f"{OWNER}: a hook was registered on parameter {name!r} after the module was wrapped, and "
-                    "torch.autograd.grad would return what it makes of a gradient that is not synchronized yet; "
-                    "register it before the module is wrapped"
+            if is_late and self._backward is not None and name in self._backward.asked:
+                self._stop(
+                    RuntimeError(
+                        f"{OWNER}: a hook was registered on parameter {name!r} after the module's forward, and "
+                        "torch.autograd.grad would return what it makes of a gradient that is not synchronized yet; "
+                        "register it before"
+                    )
                 )
-                self.fail(error)
-                raise error
-        if name not in self._asked or not self.engine.is_open or grad is None:  # undefined: as if it were unused
-            return None
+        if not self.engine.is_open or self._backward is None or name not in self._backward.asked or grad is None:
+            return None  # undefined: as if it were unused
         return self._feed_with_placeholder(name, grad)
 
     def _waits_for_outer_backward(self) -> bool:
@@ -343,7 +389,7 @@ class Steps:
         Only that one has all gradients. Those that have arrived until then are as if no_sync had accumulated them.
         """
         nodes = torch_private.nodes_of_outer_backward()
-        if nodes is None or self._requests.asked_for():
+        if nodes is None or asked_for(self.parameters):
             return False
         if not nodes:
             error = RuntimeError(
@@ -363,7 +409,8 @@ class Steps:
             steps = me()
             if steps is not None and steps.is_armed:
                 steps.start(steps.told)
-                steps._accumulates = True
+                if steps._backward is not None:
+                    steps._backward.accumulates = True
 
         handles += [node.register_prehook(go_on) for node in nodes]
         return True
@@ -374,53 +421,63 @@ class Steps:
         if grad is None:  # an undefined one
             return
         self._fail_if_stale()
-        if not self.engine.is_open:
+        if self.is_armed and not self.engine.is_open and not self._waits_for_outer_backward():
+            self.start(self.told)  # of a backward that has not begun with what the module returned
+        backward = self._backward
+        if not self.engine.is_open or backward is None:
             self.unsynchronized.add(name)
             return
         # A backward within the backward, of reentrant checkpointing or another custom function: more may be added.
-        is_nested = torch_private.current_backward() != self._task
-        if (is_nested or name in self._late) and not self._is_finishing:
-            self._late.add(name)
+        is_nested = torch_private.current_backward() != backward.task
+        if (is_nested or name in backward.deferred) and not backward.is_finishing:
+            backward.deferred.add(name)
             return
         if grad.is_sparse:
-            self._sparse[name] = grad.sparse_dim()
+            backward.sparse[name] = grad.sparse_dim()
             grad = grad.to_dense()
         if grad.requires_grad:  # backward(create_graph=True)
             self._feed_with_placeholder(name, grad)
             return
-        if name not in self._kept:
+        has_prior_grad = name in backward.has_prior_grad
+        if not has_prior_grad:
             parameter.grad = None  # so that its memory is free once it is on its way
             grad = grad.data  # a hook of the user's may hold the other one, which only its own storage can tell
-        self._feed(name, grad, keep=name in self._kept)
+        self._feed(name, grad, keep=has_prior_grad)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
         self._require_unbatched(grad)
         # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in its
         # turn, it is the one of the mean.
-        self._placeholders[name] = placeholder = grad.to_dense() if grad.is_sparse else grad.clone()
+        placeholder = grad.to_dense() if grad.is_sparse else grad.clone()
+        if self._backward is not None:
+            self._backward.placeholders[name] = placeholder
         self._feed(name, placeholder.detach().clone(), keep=False)
         return placeholder
 
     def _require_unbatched(self, grad: Tensor) -> None:
         """Fail the step, on all ranks, if `grad` stands for several gradients."""
         if torch_private.is_batched(grad):
-            error = RuntimeError(
-                f"{OWNER}: one gradient at a time is synchronized, not a batch of them, as with is_grads_batched=True "
-                "or vectorize=True; leave that out, or differentiate the module itself, model.module"
+            self._stop(
+                RuntimeError(
+                    f"{OWNER}: one gradient at a time is synchronized, not a batch of them, as with "
+                    "is_grads_batched=True or vectorize=True; leave that out, or differentiate the module itself, "
+                    "model.module"
+                )
             )
-            self.fail(error)
-            raise error
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
+        step = self.engine.step
+        assert step is not None
         with self._named():
-            self.engine.feed(name, grad, keep=keep)
-        self._log.fed(self.engine)
+            step.feed(name, grad, keep=keep)
+        self._log.fed(step)
 
-    def _carry_on(self) -> None:
-        with self._named():
-            self._quick.hand_over()
-            self.engine.poll()
-        self._log.fed(self.engine)
+    def _advance(self) -> None:
+        step = self.engine.step
+        if step is not None:
+            with self._named():
+                step.advance()
+            self._log.fed(step)
 
     @contextmanager
     def _named(self) -> Generator[None]:
@@ -439,18 +496,19 @@ class Steps:
     def _finish(self) -> None:
         """At the end of a backward."""
         self._log.backward_ends()
-        was_armed = self.is_armed
+        was_armed, backward = self.is_armed, self._backward
         try:
-            self._is_finishing = True
-            with self._named():
-                self._quick.hand_over()
-                waiting = sorted(self._waiting())
-            missing = self.engine.missing if self._late else frozenset[str]()
-            for name in waiting:
-                if name in self._late and name not in missing and self.parameters[name].grad is not None:
+            assert backward is not None
+            assert self.engine.step is not None
+            backward.is_finishing = True
+            self._fast.close()
+            missing = self.engine.step.missing if backward.deferred or self.unsynchronized else frozenset[str]()
+            for name in sorted(self._waiting(backward, missing)):
+                parameter = self.parameters[name]
+                if name in backward.deferred and name not in missing and parameter.grad is not None:
                     raise _used_twice(name)
-                self._accumulated(name, self.parameters[name])
-            done = self._run()
+                self._accumulated(name, parameter)
+            done = self._end()
         except BaseException as error:
             self.fail(error)
             if isinstance(self._wire, Elastic) and isinstance(error, CollectiveError | StepFailedError):
@@ -458,50 +516,56 @@ class Steps:
                 self.settle_on(is_committed=False)
                 return
             raise
-        placeholders, was_quick = self._placeholders, self._quick.is_open
         self._close()
-        if self._is_none(done):
+        if len(done.unused) == len(self.parameters):  # no parameter had a gradient on any rank
             self.is_armed = was_armed  # for a backward through the gradients of inputs that this one has made
             return
+        placeholders = backward.placeholders
         # With create_graph likewise: what follows is synchronized too.
         self.is_armed = was_armed and any(placeholder.requires_grad for placeholder in placeholders.values())
+        if self.is_armed:
+            self._watch(self.parameters)
         for name in placeholders.keys() & done.mean.keys():
             placeholders[name].data.copy_(done.mean[name])
-        if self._asked:
+        if backward.asked:
             self._require_returned(placeholders, done.unused)
         else:
             self.unsynchronized = set()
-            is_plain = was_quick and not (self._kept or self._sparse or done.unused)
-            for name, mean in done.mean.items():
-                parameter = self.parameters[name]
-                if is_plain and mean.stride() == parameter.stride():
-                    parameter.grad = mean
-                elif name not in done.unused or (self._gives_later(parameter) and bool(mean.any())):
-                    self._set_grad(name, placeholders.get(name, mean))
-            for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
-                self.parameters[name].grad = None
+            self._write(done, backward)
         self._at_end()
         self._log.step_ends(self.engine, done.unused)
 
-    def _waiting(self) -> set[str]:
-        """Parameters whose gradients are there but have not been fed."""
-        missing = self.engine.missing - self._late
-        if self._asked or (len(missing) == len(self.parameters) and not self._accumulates):
-            return self._late
+    def _write(self, done: Synchronized, backward: _Backward) -> None:
+        """Write means to `.grad`."""
+        is_plain = backward.is_plain and not (backward.has_prior_grad or backward.sparse or done.unused)
+        for name, mean in done.mean.items():
+            parameter = self.parameters[name]
+            if is_plain and mean.stride() == parameter.stride():
+                parameter.grad = mean
+            elif name not in done.unused or (self._gives_later(parameter) and bool(mean.any())):
+                self._set_grad(name, backward.placeholders.get(name, mean), backward)
+        for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
+            self.parameters[name].grad = None
+
+    def _waiting(self, backward: _Backward, missing: frozenset[str]) -> set[str]:
+        """Return the parameters whose gradients are there but have not been fed."""
+        missing = missing - backward.deferred
+        if backward.asked or (len(missing) == len(self.parameters) and not backward.accumulates):
+            return backward.deferred
         # What was accumulated within no_sync, of parameters that this backward has not reached.
-        return (self.unsynchronized & missing) | self._late
+        return (self.unsynchronized & missing) | backward.deferred
 
     def _gives_later(self, parameter: Tensor) -> bool:
         return self.engine.sync.gives_later and parameter.requires_grad
 
-    def _set_grad(self, name: str, mean: Tensor) -> None:
+    def _set_grad(self, name: str, mean: Tensor, backward: _Backward) -> None:
         parameter = self.parameters[name]
         grad = parameter.grad
-        if name in self._sparse:
-            mean = mean.to_sparse(self._sparse[name])
+        if name in backward.sparse:
+            mean = mean.to_sparse(backward.sparse[name])
         elif mean.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
             mean = torch.empty_like(parameter, dtype=mean.dtype).copy_(mean)
-        if name in self._kept and grad is not None and not grad.is_sparse and not mean.requires_grad:
+        if name in backward.has_prior_grad and grad is not None and not grad.is_sparse and not mean.requires_grad:
             grad.copy_(mean)  # others may hold it, as a part of a flat buffer
         else:
             parameter.grad = mean
@@ -511,21 +575,21 @@ class Steps:
         if optimizers:
             parameter.grad = None
 
-    def _require_summed_once(self) -> None:
+    def _require_summed_once(self, prior: set[str]) -> None:
         """Fail the step, on all ranks, if it would add up once more what an earlier one has added up."""
         if "sum" not in self.sync.ops:
             return
-        kept = self._kept - self.unsynchronized
+        kept = prior - self.unsynchronized
         grads = {name: parameter.grad for name, parameter in self.parameters.items() if name in kept}
         again = [name for name, grad in grads.items() if grad is not None and bool(grad.any())]
         if again:
-            error = RuntimeError(
-                f"{OWNER}: parameter {again[0]!r} has a gradient that is a sum over ranks already, which {self.sync!r} "
-                "would add up again with what this backward adds; call optimizer.zero_grad() before each backward, or "
-                "run all but the last within no_sync()"
+            self._stop(
+                RuntimeError(
+                    f"{OWNER}: parameter {again[0]!r} has a gradient that is a sum over ranks already, which "
+                    f"{self.sync!r} would add up again with what this backward adds; call optimizer.zero_grad() before "
+                    "each backward, or run all but the last within no_sync()"
+                )
             )
-            self.fail(error)
-            raise error
 
     def _require_returned(self, returned: Collection[str], unused: Collection[str]) -> None:
         lost = [name for name in self.parameters if name not in returned and name not in unused]
@@ -535,32 +599,37 @@ class Steps:
                 "not asked for, so it cannot return their mean; use backward(), or the same parameters on all ranks"
             )
 
-    def _require_updates(self, asking: str) -> None:
-        """Fails the step, on all ranks, if some of what is asked for may have no update."""
-        if self.sync.skips:
-            error = _cannot_skip(self.sync, asking)
-            self.fail(error)
-            raise error
-
-    def _run(self) -> Synchronized:
+    def _end(self) -> Synchronized:
+        """End the step, on all ranks alike."""
+        step, learns = self.engine.step, self.engine.learns_order
+        assert step is not None
         # So torch calls it in profiles: it is here that ranks learn what none of them has used.
         with self._named(), self._log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
-            return self.engine.finish()
-
-    def _is_none(self, done: Synchronized) -> bool:
-        """Whether no parameter had a gradient on any rank."""
-        return len(done.unused) == len(self.parameters)
+            unused = step.agree()
+            if len(unused) == len(self.parameters):
+                step.give_up()
+                return Synchronized({}, unused)
+            try:
+                self._promises.check(unused)
+            except RuntimeError:  # on all ranks
+                step.give_up(failed=True)
+                raise
+            done = step.commit()
+        if learns and self._promises.skips_unused:
+            self.engine.drop(unused)
+        return done
 
     def _fail_if_stale(self) -> None:
         # Autograd forgets its callbacks when a backward raises.
-        if self.engine.is_open and self._ending is not None and self._ending() is None:
-            fail_unfinished(self.engine, self._together)
-            self.fail(RuntimeError("its backward did not finish"))
+        if self.engine.is_open and self._backward is not None and self._backward.ending() is None:
+            self._fail_unfinished()
 
     def _close(self) -> None:
-        self.is_armed = self._is_finishing = False
-        self._placeholders, self._late, self._ending, self._together = {}, set(), None, []
-        self._quick.close()
+        self.is_armed, self._backward = False, None
+        self._fast.close()
+        for hook in self._early.values():
+            hook.remove()
+        self._early = {}
 
 
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:

@@ -409,10 +409,13 @@ class DistributedDataParallel(TorchNames):
             self._steps.block.may_step |= self._synchronizes
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
+            is_seen = False
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
+                    is_seen = True
                     behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
                     tensor.register_hook(partial(self._steps.start_of, told, behind))
+            self._steps.expect_backward(is_seen=is_seen)
 
     def _sync_buffers(self, location: HookLocation) -> None:
         if not self._slots.has_buffers or not self._buffers_of_module.runs_at(location):
@@ -539,7 +542,7 @@ class DistributedDataParallel(TorchNames):
         before.detach(self._steps)
 
     def _take_part(self) -> None:
-        self._steps.shadow()
+        self._steps.participate_with_zeros()
 
     def _remove_autograd_hooks(self) -> None:
         self._steps.detach()

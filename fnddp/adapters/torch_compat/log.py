@@ -13,6 +13,7 @@ from fnddp.adapters.module.slots import Trained
 from fnddp.core.buckets import assign_buckets
 from fnddp.ir.program import LeafSpec
 from fnddp.run.engine import Engine
+from fnddp.run.step import Step
 
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _OF_BACKEND = {
@@ -65,8 +66,8 @@ class Log:
     def backward_starts(self) -> None:
         self._note("backward_compute_time")
 
-    def fed(self, engine: Engine) -> None:
-        if self._at and "backward_comm_time" not in self._at and engine.has_sent:
+    def fed(self, step: Step) -> None:
+        if self._at and "backward_comm_time" not in self._at and step.has_sent:
             self._note("backward_comm_time")
 
     def backward_ends(self) -> None:

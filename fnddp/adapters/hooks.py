@@ -1,0 +1,180 @@
+"""Hooks of parameters, which keep nothing alive, and the end of a backward, which several models may share."""
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from fnddp import torch_private
+from fnddp.run.engine import Engine
+from fnddp.run.step import Step
+from fnddp.torch_private import current_backward
+
+Owner = TypeVar("Owner")
+
+
+def asked_for(parameters: Mapping[str, nn.Parameter]) -> set[str] | None:
+    """Return the parameters whose gradients torch.autograd.grad will return; None if one is accumulated instead."""
+    asked: set[str] = set()
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
+        try:
+            if torch_private.will_execute(get_gradient_edge(parameter).node):
+                return None
+        except RuntimeError:  # so torch says that it returns the gradient
+            asked.add(name)
+    return asked
+
+
+def accumulates(nodes: Iterable[Any]) -> bool:
+    """Return whether the running backward accumulates the gradients of all leaves behind `nodes` of its graph.
+
+    `torch.autograd.grad` does not, nor does `backward(inputs=...)` where there are others.
+    """
+    waiting, has_leaves = [*nodes], False
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):  # it accumulates a leaf's gradient
+            try:
+                if not torch_private.will_execute(node):
+                    return False
+            except RuntimeError:  # so torch says that it returns the gradient
+                return False
+            has_leaves = True
+        behind = {following for following, _ in node.next_functions} - seen
+        seen |= behind
+        waiting += behind
+    return has_leaves
+
+
+class FastPath:
+    """The step that gradients go to without a detour, while one is open in which none of them is special.
+
+    Attributes:
+        step: The step; None where each gradient takes the long way.
+        task: autograd's number for its backward.
+        excluded: Positions of leaves whose gradients take the long way all the same.
+    """
+
+    __slots__ = ("excluded", "step", "task")
+
+    def __init__(self) -> None:
+        self.close()
+
+    def open(self, step: Step, task: int, excluded: Collection[int]) -> None:
+        """Let the gradients of the backward `task` go to `step`."""
+        self.step: Step | None = step
+        self.task, self.excluded = task, excluded
+
+    def close(self) -> None:
+        """Let each gradient take the long way."""
+        self.step, self.task, self.excluded = None, -2, ()  # outside of a backward the task is -1
+
+    def hook(
+        self, position: int, take: Callable[[Tensor], Any], advance: Callable[[], Callable[[], None] | None]
+    ) -> Callable[[Tensor], None]:
+        """Return a hook of a parameter whose gradient has been accumulated.
+
+        Args:
+            position: Of the leaf.
+            take: The long way.
+            advance: Returns what is called when a segment is complete.
+        """
+
+        def accumulated(parameter: Tensor) -> None:
+            step, grad = self.step, parameter.grad
+            if (
+                step is None
+                or grad is None
+                or self.task != current_backward()
+                or position in self.excluded
+                or grad.is_sparse
+            ):
+                take(parameter)
+            else:
+                parameter.grad = None  # so that its memory is free once it is on its way
+                if step.put(position, grad) and (run := advance()) is not None:
+                    run()
+
+        return accumulated
+
+
+class WeakHook(Generic[Owner]):
+    """A hook of one parameter: calls `method(owner, name, tensor)`."""
+
+    def __init__(self, owner: Owner, method: Callable[[Owner, str, Tensor], Any], name: str) -> None:
+        self._owner = weakref.ref(owner)  # the garbage collector does not see hooks of tensors
+        self._method, self._name = method, name
+
+    def __call__(self, tensor: Tensor) -> Any:
+        owner = self._owner()
+        return None if owner is None else self._method(owner, self._name, tensor)
+
+
+class Ending:
+    """The callback at the end of a backward: ends the steps in it. It lives as long as that backward is going on.
+
+    A step that ends waits for other ranks. So that no two ranks wait for each other's, steps end in the order in which
+    their engines were made, which is the same on all ranks; that of the backward is not.
+    """
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+        self._steps: list[tuple[Engine, Callable[[], None]]] = []
+        self.engines: list[Engine] = []  # of the steps, for those that outlive a backward that has raised
+
+    def add(self, engine: Engine, end: Callable[[], None]) -> None:
+        """Have `end` called for the open step of `engine`."""
+        self._steps.append((engine, end))
+        self.engines.append(engine)
+
+    def __call__(self) -> None:
+        with _lock:
+            _endings.pop(self._task, None)  # what runs now may begin another one
+        waiting = sorted(self._steps, key=lambda step: step[0].number)
+        failure: BaseException | None = None
+        while waiting:
+            # On one process group, the step that began first goes first.
+            step = next((step for step in waiting if step[0].step is None or not step[0].step.is_held), waiting[0])
+            waiting.remove(step)
+            try:
+                step[1]()
+            except BaseException as error:  # the other ranks wait for the steps that are left
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+_endings: "weakref.WeakValueDictionary[int, Ending]" = weakref.WeakValueDictionary()  # by autograd's number
+_lock = threading.Lock()  # autograd has a thread for each device
+
+
+def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref.ref[Ending], list[Engine]]":
+    """Have `end` called at the end of the backward that is running, for the open step of `engine`.
+
+    Returns:
+        A reference that is dead once it is known that `end` will not be called, because the backward has raised; and
+        the engines that have a step in that backward.
+    """
+    with _lock:
+        task = torch_private.current_backward()
+        ending = _endings.get(task)
+        if ending is None:
+            ending = _endings[task] = Ending(task)
+            torch_private.at_end_of_backward(ending)
+        ending.add(engine, end)
+    return weakref.ref(ending), ending.engines
+
+
+def fail_unfinished(engine: Engine, together: list[Engine]) -> None:
+    """Fail the open steps of the engines that share a backward with `engine`, which raised, and end before its own."""
+    for other in sorted(together, key=lambda each: each.number):
+        if other.number < engine.number:
+            other.fail(RuntimeError("its backward did not finish"))
