@@ -34,7 +34,8 @@ from fnddp.laws import DONATIONS, bits, gather, make_engine
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.run.memory import Memory
-from fnddp.run.planned import Planned
+from fnddp.run.program import Program
+from fnddp.run.step import Course, Step
 from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
@@ -202,17 +203,15 @@ def test_a_runner_alone():
     plan = lower(fp16(allreduce), {"w": torch.empty(3)}, world_size=1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        runner = Planned(plan, C10D, Memory())
-        runner.start([], {None: 1})
-        assert not runner.has_sent
-        runner.feed("w", torch.tensor([1.0, 2.0, 1 / 3]))
-        runner.advance()
-        assert runner.has_sent
-        runner.wait()
-        means, state = runner.commit()
+        course = Course(C10D, [None], torch.device("cpu"), plan.leaves)
+        step = Step(course, Program(plan, C10D, Memory()), None)
+        assert not step.has_sent
+        step.feed("w", torch.tensor([1.0, 2.0, 1 / 3]))
+        assert step.has_sent
+        means, _ = step.finish()
     finally:
         dist.destroy_process_group()
-    assert (means["w"].tolist(), state) == ([1.0, 2.0, 0.333251953125], [])
+    assert (means["w"].tolist(), course.parts) == ([1.0, 2.0, 0.333251953125], [])
 
 
 # A rank that fails

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
 from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
+from fnddp.core import tree
 from fnddp.laws import bits
 from fnddp.simulate.ranks import RankFailed
 from tests.ranks import on_ranks
@@ -235,7 +236,8 @@ def test_an_error_on_one_rank_never_mixes_steps(rank: int) -> None:
     ddp = DistributedDataParallel(make_model(), process_group=group)
     handle = fnddp.register(ddp, error_feedback(allreduce))
     if rank == 0:
-        handle._engine._state = handle.state._replace(residual={})  # an error on this rank alone
+        engine = handle._engine  # an error on this rank alone
+        engine.parts, engine.structure = tree.flatten_any(handle.state._replace(residual={}))
     before = bits(handle.state)
     if rank == 0:
         with pytest.raises(ValueError, match=r"error_feedback: the state has no entry for leaf '0.weight'"):
@@ -257,21 +259,19 @@ def test_an_error_between_buckets_does_not_break_ddp(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     model, straight = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01, process_group=group) for _ in range(2))
     handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
-    engine = handle._engine
-    poll = engine.poll
+    advance = Step.advance
 
-    def poll_badly() -> None:
-        if engine.is_open:
-            raise Trouble("between buckets")
+    def advance_badly(step: Step) -> None:
+        raise Trouble("between buckets")
 
     for step in range(4):
         before = bits(handle.state)
         if step in (1, 2):  # DDP has several buckets from the second step on
             if rank == 0:
-                engine.poll = poll_badly
+                Step.advance = advance_badly
                 with pytest.raises(Trouble, match="between buckets"):
                     loss_of(model(batch(rank, step))).backward()
-                engine.poll = poll
+                Step.advance = advance
             else:
                 with pytest.raises(StepFailedError, match=r"rank 0 failed with .*Trouble: between buckets\. State and"):
                     loss_of(model(batch(rank, step))).backward()
@@ -538,16 +538,18 @@ def test_gradients_cost_nothing_where_no_segment_waits_for_a_collective(rank: in
     for _ in range(2):  # the second time in the place of the first, whose hooks went with it
         model = DistributedDataParallel(module)
         handle = fnddp.register(model, fnddp.parse(text))
-        engine, looked = handle._engine, []
-        look = engine.poll_now_and_then
-        engine.poll_now_and_then = lambda look=look, looked=looked: looked.append(look())
-        for step in range(3):
-            loss_of(model(batch(rank, step))).backward()
+        looked, poll = [], Step.poll
+        Step.poll = lambda step, poll=poll, looked=looked: looked.append(poll(step))
+        try:
+            for step in range(3):
+                loss_of(model(batch(rank, step))).backward()
+        finally:
+            Step.poll = poll
         assert all(len(p._post_accumulate_grad_hooks or ()) == looks for p in parameters)
         assert (
             len(looked) >= 2 * len(parameters)
         ) == looks  # in the first step, those that come after the first bucket
-        del model, handle, engine, look
+        del model, handle
         gc.collect()
         assert not any(p._post_accumulate_grad_hooks for p in parameters)
 

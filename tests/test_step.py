@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from fnddp.run.planned import Planned
 
 from fnddp import Compute, Link, Plan, allreduce, lower, measure_backward, measure_segments, parse
 from fnddp.cost import compute as measured
 from fnddp.run.memory import Memory
-from fnddp.run.planned import Planned
 
 B = 1e6
 LINK = Link(B)

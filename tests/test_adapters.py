@@ -1,0 +1,283 @@
+"""The contract of all adapters: what the pipeline gives as a function, to the bit, and after a step that has failed.
+
+The gradients of a step are given: the loss is the sum of their products with the parameters. What one adapter does and
+the others do not is in its own file.
+"""
+
+import io
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp import StepFailedError, Sync
+from fnddp.laws import bits, gather
+from fnddp.simulate.ranks import run_threads
+from fnddp.wire.c10d import C10d
+
+Grads = dict[str, Tensor]
+
+SHAPES = {"matrix": (24, 16), "vector": (24,), "sometimes": (16, 12), "never": (3, 5)}
+PIPELINES = {
+    "plain": "allreduce",
+    "memory": "error_feedback(powersgd(fp16(allreduce), rank=2))",
+    "phases": "partition({'m*': error_feedback(powersgd(allreduce)), '*': warmup(bf16(allreduce), steps=2)})",
+    "skips": "error_feedback(every(2, fp16(allreduce)))",
+    "codec": "error_feedback(quantize(two_shot, bits=4, block=16))",
+    "no plan": "fp16(allreduce, check=True)",
+}
+SMALL = 0.001  # MiB: several buckets
+
+
+class Trouble(Exception):
+    pass
+
+
+class Troubled(C10d):
+    """Raises when the next collective is to start."""
+
+    has_trouble = False
+
+    def start(self, *given: Any, **options: Any) -> Any:
+        if self.has_trouble:
+            self.has_trouble = False
+            raise Trouble("on the wire")
+        return super().start(*given, **options)
+
+
+def loss_of(params: Grads, grads: Grads) -> Tensor:
+    return sum(((params[name] * grad).sum() for name, grad in grads.items()), torch.zeros(()))
+
+
+class Given(nn.Module):
+    """A parameter for each leaf; forward takes the gradients of those that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, grads: Grads) -> Tensor:
+        return loss_of(dict(self.named_parameters()), grads)
+
+
+class Wrapped:
+    """What `module` and `register` have in common."""
+
+    model: Any
+    keeps_unused = True  # `.grad` of what no rank has used stays None
+
+    def step(self, *batches: Grads, weight: float | None = None) -> dict[str, Tensor | None]:
+        self.model.zero_grad()
+        for grads in batches[:-1]:
+            with self.model.no_sync():
+                self.model(grads).backward()
+        with nullcontext() if weight is None else self.model.weight(weight):
+            self.model(batches[-1]).backward()
+        return {name: p.grad for name, p in self.model.module.named_parameters()}
+
+
+class ByModule(Wrapped):
+    def __init__(self, sync: Sync, wire: C10d) -> None:
+        self.model = fnddp.DistributedDataParallel(Given(), sync=sync, bucket_cap_mb=SMALL, wire=wire)
+
+    @property
+    def state(self) -> Any:
+        return self.model.sync_state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.model.sync_state = state
+
+
+class ByRegister(Wrapped):
+    def __init__(self, sync: Sync, wire: C10d) -> None:
+        self.model = TorchDDP(Given(), bucket_cap_mb=SMALL, find_unused_parameters=True)
+        self.handle = fnddp.register(self.model, sync, wire=wire)
+
+    @property
+    def state(self) -> Any:
+        return self.handle.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.handle.state = state
+
+
+class ByValueAndGrad:
+    keeps_unused = False
+
+    def __init__(self, sync: Sync, wire: C10d) -> None:
+        self.state, self.run = sync.init(filled()), fnddp.value_and_grad(loss_of, sync, wire=wire)
+
+    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
+        _, mean, self.state = self.run(filled(), self.state, added(*batches))
+        return mean
+
+
+class ByJit:
+    keeps_unused = False
+
+    def __init__(self, sync: Sync, wire: C10d) -> None:
+        self.state, self.run = sync.init(filled()), fnddp.jit(sync, wire=wire)
+
+    def step(self, *batches: Grads, weight: float | None = None) -> dict[str, Tensor | None]:
+        mean, self.state = self.run(filled(*batches), self.state, weight=weight)
+        return mean
+
+
+ADAPTERS: dict[str, Callable[[Sync, C10d], Any]] = {
+    "module": ByModule,
+    "register": ByRegister,
+    "value_and_grad": ByValueAndGrad,
+    "jit": ByJit,
+}
+
+
+def gradients(rank: int, step: int) -> Grads:
+    """In each third step `sometimes` is used on no rank, and in the others on the first; `never` is used nowhere."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    grads = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items() if name != "never"}
+    if rank or step % 3 == 2:
+        del grads["sometimes"]
+    return grads
+
+
+def added(*batches: Grads) -> Grads:
+    """The sums, of the leaves that are in each."""
+    return {name: sum((grads[name] for grads in batches[1:]), batches[0][name]) for name in batches[0]}
+
+
+def filled(*batches: Grads) -> Grads:
+    """The sums of all leaves, with zeros for what is not there."""
+    have = added(*batches) if batches else {}
+    return {name: have.get(name, torch.zeros(shape)) for name, shape in SHAPES.items()}
+
+
+class Checked:
+    """An adapter beside its pipeline as a function, whose means and states must be the same."""
+
+    def __init__(self, adapter: str, text: str) -> None:
+        self.wire, self.sync = Troubled(), fnddp.parse(text)
+        self.adapter = ADAPTERS[adapter](self.sync, self.wire)
+        self.state = self.sync.init(filled())
+
+    def step(self, *batches: Grads, **weight: float) -> dict[str, Tensor | None]:
+        got = self.adapter.step(*batches, **weight)  # first: a module whose backward failed reports it in forward
+        want, self.state = self.sync(filled(*batches), self.state, **weight)
+        for name, mean in want.items():
+            is_none = mean is None
+            if self.adapter.keeps_unused and mean is not None and not mean.any():  # but for what memory has left
+                is_none = not any(name in each for each in gather(sorted(batches[0])))
+            assert bits([got[name]]) == bits([None if is_none else mean]), name
+        assert bits(self.adapter.state) == bits(self.state)
+        return got
+
+
+def run(n: int, adapter: str, gloo: Callable[..., list], check: Callable[..., Any], *given: Any) -> None:
+    """Run `check` on threads, which add up in the order of ranks: the bits are the same on more than two, too."""
+    (gloo if adapter == "register" else run_threads)(n, check, adapter, *given)  # torch's reducer is not for threads
+
+
+def every(test: Any) -> Any:
+    for_adapters = pytest.mark.parametrize("adapter", ADAPTERS)(test)
+    return pytest.mark.parametrize("text", PIPELINES.values(), ids=PIPELINES)(for_adapters)
+
+
+def check_steps(rank: int, adapter: str, text: str) -> None:
+    checked, held = Checked(adapter, text), []
+    for step in range(6):
+        micro = [gradients(rank, step)] if step < 3 else [gradients(rank, step), gradients(rank, step + 3)]
+        mean = checked.step(*micro)
+        if step in (1, 2, 4):  # all of it, a part of it, or nothing
+            held.append((mean, bits(mean)))
+            held.append((checked.adapter.state, bits(checked.adapter.state)))
+    assert all(bits(value) == before for value, before in held)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@every
+def test_means_and_states_are_those_of_the_pipeline(gloo, adapter, text, n):
+    run(min(n, 2) if adapter == "register" else n, adapter, gloo, check_steps, text)
+
+
+def check_failures(rank: int, adapter: str, text: str) -> None:
+    checked, has_plan = Checked(adapter, text), text != PIPELINES["no plan"]
+    for step in range(4):
+        grads = gradients(rank, step)
+        if step % 2:  # in the others `every` sends nothing
+            before = bits(checked.state)
+            expected: Any = Trouble if rank == 1 else StepFailedError
+            match = "on the wire" if rank == 1 else r"rank 1 failed with .*Trouble: on the wire\. State and"
+            checked.wire.has_trouble = has_plan and rank == 1
+            if not has_plan:
+                expected, match = FloatingPointError, "leaf 'matrix'"
+                grads["matrix"] = grads["matrix"] * (1e9 if rank == 1 else 1)
+            with pytest.raises(expected, match=match):
+                checked.adapter.step(grads)
+            assert bits(checked.adapter.state) == before
+        checked.step(gradients(rank, step))
+
+
+@every
+def test_an_error_on_one_rank_fails_the_step_on_all_and_leaves_no_trace(gloo, adapter, text):
+    run(2, adapter, gloo, check_failures, text)
+
+
+def check_resuming(rank: int, adapter: str, text: str) -> None:
+    checked, again = Checked(adapter, text), Checked(adapter, text)
+    for step in range(3):
+        checked.step(gradients(rank, step))
+    held, before = checked.adapter.state, bits(checked.state)
+    file = io.BytesIO()
+    torch.save(fnddp.state_dict(held), file)
+    after = [bits(checked.step(gradients(rank, step))) for step in range(3, 6)]
+    file.seek(0)
+    again.state = again.adapter.state = fnddp.load_state_dict(again.adapter.state, torch.load(file, weights_only=True))
+    assert bits(again.state) == before
+    assert [bits(again.step(gradients(rank, step))) for step in range(3, 6)] == after
+    for _ in range(2):  # back to what was held, twice: to set it does not give it away
+        checked.state = checked.adapter.state = held
+        assert [bits(checked.step(gradients(rank, step))) for step in range(3, 6)] == after
+    assert bits(held) == before
+
+
+@every
+def test_a_state_is_saved_and_set(gloo, adapter, text):
+    run(2, adapter, gloo, check_resuming, text)
+
+
+WEIGHTS: list[list[float] | None] = [[3, 1], [0, 2], None, [1, 0.5], [2, 0]]  # by step and rank
+
+
+def check_weights(rank: int, adapter: str, text: str) -> None:
+    checked = Checked(adapter, text)
+    for step, weights in enumerate(WEIGHTS):
+        checked.step(gradients(rank, step), **({} if weights is None else {"weight": weights[rank]}))
+
+
+@pytest.mark.parametrize("text", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize("adapter", ["module", "jit"])
+def test_weights_change_from_step_to_step(adapter, text):
+    run_threads(2, check_weights, adapter, text)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_on_more_processes(gloo, adapter, n):
+    gloo(n, check_whole_numbers, adapter)
+
+
+def check_whole_numbers(rank: int, adapter: str) -> None:
+    """A ring adds the ranks' parts of an element in an order that depends on where it is in the buffer."""
+    for text in ("fp16(allreduce)", PIPELINES["codec"]):
+        checked = Checked(adapter, text)
+        for step in range(4):
+            grads = {name: (2 * grad).round().clamp(-8, 8) * 12 for name, grad in gradients(rank, step).items()}
+            checked.step(grads)
