@@ -19,6 +19,7 @@ import fnddp
 from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
 from fnddp.core import tree
 from fnddp.laws import bits
+from fnddp.run.step import Step
 from fnddp.simulate.ranks import RankFailed
 from tests.ranks import on_ranks
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fnddp.run.planned import Planned
 
 from fnddp import Compute, Link, Plan, allreduce, lower, measure_backward, measure_segments, parse
 from fnddp.cost import compute as measured
 from fnddp.run.memory import Memory
+from fnddp.run.program import Program
+from fnddp.run.step import Course, Step
 
 B = 1e6
 LINK = Link(B)
@@ -187,14 +188,13 @@ def test_a_trace_is_the_plan_on_two_tracks(text):
 def test_a_measured_trace_has_the_same_names(tmp_path):
     plan = three_buckets("error_feedback(powersgd(fp16(allreduce), rank=2))", {n: torch.randn(64, 32) for n in "abc"})
     mirror = measured._Mirror(plan)
-    runner = Planned(plan, mirror, Memory())
+    course = Course(mirror, (), torch.device("cpu"), plan.leaves)
+    course.parts = torch.utils._pytree.tree_leaves(mirror.initial_state())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        runner.start(torch.utils._pytree.tree_leaves(mirror.initial_state()), mirror.sizes)
+        step = Step(course, Program(plan, mirror, Memory()), None)
         for name in "abc":
-            runner.feed(name, torch.randn(64, 32))
-        runner.drain()
-        runner.wait()
-        runner.commit()
+            step.feed(name, torch.randn(64, 32))
+        step.finish()
     profile.export_chrome_trace(str(tmp_path / "measured.json"))
     events = ranges((tmp_path / "measured.json").read_text())
     found = [event["name"] for event in sorted(events, key=lambda e: e["ts"]) if event["name"].startswith("fnddp ")]

@@ -479,8 +479,9 @@ class Step:
             StepFailedError: Another rank has failed in this step.
             ValueError: On all ranks: not all have a weight.
         """
-        self._voted(self._issue_all(), self._weight)
-        again = self._again
+        absent = self._issue_all()
+        self._voted(absent, self._weight)
+        again = [(i, grad) for i, grad in self._again if self._program.inputs[i].path not in absent]
         self._wait_for_side_stream()
         self._start()
         self.status, self._asks, self._again = Status.OPEN, False, []

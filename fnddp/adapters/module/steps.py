@@ -218,7 +218,9 @@ class Steps:
             self._watch(self.parameters)
 
     def _watch(self, names: Iterable[str]) -> None:
-        """See the gradients of parameters before they are accumulated, behind hooks that are there, until a step ends."""
+        """See the gradients of parameters before they are accumulated, behind hooks that are there,
+
+        until a step ends."""
         for name in names:
             if name in self._early:
                 torch_private.put_last(self.parameters[name], self._early[name])
