@@ -523,35 +523,6 @@ def test_what_cannot_be_lowered_runs_at_the_end(rank: int) -> None:
 EAGER = error_feedback(fp16(allreduce, check=True))
 
 
-def check_nothing_arrives(rank: int, sync: fnddp.Sync) -> None:
-    leaves = {path: LeafSpec.of(g) for path, g in model_grads(rank).items()}
-    engine = Engine(sync, leaves, donation=Donation(), learns_order=True, skips_unused=True)
-    state, expected = sync.init(model_grads(rank)), sync.init(model_grads(rank))
-    for step in range(6):
-        mine = model_grads(rank, step)
-        arrives = {path for path in mine if step in (0, 4) or (step == 2 and rank == 0 and path == "fc.bias")}
-        zeroed = {path: g if path in arrives else torch.zeros_like(g) for path, g in mine.items()}
-        engine.begin(state)
-        assert engine.plan is None
-        for path in arrives:
-            engine.step.feed(path, mine[path])
-        done = engine.step.finish()
-        assert not engine.is_open
-        if step % 2:  # on no rank
-            assert done == ({}, frozenset(mine))
-            continue
-        mean, expected = sync(zeroed, expected)
-        state = engine.state
-        assert done.unused == (set(mine) - {"fc.bias"} if step == 2 else set())
-        assert bits(done.mean) == bits(mean)
-        assert bits(state) == bits(expected)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_step_without_gradients_is_none_without_a_plan_too(n):
-    run_threads(n, check_nothing_arrives, EAGER)
-
-
 def check_grad_of_inputs(rank: int) -> None:
     model = fnddp.DistributedDataParallel(torch.nn.Linear(4, 2), sync=EAGER)
     x = (torch.ones(1, 4) / 3 + rank).requires_grad_()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
 from fnddp.integrations.fsdp import Replicas, compress_replicas
+from fnddp.run.step import Step
 from tests.peers import everyones
 from tests.ranks import on_ranks
 
@@ -182,20 +183,20 @@ def test_a_failure_on_one_rank_is_one_on_all(rank: int) -> None:
     train(model, batches(1))
     before, state = shards(model), torch.cat([r.flatten() for r in replicas.state.residual.values()])
     if rank == 3:
-        feed, calls = replicas._engine.feed, []
+        feed, calls = Step.feed, []
 
-        def failing(name: str, grad: Tensor) -> None:
+        def failing(step: Step, name: str, grad: Tensor) -> None:
             calls.append(name)
             if len(calls) == 2:
                 raise ValueError("the second gradient is odd")
-            feed(name, grad)
+            feed(step, name, grad)
 
-        replicas._engine.feed = failing  # type: ignore[method-assign]
+        Step.feed = failing  # type: ignore[method-assign]
     kind, text = (ValueError, "is odd") if rank == 3 else (StepFailedError, "rank 3 failed with ValueError: the second")
     with pytest.raises(kind, match=text):
         model(batches(1)[0])["out"].sum().backward()
     if rank == 3:
-        del replicas._engine.feed
+        Step.feed = feed  # type: ignore[method-assign]
     assert torch.equal(torch.cat([r.flatten() for r in replicas.state.residual.values()]), state)
     assert torch.equal(shards(model), before)
     model.zero_grad()

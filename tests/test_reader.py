@@ -93,14 +93,13 @@ def test_engines_that_wait_for_each_other():
         leaves = {"w": LeafSpec.of(torch.ones(1))}
         first, second = (Engine(allreduce, leaves, state=(), donation=Donation(), learns_order=False) for _ in range(2))
         grad = torch.tensor([float(rank)])
-        first.start()
-        second.start()
-        first.feed("w", grad)
-        means = [first.finish().mean["w"]]
-        first.start()
-        first.feed("w", grad)
-        second.feed("w", 10 * grad)
-        means += [second.finish().mean["w"], first.finish().mean["w"]]
+        early, late = first.begin(), second.begin()
+        early.feed("w", grad)
+        means = [early.finish().mean["w"]]
+        last = first.begin()
+        last.feed("w", grad)
+        late.feed("w", 10 * grad)
+        means += [late.finish().mean["w"], last.finish().mean["w"]]
         return [mean.item() for mean in means]
 
     assert run_threads(2, body) == [[0.5, 5.0, 0.5]] * 2
@@ -115,12 +114,11 @@ def test_a_step_that_cannot_begin_refuses_the_next(monkeypatch):
         engine.begin()
         engine.step.feed("w", torch.ones(1))
         engine.step.finish()
-        runner = engine._current.runner  # pyright: ignore
 
         def out_of_memory(*_: Any) -> Tensor:
             raise MemoryError
 
-        runner.start = out_of_memory
+        engine._current.program.filled = out_of_memory  # pyright: ignore
         with pytest.raises(MemoryError):
             engine.begin()
         with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -68,14 +68,14 @@ class FastPath:
     def __init__(self) -> None:
         self.close()
 
-    def open(self, step: Step, task: int, excluded: Collection[int]) -> None:
+    def open(self, step: Step, task: int, excluded: set[int]) -> None:
         """Let the gradients of the backward `task` go to `step`."""
         self.step: Step | None = step
         self.task, self.excluded = task, excluded
 
     def close(self) -> None:
         """Let each gradient take the long way."""
-        self.step, self.task, self.excluded = None, -2, ()  # outside of a backward the task is -1
+        self.step, self.task, self.excluded = None, -2, set[int]()  # outside of a backward the task is -1
 
     def hook(
         self, position: int, take: Callable[[Tensor], Any], advance: Callable[[], Callable[[], None] | None]

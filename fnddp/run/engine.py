@@ -205,10 +205,13 @@ class Engine(Course):
             self._epoch = self.wire.epoch
             self.exchanges_weights = False  # newcomers know of none
         try:
-            program, vote = self._choose()
+            return self._made(scale, weight)
         except BaseException as error:
             self.broken = error if self._has_others() else None  # they may have begun
             raise
+
+    def _made(self, scale: float, weight: Weight | None) -> Step:
+        program, vote = self._choose()
         lines = [_open_on(self.wire, group) for group in (() if vote is None else vote.groups)]
         ahead = dict.fromkeys(step for line in lines for step in (entry() for entry in line) if step is not None)
         self.step = step = Step(self, program, vote, weight=weight, scale=scale, ahead=list(ahead))

@@ -160,7 +160,7 @@ class Step:
         self._noted: list[tuple[int, Tensor]] = []  # gradients that have been put, and not looked at
         self._streams: set[torch.cuda.Stream] = set()  # where those were made
         self._remaining = program.needed.copy()
-        self._absent = dict.fromkeys(range(len(program.inputs)))  # leaves that have not been looked at
+        self._put = set[int]()  # positions of the leaves that have arrived
         self._works: dict[int, Work] = {}
         self._next = 0
         self._polled = 0.0
@@ -175,8 +175,7 @@ class Step:
     @property
     def missing(self) -> frozenset[str]:
         """The leaves that have not arrived."""
-        noted = {position for position, _ in self._noted}
-        return frozenset(self._program.inputs[each].path for each in self._absent if each not in noted)
+        return frozenset(each.path for i, each in enumerate(self._program.inputs) if i not in self._put)
 
     @property
     def has_sent(self) -> bool:
@@ -196,7 +195,7 @@ class Step:
     # Gradients
 
     def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
-        """Take the gradient of the leaf at `position`; what is wrong with it is raised by `advance` or `agree`.
+        """Take the gradient of the leaf at `position`. If it is not like the leaf, `advance` or `agree` raises that.
 
         Args:
             position: Of the leaf among all.
@@ -205,8 +204,14 @@ class Step:
 
         Returns:
             Whether it is time for `advance`: a segment has all that it needs, or collectives may be complete.
+
+        Raises:
+            ValueError: The gradient has arrived already.
         """
         program = self._program
+        if position in self._put:
+            raise unexpected(program.inputs[position].path, grad, program.leaves, None)
+        self._put.add(position)
         if keep and program.inputs[position].path in program.overwrites:
             grad = grad.clone()
         self._noted.append((position, grad))
@@ -225,20 +230,21 @@ class Step:
             ValueError: There is no such leaf, it has arrived already, or it is not like the leaf; on all ranks: their
                 weights are invalid.
         """
-        position = self._course.positions.get(path)
-        if position is None:
-            raise unexpected(path, grad, self._program.leaves, None)
-        if self.put(position, grad, keep=keep):
+        if self.put(self._position_of(path, grad), grad, keep=keep):
             self.advance()
 
     def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
         """`put` several gradients by path, and `advance` once."""
         for path, grad in grads.items():
-            position = self._course.positions.get(path)
-            if position is None:
-                raise unexpected(path, grad, self._program.leaves, None)
-            self.put(position, grad, keep=keep)
+            self.put(self._position_of(path, grad), grad, keep=keep)
         self.advance()
+
+    def _position_of(self, path: str, grad: Tensor) -> int:
+        position = self._course.positions.get(path)
+        leaf = None if position is None or position in self._put else self._program.inputs[position].leaf
+        if position is None or leaf is None or not leaf.is_like(grad):
+            raise unexpected(path, grad, self._program.leaves, leaf)
+        return position
 
     def advance(self, *, block: bool = False) -> None:
         """Run what can run, without waiting; with `block`, all that needs no missing gradient."""
@@ -509,22 +515,19 @@ class Step:
             for stream in self._streams:
                 program.stream.wait_stream(stream)
             self._streams.clear()
-        values, absent, inputs = self._values, self._absent, program.inputs
+        values, inputs = self._values, program.inputs
         for position, grad in noted:
             each = inputs[position]
             register = each.register
             is_plain = (grad.shape, grad.dtype, grad.device, grad.stride()) == each.like
-            if is_plain and register is not None and position in absent:
-                del absent[position]
+            if is_plain and register is not None:
                 values[register] = grad.clone() if each.is_cloned and is_held(grad) else grad
             else:
-                self._ingest_unusual(position, each, grad)
+                self._ingest_unusual(each, grad)
 
-    def _ingest_unusual(self, position: int, each: Input, grad: Tensor) -> None:
-        is_missing = position in self._absent
-        if not is_missing or not each.leaf.is_like(grad):
-            raise unexpected(each.path, grad, self._program.leaves, each.leaf if is_missing else None)
-        del self._absent[position]
+    def _ingest_unusual(self, each: Input, grad: Tensor) -> None:
+        if not each.leaf.is_like(grad):
+            raise unexpected(each.path, grad, self._program.leaves, each.leaf)
         if each.register is None:
             return
         grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits

@@ -116,9 +116,9 @@ def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, engine: Fed, clock: l
     patch.setattr(log, "time", SimpleNamespace(time_ns=lambda: next(times)))
     record.forward_starts()
     record.backward_starts()
-    engine.step.has_sent = False
+    engine.has_sent = False
     record.fed(engine)  # type: ignore[arg-type]
-    engine.step.has_sent = True
+    engine.has_sent = True
     record.fed(engine)  # type: ignore[arg-type]
     record.fed(engine)  # type: ignore[arg-type]
     record.backward_ends()

@@ -433,6 +433,7 @@ class Steps:
         is_nested = torch_private.current_backward() != backward.task
         if (is_nested or name in backward.deferred) and not backward.is_finishing:
             backward.deferred.add(name)
+            self._fast.excluded.add(self.engine.positions[name])
             return
         if grad.is_sparse:
             backward.sparse[name] = grad.sparse_dim()
