@@ -422,8 +422,9 @@ class Steps:
         grad = parameter.grad
         if grad is None:  # an undefined one
             return
+        was_armed = self.is_armed
         self._fail_if_stale()
-        if self.is_armed and not self.engine.is_open and not self._waits_for_outer_backward():
+        if was_armed and not self.engine.is_open and not self._waits_for_outer_backward():
             self.start(self.told)  # of a backward that has not begun with what the module returned
         backward = self._backward
         if not self.engine.is_open or backward is None:
@@ -499,13 +500,15 @@ class Steps:
     def _finish(self) -> None:
         """At the end of a backward."""
         self._log.backward_ends()
-        was_armed, backward = self.is_armed, self._backward
+        was_armed, backward, step = self.is_armed, self._backward, self.engine.step
+        if backward is None or step is None:  # it has failed with the step of another engine
+            self._close()
+            self.settle_on(is_committed=False)
+            return
         try:
-            assert backward is not None
-            assert self.engine.step is not None
             backward.is_finishing = True
             self._fast.close()
-            missing = self.engine.step.missing if backward.deferred or self.unsynchronized else frozenset[str]()
+            missing = step.missing if backward.deferred or self.unsynchronized else frozenset[str]()
             for name in sorted(self._waiting(backward, missing)):
                 parameter = self.parameters[name]
                 if name in backward.deferred and name not in missing and parameter.grad is not None:
