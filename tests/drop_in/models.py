@@ -48,11 +48,11 @@ def assert_equal_on_ranks(*values: Any) -> None:
     assert all(other == everyone[0] for other in everyone)
 
 
-def descend(model: nn.Module) -> None:
+def descend(model: nn.Module, lr: float = 0.1) -> None:
     with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
-                p -= 0.1 * dense(p.grad)
+                p -= lr * dense(p.grad)
 
 
 def step(model: nn.Module, *inputs: Any, descends: bool = True, **kwargs: Any) -> None:

@@ -144,7 +144,7 @@ def test_models_that_torch_takes(rank: int, name: str) -> None:
     assert_same_grads(ours, theirs)
 
 
-@pytest.mark.parametrize("text", ["bf16(allreduce)", WITH_RESIDUAL, COMPRESSED])
+@pytest.mark.parametrize("text", [WITH_RESIDUAL, COMPRESSED])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "complex"])
 @on_ranks(2)
 def test_models_with_any_pipeline(rank: int, name: str, text: str) -> None:
@@ -160,14 +160,11 @@ def test_models_with_any_pipeline(rank: int, name: str, text: str) -> None:
         assert bits(model.sync_state) == bits(state)
 
 
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("make", [Checkpointed, Twice])
 @on_ranks(2)
-def test_activation_checkpointing(
-    rank: int, make: Callable[[bool | None], nn.Module], reentrant: bool, text: str
-) -> None:
-    sync = fnddp.parse(text)
+def test_activation_checkpointing(rank: int, make: Callable[[bool | None], nn.Module], reentrant: bool) -> None:
+    sync = fnddp.parse(COMPRESSED)
     options = {**SMALL, "static_graph": make is Twice}  # for which torch asks there
     inside, straight = (DDP(make(r), sync=sync, **options) for r in (reentrant, None))
     around = DDP(make(None), sync=sync, **options)
@@ -236,7 +233,7 @@ class Outer(nn.Module):
         return self.last(self.inner(self.first(x)).tanh())
 
 
-PAIRS = [("allreduce", "allreduce"), ("bf16(allreduce)", WITH_RESIDUAL), ("allreduce", COMPRESSED)]
+PAIRS = [("bf16(allreduce)", WITH_RESIDUAL), ("allreduce", COMPRESSED)]
 
 
 @pytest.mark.parametrize("texts", PAIRS)
