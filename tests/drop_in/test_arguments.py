@@ -23,11 +23,13 @@ from tests.drop_in.models import (
     Parts,
     assert_equal_on_ranks,
     assert_same_grads,
+    average,
     descend,
     grads_of,
     normed,
     since_213,
     step,
+    steps_alike,
     total,
 )
 from tests.ranks import on_ranks
@@ -100,12 +102,18 @@ def test_buckets_are_filled_as_torch_fills_them(rank: int, options: dict[str, An
     model = DDP(make_model(), **options)
     for i in range(3):
         step(model, batch(rank, i))
-    buckets = model.plan.buckets
-    params = dict(model.module.named_parameters())
-    want, _ = dist._compute_bucket_assignment_by_size([params[n] for n in buckets], [int(cap * 2**20) for cap in caps])
-    order = list(buckets)
+    buckets, params = model.plan.buckets, dict(model.module.named_parameters())
+    order, names = list(buckets), list(params)
+    want, _ = dist._compute_bucket_assignment_by_size([params[n] for n in order], [int(cap * 2**20) for cap in caps])
     assert [[n for n in order if buckets[n] == i] for i in range(len(want))] == [[order[i] for i in b] for b in want]
     assert len({collective.bucket for collective in model.plan.collectives}) == len(want) > 1
+    logged = model._get_ddp_logging_data()
+    indices = [[names.index(order[i]) for i in bucket] for bucket in want]
+    sizes = [sum(params[order[i]].nbytes for i in bucket) for bucket in want]
+    assert logged["prev_iteration_grad_ready_order_indices"] == ", ".join(str(i) for each in indices for i in each)
+    assert logged["rebuilt_per_bucket_param_indices"] == ", ".join(" ".join(map(str, each)) for each in indices)
+    assert logged["rebuilt_bucket_sizes"] == ", ".join(map(str, sizes))
+    assert (logged["has_rebuilt_buckets"], logged["num_buckets_reduced"]) == (1, len(want))
 
 
 def test_sizes_of_buckets_are_the_lists_or_the_cap():
@@ -124,10 +132,7 @@ def test_parameters_to_delay_are_synchronized(rank: int) -> None:
     delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("0.")]
     ours = DDP(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[2].weight)
     theirs = TorchDDP(make_model())  # torch's own delayed reduction is not waited for
-    for i in range(3):
-        for model in (ours, theirs):
-            step(model, batch(rank, i))
-        assert_same_grads(ours, theirs)
+    steps_alike(rank, ours, theirs)
 
 
 @on_ranks(2)
@@ -148,10 +153,7 @@ def test_a_broken_promise_of_a_static_graph_fails_on_all_ranks_without_a_trace(
 ) -> None:
     model = DDP(Parts(), static_graph=True, sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
     straight = DDP(Parts(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
-    for i in range(2):
-        for each in (model, straight):
-            step(each, batch(rank, i), first)
-        assert_same_grads(model, straight)
+    steps_alike(rank, model, straight, at=range(2), use=[first])
     before = bits(model.sync_state)
     params = bits(list(model.parameters()))
     model.zero_grad()
@@ -160,9 +162,7 @@ def test_a_broken_promise_of_a_static_graph_fails_on_all_ranks_without_a_trace(
     assert "not compatible with static_graph" in model._get_ddp_logging_data()["error"]
     assert grads_of(model) == [None] * 6
     assert (bits(model.sync_state), bits(list(model.parameters()))) == (before, params)
-    for each in (model, straight):
-        step(each, batch(rank, 3), first)
-    assert_same_grads(model, straight)
+    steps_alike(rank, model, straight, at=[3], use=[first])
     assert bits(model.sync_state) == bits(straight.sync_state)
 
 
@@ -170,10 +170,7 @@ def test_a_broken_promise_of_a_static_graph_fails_on_all_ranks_without_a_trace(
 def test_a_static_graph_may_differ_by_rank(rank: int) -> None:
     """The promise is about what no rank uses: so it is kept here."""
     ours, theirs = DDP(Branches(), static_graph=True), TorchDDP(Branches(), find_unused_parameters=True)
-    for i in range(3):
-        for model in (ours, theirs):
-            step(model, batch(rank, i), rank)
-        assert_same_grads(ours, theirs)
+    steps_alike(rank, ours, theirs, use=[rank])
     assert ours.reducer._ddp_graph_static()
 
 
@@ -221,7 +218,7 @@ def test_mixed_precision_trains(rank: int, options: dict[str, Any], text: str, w
         plain.zero_grad()
         rounded = {n: p.bfloat16() for n, p in plain.named_parameters()}
         total(torch.func.functional_call(plain, rounded, (batch(rank, 0).bfloat16(),))).backward()
-        want, state = sync({n: p.grad for n, p in plain.named_parameters()}, state)
+        state = average(sync, plain.named_parameters(), state)
         model.zero_grad()
         output = model(batch(rank, 0))
         assert output.dtype == torch.bfloat16
@@ -229,9 +226,7 @@ def test_mixed_precision_trains(rank: int, options: dict[str, Any], text: str, w
         loss.backward()
         losses.append(loss.item())
         assert {g.dtype for g in grads_of(model)} == {torch.float32}
-        assert bits(grads_of(model)) == bits(list(want.values()))
-        for p, mean in zip(plain.parameters(), want.values(), strict=True):
-            p.grad = mean
+        assert_same_grads(model, plain)
         for each in (model, plain):
             descend(each, 0.5)
     assert_equal_on_ranks(list(model.parameters()))

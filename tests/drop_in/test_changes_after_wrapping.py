@@ -15,10 +15,10 @@ from tests.drop_in.models import (
     WITH_RESIDUAL,
     Parts,
     assert_equal_on_ranks,
-    assert_same_grads,
-    by_hand,
     grads_of,
     step,
+    steps_alike,
+    steps_by_hand,
     total,
 )
 from tests.ranks import on_ranks
@@ -28,17 +28,10 @@ from tests.test_register import COMPRESSED, batch, make_model
 @on_ranks(2)
 def test_the_pipeline_can_change_between_steps(rank: int) -> None:
     model, plain = DDP(make_model(), **SMALL), make_model()
-    for i, text in enumerate(["allreduce", WITH_RESIDUAL, WITH_RESIDUAL, COMPRESSED, COMPRESSED, "allreduce"]):
-        sync = fnddp.parse(text)
-        if model.sync != sync:
-            model.sync = sync
-            state = sync.init(dict(plain.named_parameters()))
-        elif i == 0:
-            state = ()
-        want, state = by_hand(sync, plain, state, batch(rank, i))
-        step(model, batch(rank, i), descends=False)
-        assert bits(grads_of(model)) == bits(list(want.values()))
-        assert bits(model.sync_state) == bits(state)
+    for i, text in enumerate(["allreduce", WITH_RESIDUAL, COMPRESSED, "allreduce"]):
+        model.sync = fnddp.parse(text)
+        assert bits(model.sync_state) == bits(model.sync.init(dict(plain.named_parameters())))
+        steps_by_hand(rank, model, plain, [2 * i, 2 * i + 1])
     model.sync = fnddp.parse(WITH_RESIDUAL)
     step(model, batch(rank, 7))
     before = bits(model.sync_state)
@@ -48,9 +41,7 @@ def test_the_pipeline_can_change_between_steps(rank: int) -> None:
     assert bits(model.sync_state) == before
     straight = DDP(copy.deepcopy(model.module), sync=fnddp.parse(WITH_RESIDUAL))
     straight.sync_state = model.sync_state
-    for each in (model, straight):
-        step(each, batch(rank, 8))
-    assert_same_grads(model, straight)
+    steps_alike(rank, model, straight, at=[8])
 
 
 @on_ranks(2)
@@ -79,22 +70,11 @@ def test_the_pipeline_cannot_change_during_a_backward(rank: int) -> None:
 
 @on_ranks(2)
 def test_parameters_frozen_after_wrapping(rank: int) -> None:
-    sync = fnddp.parse(WITH_RESIDUAL)
-    model, plain = DDP(Parts(), sync=sync, **SMALL), Parts()
-    state = sync.init(dict(plain.named_parameters()))
-    for i in range(4):
-        if i == 2:
-            for module in (model.module, plain):
-                module.b.requires_grad_(False)
-        if i == 3:
-            for module in (model.module, plain):
-                module.b.requires_grad_(True)
-        want, state = by_hand(sync, plain, state, batch(rank, i))
-        step(model, batch(rank, i), descends=False)
-        for name, p in model.module.named_parameters():
-            assert (p.grad is None) == (not p.requires_grad)
-            assert p.grad is None or bits([p.grad]) == bits([want[name]])
-        assert bits(model.sync_state) == bits(state)
+    model, plain = DDP(Parts(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL), Parts()
+    for i, trains in enumerate([True, True, False, True]):
+        for module in (model.module, plain):
+            module.b.requires_grad_(trains)
+        steps_by_hand(rank, model, plain, [i])
 
 
 def test_new_and_unfrozen_parameters_are_named():
@@ -129,13 +109,7 @@ def test_replaced_parameters_are_synchronized_or_named(rank: int, what: str) -> 
     step(model, batch(rank, 0))
     torch.manual_seed(5)
     replace(model, 2, nn.Linear(64, 64), what)
-    plain, state = copy.deepcopy(model.module), model.sync_state
-    for i in range(1, 4):
-        want, state = by_hand(model.sync, plain, state, batch(rank, i))
-        step(model, batch(rank, i), descends=False)
-        got = {n: p.grad for n, p in model.module.named_parameters()}
-        assert bits([got[n] for n in want]) == bits(list(want.values()))
-        assert bits(model.sync_state) == bits(state)
+    steps_by_hand(rank, model, copy.deepcopy(model.module), range(1, 4))
     replace(model, 4, nn.Linear(64, 7), what)  # of another shape
     with pytest.raises(ValueError, match=r"'4\.weight' is now float32\[7, 64\], but was float32\[4, 64\]"):
         step(model, batch(rank, 0))

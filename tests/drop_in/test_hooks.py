@@ -16,7 +16,15 @@ import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce, fp16
 from fnddp.laws import bits
-from tests.drop_in.models import SMALL, assert_equal_on_ranks, assert_same_grads, grads_of, normed, since_213, step
+from tests.drop_in.models import (
+    SMALL,
+    assert_equal_on_ranks,
+    grads_of,
+    normed,
+    since_213,
+    step,
+    steps_alike,
+)
 from tests.ranks import on_ranks
 from tests.test_register import batch, make_model
 
@@ -48,10 +56,7 @@ def test_hooks_do_what_they_do_in_torch(rank: int, name: str) -> None:
         else:
             model.register_comm_hook(None, hook)
             assert model is theirs or ours.sync == fnddp.from_hook(hook)
-    for i in range(4):
-        for model in (ours, theirs):
-            step(model, batch(rank, i))
-        assert_same_grads(ours, theirs)
+    steps_alike(rank, ours, theirs, at=range(4))
     if name != "partial":
         assert ours._get_ddp_logging_data()["comm_hook"] == theirs._get_ddp_logging_data()["comm_hook"]
 

@@ -19,11 +19,13 @@ from tests.drop_in.models import (
     WITH_RESIDUAL,
     assert_equal_on_ranks,
     assert_same_grads,
+    average,
     by_hand,
     dense,
     descend,
     grads_of,
     step,
+    steps_alike,
     total,
 )
 from tests.ranks import on_ranks
@@ -132,10 +134,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @on_ranks(2)
 def test_models_that_torch_takes(rank: int, name: str) -> None:
     ours, theirs = DDP(MODELS[name](), **SMALL), TorchDDP(MODELS[name](), **SMALL)
-    for i in range(4):
-        for model in (ours, theirs):
-            step(model, batch(rank, i))
-        assert_same_grads(ours, theirs)
+    steps_alike(rank, ours, theirs, at=range(4))
     for model in (ours, theirs):  # gradients add up
         model.zero_grad()
         with model.no_sync():
@@ -152,11 +151,11 @@ def test_models_with_any_pipeline(rank: int, name: str, text: str) -> None:
     model, plain = DDP(MODELS[name](), sync=sync, **SMALL), MODELS[name]()
     state = sync.init(dict(plain.named_parameters()))
     for i in range(4):
-        want, state = by_hand(sync, plain, state, batch(rank, i))
+        state = by_hand(sync, plain, state, batch(rank, i))
         step(model, batch(rank, i), descends=False)
-        for key, p in model.module.named_parameters():
-            assert p.grad.is_sparse or p.grad.stride() == p.stride(), key
-            assert bits([dense(p.grad)]) == bits([want[key]]), key
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert p.grad.is_sparse or p.grad.stride() == p.stride()
+            assert bits([dense(p.grad)]) == bits([q.grad])
         assert bits(model.sync_state) == bits(state)
 
 
@@ -185,6 +184,7 @@ def test_activation_checkpointing(rank: int, make: Callable[[bool | None], nn.Mo
     assert_same_grads(inside, straight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["around", "inside"])
 @on_ranks(2)
 def test_compile(rank: int, where: str) -> None:
@@ -196,11 +196,11 @@ def test_compile(rank: int, where: str) -> None:
         plain = compiled(make_model()) if where == "inside" else make_model()  # parameters are named alike
         state = sync.init(dict(plain.named_parameters()))
         for i in range(4):
-            want, state = by_hand(sync, plain, state, batch(rank, i))
+            state = by_hand(sync, plain, state, batch(rank, i))
             with warnings.catch_warnings():
                 warnings.simplefilter("error", UserWarning)  # of what Dynamo cannot trace
                 step(called, batch(rank, i), descends=False)
-            assert bits([p.grad for p in model.parameters()]) == bits(list(want.values()))
+            assert_same_grads(model, plain)
         with model.no_sync():
             step(called, batch(rank, 9))
             step(plain, batch(rank, 9))
@@ -242,17 +242,13 @@ def test_a_wrapped_module_inside_another(rank: int, texts: tuple[str, str]) -> N
     outer, inner = map(fnddp.parse, texts)
     model = DDP(Outer(DDP(make_model(), sync=inner, **SMALL)), sync=outer)
     plain = Outer(make_model())
-    state = inner.init(dict(plain.inner.named_parameters()))
+    state = model.module.inner.sync_state
     for i in range(4):
         step(model, batch(rank, i))
         plain.zero_grad()
         total(plain(batch(rank, i))).backward()
-        own = {n: p.grad for n, p in plain.named_parameters()}
-        of_inner = {n: p.grad for n, p in plain.inner.named_parameters()}
-        want, _ = outer({n: g for n, g in own.items() if not n.startswith("inner.")}, ())
-        of_inner, state = inner(of_inner, state)
-        for name, p in plain.named_parameters():
-            p.grad = want[name] if name in want else of_inner[name.removeprefix("inner.")]
+        average(outer, [(n, p) for n, p in plain.named_parameters() if not n.startswith("inner.")], ())
+        state = average(inner, plain.inner.named_parameters(), state)
         descend(plain)
         assert_same_grads(model, plain)
     assert bits(model.module.inner.sync_state) == bits(state)
@@ -262,10 +258,11 @@ def test_a_wrapped_module_inside_another(rank: int, texts: tuple[str, str]) -> N
 @on_ranks(2, seconds=40)
 def test_two_wrapped_modules_alternately(rank: int, texts: tuple[str, str]) -> None:
     """As a generator and a discriminator: alternately, and one through the other."""
-    first, second = (DDP(Checkpointed(None), sync=fnddp.parse(text), **SMALL) for text in texts)
-    plains, states = [Checkpointed(None), Checkpointed(None)], [first.sync_state, second.sync_state]
+    models = [DDP(Checkpointed(None), sync=fnddp.parse(text), **SMALL) for text in texts]
+    plains = [Checkpointed(None) for _ in texts]
+    states = [model.sync_state for model in models]
     for i in range(4):
-        for both in ((first, second), plains):
+        for both in (models, plains):
             for model in both:
                 model.zero_grad()
             if i % 2:
@@ -273,11 +270,8 @@ def test_two_wrapped_modules_alternately(rank: int, texts: tuple[str, str]) -> N
             else:
                 for model in both:
                     total(model(batch(rank, i))).backward()
-        for k, (model, plain) in enumerate(zip((first, second), plains, strict=True)):
-            own = {n: p.grad for n, p in plain.named_parameters()}
-            means, states[k] = fnddp.parse(texts[k])(own, states[k])
-            for name, p in plain.named_parameters():
-                p.grad = means[name]
+        for k, (model, plain) in enumerate(zip(models, plains, strict=True)):
+            states[k] = average(model.sync, plain.named_parameters(), states[k])
             assert_same_grads(model, plain)
             descend(model)
             descend(plain)

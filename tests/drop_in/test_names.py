@@ -22,11 +22,11 @@ from tests.drop_in.models import (
     SMALL,
     Parts,
     assert_equal_on_ranks,
-    assert_same_grads,
     grads_of,
     normed,
     since_213,
     step,
+    steps_alike,
     total,
 )
 from tests.ranks import on_ranks
@@ -105,32 +105,12 @@ def test_every_option_gives_torchs_bits_attributes_and_logging_data(rank: int) -
         for name in ATTRIBUTES:
             assert getattr(ours, name) == getattr(theirs, name), (name, options)
         for steps in (0, 3):
-            for i in range(steps):
-                for model in (ours, theirs):
-                    step(model, batch(rank, i), *(["ab"] if make is Parts else []))
-                assert_same_grads(ours, theirs)
-                assert bits(ours.state_dict()) == bits(theirs.state_dict())  # buffers too, each rank's as torch's
+            steps_alike(rank, ours, theirs, at=range(steps), use=["ab"] if make is Parts else [])
+            assert bits(ours.state_dict()) == bits(theirs.state_dict())  # buffers too, each rank's as torch's
             mine, torchs = facts(ours), facts(theirs)
             assert {key: mine.get(key) for key in torchs} == torchs, options
             if steps:
                 assert theirs._get_ddp_logging_data().keys() <= ours._get_ddp_logging_data().keys()
-
-
-@on_ranks(2)
-def test_logged_buckets_are_the_plans(rank: int) -> None:
-    model = DDP(make_model(), bucket_cap_mb=0.0005)
-    assert model._get_ddp_logging_data()["bucket_sizes"] == "1040, 16640, 4352"
-    for i in range(3):
-        step(model, batch(rank, i))
-    logged = model._get_ddp_logging_data()
-    names = [name for name, _ in model.module.named_parameters()]
-    arrived = [names.index(name) for name in model.plan.buckets]
-    buckets = [[i for i in arrived if model.plan.buckets[names[i]] == b] for b in range(3)]
-    sizes = [sum(model.module.get_parameter(names[i]).nbytes for i in bucket) for bucket in buckets]
-    assert logged["prev_iteration_grad_ready_order_indices"] == ", ".join(map(str, arrived))
-    assert logged["rebuilt_per_bucket_param_indices"] == ", ".join(" ".join(map(str, each)) for each in buckets)
-    assert logged["rebuilt_bucket_sizes"] == ", ".join(map(str, sizes))
-    assert (logged["has_rebuilt_buckets"], logged["num_buckets_reduced"]) == (1, 3)
 
 
 def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, clock: list[int]) -> None:
@@ -204,20 +184,12 @@ def test_buffers_are_made_equal_when_they_are_due(rank: int) -> None:
     assert own == 0
 
 
-def test_names_of_parameters_by_index():
+def test_other_names_that_tools_use():
     model = DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True), nn.Embedding(3, 2)))
     parameters, sparse = model._build_params_for_reducer()
-    assert list(map(id, parameters)) == list(map(id, model.module.parameters()))
     assert sparse == [False, False, True, False]
     names = [name for name, _ in model.module.named_parameters()]
     assert model._build_debug_param_to_name_mapping(parameters) == dict(enumerate(names))
-    with pytest.raises(ValueError, match="Param with name 2.weight found in module parameters, but not DDP parameters"):
-        model._build_debug_param_to_name_mapping(parameters[:-1])
-    assert "Param with name 2.weight" in model._get_ddp_logging_data()["error"]
-
-
-def test_to_kwargs_moves_arguments_and_accelerate_is_refused():
-    model = DDP(nn.Linear(2, 2))
     x = torch.ones(2, 2)
     (inputs,), (kwargs,) = model.to_kwargs((x,), {"y": x}, 0)
     assert torch.equal(inputs[0], kwargs["y"])
@@ -260,20 +232,6 @@ def test_methods_that_tools_call_on_the_reducer(rank: int) -> None:
     other = model.module.a.bias.grad.clone()
     dist.all_reduce(other)
     assert torch.equal(other, 2 * model.module.a.bias.grad)
-
-
-@on_ranks(2)
-def test_manual_optimization_as_in_lightning(rank: int) -> None:
-    """As lightning's DDPStrategy does it: forward must not prepare for backward, the strategy does."""
-    model, plain = (DDP(make_model()) for _ in range(2))
-    model.module.register_forward_hook(lambda *_: setattr(model, "require_backward_grad_sync", False))
-    for i in range(2):
-        loss = total(model(batch(rank, i)))
-        model.require_backward_grad_sync = model.require_forward_param_sync = True
-        model.reducer.prepare_for_backward([])
-        loss.backward()
-        total(plain(batch(rank, i))).backward()
-        assert bits(grads_of(model)) == bits(grads_of(plain))
 
 
 @pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
