@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,7 @@ from fnddp.transforms.cast import cast
 def checked_group(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, module: nn.Module
 ) -> dist.ProcessGroup | None:
-    """Return the process group; None for the default one.
-
-    Where the mesh is part of a larger one, parameters that the rest of it shards become local tensors.
-
-    Raises:
-        RuntimeError: Both are given, or the mesh has several dimensions.
-    """
+    """Return the process group, None for the default one; parameters that the rest of a mesh shards become local."""
     if mesh is None:
         return process_group
     if process_group is not None:
@@ -43,13 +37,7 @@ def checked_group(
 def checked_devices(
     parameters: Iterable[nn.Parameter], device_ids: list[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """Return the indices of the inputs' device and of the output's; None if inputs stay where they are.
-
-    Raises:
-        RuntimeError: A parameter has no shape yet.
-        TypeError: A pipeline was passed in their place.
-        ValueError: Several devices, or devices for a module that is on the CPU or on several.
-    """
+    """Return the indices of the inputs' device and of the output's; None if inputs stay where they are."""
     if isinstance(device_ids, Sync):
         raise TypeError(
             f"{OWNER}: the second argument is device_ids, as in torch's class; give the pipeline by name: "
@@ -101,25 +89,15 @@ def warn_of_check_reduction() -> None:
     )
 
 
-@dataclass(frozen=True)
-class BucketSizes:
-    """Capacities of buckets in bytes.
+class BucketSizes(NamedTuple):
+    """Capacities of buckets in bytes."""
 
-    Attributes:
-        caps: Of the first buckets in the order of arrival; the last one holds for all others too.
-        listed: Those in `bucket_cap_mb_list`.
-    """
-
-    caps: tuple[int, ...]
-    listed: tuple[int, ...] = ()
+    caps: tuple[int, ...]  # of the first ones in the order of arrival; the last one holds for all others too
+    listed: tuple[int, ...] = ()  # those in bucket_cap_mb_list
 
     @classmethod
     def of(cls, bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> "BucketSizes":
-        """Read the arguments, in MiB: the list wins; with neither the first bucket has 1 and others 25.
-
-        Raises:
-            ValueError: A size is not positive.
-        """
+        """Read the arguments, in MiB: the list wins; with neither the first bucket has 1 and others 25."""
         sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
         if min(sizes) <= 0:
             raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
@@ -134,11 +112,7 @@ def check_delay(named_parameters: list[tuple[str, nn.Parameter]] | None, hooked:
 
 
 def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
-    """Return the pipeline under `mixed_precision`: a plain mean travels in its `reduce_dtype`, as in torch.
-
-    Raises:
-        ValueError: `reduce_dtype` is set, and so is a pipeline, which fixes the dtypes that travel.
-    """
+    """Return the pipeline under `mixed_precision`: a plain mean travels in its `reduce_dtype`, as in torch."""
     if mixed_precision is None:
         return sync
     if sync == allreduce:
@@ -160,19 +134,12 @@ def require_no_sync_batch_norm_on_cpu(module: nn.Module, device_type: str) -> No
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that torch's class keeps as attributes, checked.
+    """The arguments that torch's class keeps as attributes, checked."""
 
-    Attributes:
-        group: Name of the process group.
-        ignored: Names of parameters and buffers that are not synchronized.
-        device: The first parameter's; if `is_multi_device`, others are elsewhere.
-        sizes: Of buckets.
-    """
-
-    group: str | None
+    group: str | None  # the name of the process group
     device_mesh: DeviceMesh | None
-    ignored: set[str]
-    device: torch.device
+    ignored: set[str]  # names of parameters and buffers that are not synchronized
+    device: torch.device  # the first parameter's
     is_multi_device: bool
     device_ids: list[int] | None
     output_device: int | None

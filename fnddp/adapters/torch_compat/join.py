@@ -23,13 +23,9 @@ class UnevenInputs:
         """Return the last rank that has inputs: its buffers are right."""
         return control.highest(groups.rank(self._group) if has_inputs else -1, self._group)
 
-    def synchronizing(self, mine: bool = False) -> int:
-        """Return the number of ranks whose next backward synchronizes; `mine` is that of this rank."""
-        return control.total(int(mine), self._group)
-
     def scale(self, synchronizes: bool) -> float:
         """Return the factor of this rank's gradients."""
-        left = self.synchronizing(synchronizes)
+        left = control.total(int(synchronizes), self._group)
         return 1.0 if self.divides_by_initial_world_size or not left else groups.world_size(self._group) / left
 
 

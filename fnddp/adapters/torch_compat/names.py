@@ -1,6 +1,5 @@
 """Names of torch's class that tools read and call, public and private."""
 
-import abc
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,8 +31,8 @@ _BUILTIN_HOOKS: dict[Any, Sync] = {
 }
 
 
-def _part(owner: str, name: str) -> Any:
-    """Return a property that reads and writes the attribute `name` of the part `owner`."""
+def _delegated(owner: str, name: str) -> Any:
+    """Return a property that reads and writes the attribute `name` of the attribute `owner`."""
     return property(attrgetter(f"{owner}.{name}"), lambda self, value: setattr(getattr(self, owner), name, value))
 
 
@@ -58,10 +57,13 @@ class TorchNames(nn.Module, Joinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_private.set_params_and_buffers_to_ignore)
     _build_debug_param_to_name_mapping = torch_private.debug_names
 
-    static_graph = _part("_promises", "static_graph")
-    skip_all_reduce_unused_params = _part("_promises", "skips_unused")
-    forward_sync_buffers = broadcast_buffers = _part("_buffers_of_module", "is_synced")
-    require_forward_param_sync = _part("_buffers_of_module", "is_due")
+    static_graph = _delegated("_promises", "static_graph")
+    skip_all_reduce_unused_params = _delegated("_promises", "skips_unused")
+    forward_sync_buffers = broadcast_buffers = _delegated("_buffers_of_module", "is_synced")
+    require_forward_param_sync = _delegated("_buffers_of_module", "is_due")
+
+    sync: Any  # a property of the subclass
+    _take_part: Callable[[], None]  # in a step, without gradients
 
     def __init__(self, module: nn.Module, trained: Trained, given: Arguments) -> None:
         nn.Module.__init__(self)
@@ -87,19 +89,6 @@ class TorchNames(nn.Module, Joinable):
         self._promises = Promises(
             list(trained.parameters), static_graph=given.static_graph, skips_unused=given.skip_all_reduce_unused_params
         )
-
-    @property
-    @abc.abstractmethod
-    def sync(self) -> Sync:
-        """The pipeline that runs."""
-
-    @sync.setter
-    @abc.abstractmethod
-    def sync(self, sync: Sync) -> None: ...
-
-    @abc.abstractmethod
-    def _take_part(self) -> None:
-        """Take part in a step without gradients."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -132,7 +121,7 @@ class TorchNames(nn.Module, Joinable):
         with on(self.device):
             if buffers.runs_at(HookLocation.PRE_FORWARD):
                 buffers.sync(self._inputs.source_of_buffers(has_inputs=False))
-            synchronizes = self._inputs.synchronizing() > 0
+            synchronizes = control.total(0, self._group) > 0
             if buffers.runs_at(HookLocation.POST_FORWARD):
                 buffers.sync(self._inputs.source_of_buffers(has_inputs=False))
             buffers.is_due = synchronizes
