@@ -113,6 +113,18 @@ class Parts(nn.Module):
         return sum(getattr(self, name)(x) for name in use)
 
 
+class Mixed(nn.Module):
+    """Parameters of three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 8).double(), nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x.double()).float()).bfloat16())
+
+
 def normed() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))

@@ -20,6 +20,7 @@ from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from tests.drop_in.models import (
     SMALL,
+    Mixed,
     Parts,
     assert_equal_on_ranks,
     grads_of,
@@ -52,16 +53,6 @@ OF_BUCKETS = {  # which are a plan's: dtypes share one, and it is never made ane
     *("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_buckets_reduced"),
     *("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"),
 }
-
-
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide, self.wider, self.narrow = nn.Linear(16, 8), nn.Linear(8, 4).double(), nn.Linear(4, 4).half()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.narrow(self.wider(self.wide(x).double()).half())
 
 
 @since_213

@@ -115,46 +115,29 @@ def test_ignored_parameters_and_buffers(rank: int) -> None:
     assert everyone[0][1] != everyone[1][1]
 
 
-def trained(rank: int, model: DDP, first: int, steps: int) -> dict[str, Any]:
-    saved = {key: copy.deepcopy(value) for key, value in fnddp.state_dict(model.sync_state).items()}
-    for i in range(first, first + steps):
-        step(model, batch(rank, i))
-    assert_equal_on_ranks(model.state_dict())
-    return {"saved": saved, "later": (bits(model.state_dict()), bits(model.sync_state))}
-
-
 def save(rank: int, folder: str) -> dict[str, Any]:
     model = DDP(make_model(), sync=SYNC, **SMALL)
-    trained(rank, model, 0, 3)
-    dcp.save({"model": model.state_dict(), "sync": model.sync_checkpoint()}, checkpoint_id=folder)
-    return trained(rank, model, 3, 3)
+    for i in range(3):
+        step(model, batch(rank, i))
+    dcp.save({"sync": model.sync_checkpoint()}, checkpoint_id=folder)
+    return fnddp.state_dict(model.sync_state)
 
 
-def load(rank: int, folder: str, saved_world_size: int | None, steps: int) -> dict[str, Any]:
+def load(rank: int, folder: str, saved_world_size: int) -> dict[str, Any]:
     model = DDP(make_model(), sync=SYNC, **SMALL)
-    state = model.state_dict()
-    dcp.load({"model": state, "sync": model.sync_checkpoint(saved_world_size)}, checkpoint_id=folder)
-    model.load_state_dict(state)
-    return trained(rank, model, 3, steps)
+    dcp.load({"sync": model.sync_checkpoint(saved_world_size)}, checkpoint_id=folder)
+    loaded = copy.deepcopy(fnddp.state_dict(model.sync_state))
+    step(model, batch(rank, 3))
+    assert_equal_on_ranks(model.state_dict())
+    return loaded
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_checkpoint_resumes_to_the_bit(gloo, tmp_path, n):
-    saved = gloo(n, save, str(tmp_path))
-    loaded = gloo(n, load, str(tmp_path), None, 3)
-    for before, after in zip(saved, loaded, strict=True):
-        assert list(after["saved"]) == list(before["saved"])
-        assert bits(after["saved"]) == bits(before["saved"])
-        assert after["later"] == before["later"]
+MANY = [pytest.param(n, then, marks=pytest.mark.thorough) for n, then in [(2, 3), (3, 2)]]
 
 
-MANY = [pytest.param(n, then, marks=pytest.mark.thorough) for n, then in [(4, 2), (2, 4), (2, 3), (3, 2)]]
-
-
-@pytest.mark.parametrize(("n", "then"), [(2, 1), (1, 2), *MANY])
+@pytest.mark.parametrize(("n", "then"), [(1, 2), *MANY])
 def test_a_checkpoint_for_another_number_of_ranks_keeps_the_mean_of_residuals(gloo, tmp_path, n, then):
-    before = [result["saved"] for result in gloo(n, save, str(tmp_path))]
-    after = [result["saved"] for result in gloo(then, load, str(tmp_path), n, 2)]
+    before, after = gloo(n, save, str(tmp_path)), gloo(then, load, str(tmp_path), n)
     for key, value in before[0].items():
         if key.startswith("replicated/"):
             assert all(bits([ranks[key]]) == bits([value]) for ranks in after), key
