@@ -597,8 +597,8 @@ device_index: Callable[..., int] = _get_device_index
 set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 """Marks on a module what not to synchronize."""
 
-data_parallel_params: Any = DistributedDataParallel._get_data_parallel_params
-"""The parameters of a module that are synchronized."""
+debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping
+"""The names of parameters by their index."""
 
 
 def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
@@ -630,6 +630,9 @@ def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
 
 def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
     """Casts buffers, and leaves the attributes on parameters that torch's class leaves there."""
+    # torch looks it up as an attribute, which it is only once something has imported it.
+    from torch.distributed import _functional_collectives as _  # noqa: F401
+
     private: Any = ddp
     private._setup_mixed_precision_params(mixed_precision, module)
     if mixed_precision.buffer_dtype is not None:

@@ -1,6 +1,7 @@
 """Modules and helpers that several of these tests use."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp.laws import bits, gather
+from tests.test_register import batch
 
 WITH_RESIDUAL = "error_feedback(fp16(allreduce))"
 
@@ -48,11 +50,11 @@ def assert_equal_on_ranks(*values: Any) -> None:
     assert all(other == everyone[0] for other in everyone)
 
 
-def descend(model: nn.Module) -> None:
+def descend(model: nn.Module, lr: float = 0.1) -> None:
     with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
-                p -= 0.1 * dense(p.grad)
+                p -= lr * dense(p.grad)
 
 
 def step(model: nn.Module, *inputs: Any, descends: bool = True, **kwargs: Any) -> None:
@@ -62,12 +64,41 @@ def step(model: nn.Module, *inputs: Any, descends: bool = True, **kwargs: Any) -
         descend(model)
 
 
-def by_hand(sync: fnddp.Sync, module: nn.Module, state: Any, *inputs: Any) -> tuple[dict[str, Tensor], Any]:
-    """The pipeline's means of the bare module's gradients, and its next state."""
+def steps_alike(rank: int, *models: nn.Module, at: Iterable[int] = range(3), use: Iterable[Any] = ()) -> None:
+    """Steps of all models, after each of which their gradients are the same."""
+    for i in at:
+        for model in models:
+            step(model, batch(rank, i), *use)
+        for other in models[1:]:
+            assert_same_grads(models[0], other)
+
+
+def average(sync: fnddp.Sync, named: Iterable[tuple[str, nn.Parameter]], state: Any) -> Any:
+    """Replaces gradients by the pipeline's means of them; its next state."""
+    parameters = dict(named)
+    means, state = sync(
+        {n: torch.zeros_like(p) if p.grad is None else dense(p.grad) for n, p in parameters.items()}, state
+    )
+    for name, p in parameters.items():
+        p.grad = means[name] if p.requires_grad else None
+    return state
+
+
+def by_hand(sync: fnddp.Sync, module: nn.Module, state: Any, *inputs: Any) -> Any:
+    """A step of the bare module and of the pipeline, without the update; the pipeline's next state."""
     module.zero_grad()
     total(module(*inputs)).backward()
-    own = {n: torch.zeros_like(p) if p.grad is None else dense(p.grad) for n, p in module.named_parameters()}
-    return sync(own, state)
+    return average(sync, module.named_parameters(), state)
+
+
+def steps_by_hand(rank: int, model: fnddp.DistributedDataParallel, plain: nn.Module, at: Iterable[int]) -> None:
+    """Steps without updates, whose gradients and states are those that the pipeline gives by hand for `plain`."""
+    state = model.sync_state
+    for i in at:
+        state = by_hand(model.sync, plain, state, batch(rank, i))
+        step(model, batch(rank, i), descends=False)
+        assert_same_grads(model, plain)
+        assert bits(model.sync_state) == bits(state)
 
 
 class Parts(nn.Module):
@@ -80,6 +111,18 @@ class Parts(nn.Module):
 
     def forward(self, x: Tensor, use: str = "abc") -> Tensor:
         return sum(getattr(self, name)(x) for name in use)
+
+
+class Mixed(nn.Module):
+    """Parameters of three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 8).double(), nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x.double()).float()).bfloat16())
 
 
 def normed() -> nn.Module:

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import DistributedDataParallel as DDP
@@ -16,10 +15,10 @@ from tests.drop_in.models import (
     WITH_RESIDUAL,
     Parts,
     assert_equal_on_ranks,
-    assert_same_grads,
-    by_hand,
     grads_of,
     step,
+    steps_alike,
+    steps_by_hand,
     total,
 )
 from tests.ranks import on_ranks
@@ -29,17 +28,10 @@ from tests.test_register import COMPRESSED, batch, make_model
 @on_ranks(2)
 def test_the_pipeline_can_change_between_steps(rank: int) -> None:
     model, plain = DDP(make_model(), **SMALL), make_model()
-    for i, text in enumerate(["allreduce", WITH_RESIDUAL, WITH_RESIDUAL, COMPRESSED, COMPRESSED, "allreduce"]):
-        sync = fnddp.parse(text)
-        if model.sync != sync:
-            model.sync = sync
-            state = sync.init(dict(plain.named_parameters()))
-        elif i == 0:
-            state = ()
-        want, state = by_hand(sync, plain, state, batch(rank, i))
-        step(model, batch(rank, i), descends=False)
-        assert bits(grads_of(model)) == bits(list(want.values()))
-        assert bits(model.sync_state) == bits(state)
+    for i, text in enumerate(["allreduce", WITH_RESIDUAL, COMPRESSED, "allreduce"]):
+        model.sync = fnddp.parse(text)
+        assert bits(model.sync_state) == bits(model.sync.init(dict(plain.named_parameters())))
+        steps_by_hand(rank, model, plain, [2 * i, 2 * i + 1])
     model.sync = fnddp.parse(WITH_RESIDUAL)
     step(model, batch(rank, 7))
     before = bits(model.sync_state)
@@ -49,9 +41,7 @@ def test_the_pipeline_can_change_between_steps(rank: int) -> None:
     assert bits(model.sync_state) == before
     straight = DDP(copy.deepcopy(model.module), sync=fnddp.parse(WITH_RESIDUAL))
     straight.sync_state = model.sync_state
-    for each in (model, straight):
-        step(each, batch(rank, 8))
-    assert_same_grads(model, straight)
+    steps_alike(rank, model, straight, at=[8])
 
 
 @on_ranks(2)
@@ -78,29 +68,16 @@ def test_the_pipeline_cannot_change_during_a_backward(rank: int) -> None:
     assert_equal_on_ranks(grads_of(model))
 
 
-@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", WITH_RESIDUAL])
 @on_ranks(2)
-def test_parameters_frozen_after_wrapping(rank: int, text: str) -> None:
-    model = DDP(Parts(), sync=fnddp.parse(text), **SMALL)
-    plain = Parts()
-    sync = fnddp.parse(text)
-    state = sync.init(dict(plain.named_parameters()))
-    for i in range(4):
-        if i == 2:
-            for module in (model.module, plain):
-                module.b.requires_grad_(False)
-        if i == 3:
-            for module in (model.module, plain):
-                module.b.requires_grad_(True)
-        want, state = by_hand(sync, plain, state, batch(rank, i))
-        step(model, batch(rank, i), descends=False)
-        for name, p in model.module.named_parameters():
-            assert (p.grad is None) == (not p.requires_grad)
-            assert p.grad is None or bits([p.grad]) == bits([want[name]])
-        assert bits(model.sync_state) == bits(state)
+def test_parameters_frozen_after_wrapping(rank: int) -> None:
+    model, plain = DDP(Parts(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL), Parts()
+    for i, trains in enumerate([True, True, False, True]):
+        for module in (model.module, plain):
+            module.b.requires_grad_(trains)
+        steps_by_hand(rank, model, plain, [i])
 
 
-def test_parameters_unfrozen_after_wrapping_are_named():
+def test_new_and_unfrozen_parameters_are_named():
     module = Parts()
     module.b.requires_grad_(False)
     model = DDP(module)
@@ -108,52 +85,34 @@ def test_parameters_unfrozen_after_wrapping_are_named():
     module.b.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"b\.weight, b\.bias did not require a gradient .* wrap the module again"):
         model(batch(0, 0))
+    model = DDP(make_model())
+    model.module.append(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"5.weight, 5.bias came into the module after it was wrapped"):
+        model(batch(0, 0))
+    model = DDP(make_model())
+    model.module = nn.Sequential(make_model())
+    with pytest.raises(RuntimeError, match=r"0.0.weight, 0.0.bias, .* came into the module"):
+        model(batch(0, 0))
+
+
+def replace(model: DDP, position: int, layer: nn.Linear, what: str) -> None:
+    if what == "parameter":
+        model.module[position].weight, model.module[position].bias = layer.weight, layer.bias
+    else:
+        model.module[position] = layer
 
 
 @pytest.mark.parametrize("what", ["parameter", "module"])
 @on_ranks(2)
-def test_replaced_parameters_are_synchronized(rank: int, what: str) -> None:
+def test_replaced_parameters_are_synchronized_or_named(rank: int, what: str) -> None:
     model = DDP(make_model(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
     step(model, batch(rank, 0))
     torch.manual_seed(5)
-    layer = nn.Linear(64, 64)
-    if what == "parameter":
-        model.module[2].weight, model.module[2].bias = layer.weight, layer.bias
-    else:
-        model.module[2] = layer
-    plain, state = copy.deepcopy(model.module), model.sync_state
-    for i in range(1, 4):
-        want, state = by_hand(model.sync, plain, state, batch(rank, i))
-        step(model, batch(rank, i), descends=False)
-        got = {n: p.grad for n, p in model.module.named_parameters()}
-        assert bits([got[n] for n in want]) == bits(list(want.values()))
-        assert bits(model.sync_state) == bits(state)
-
-
-@pytest.mark.parametrize("what", ["parameter", "module"])
-@on_ranks(2)
-def test_parameters_replaced_by_others_of_another_shape_are_named(rank: int, what: str) -> None:
-    model = DDP(make_model())
-    last = nn.Linear(64, 7)
-    if what == "parameter":
-        model.module[4].weight, model.module[4].bias = last.weight, last.bias
-    else:
-        model.module[4] = last
+    replace(model, 2, nn.Linear(64, 64), what)
+    steps_by_hand(rank, model, copy.deepcopy(model.module), range(1, 4))
+    replace(model, 4, nn.Linear(64, 7), what)  # of another shape
     with pytest.raises(ValueError, match=r"'4\.weight' is now float32\[7, 64\], but was float32\[4, 64\]"):
         step(model, batch(rank, 0))
-
-
-@on_ranks(2)
-def test_it_passes_for_torchs_class_but_has_no_hook_slot(rank: int) -> None:
-    model = DDP(make_model())
-    assert isinstance(model, TorchDDP)
-    assert issubclass(DDP, TorchDDP)
-    with pytest.raises(TypeError, match=r"fnddp.*DistributedDataParallel.*sync"):
-        fnddp.register(model, fp16(allreduce))
-    with pytest.raises(TypeError, match="register: expected a torch"):
-        fnddp.register(make_model(), allreduce)
-    step(model, batch(rank, 0))
-    assert_equal_on_ranks(grads_of(model))
 
 
 def make_convolutions() -> nn.Module:
@@ -223,15 +182,6 @@ def test_parametrizations_after_wrapping(rank: int) -> None:
     nn.utils.parametrizations.weight_norm(model.module[2])
     with pytest.raises(RuntimeError, match="2.parametrizations.weight.original0, .* came into the module"):
         model(images(rank))
-
-
-@on_ranks(2)
-def test_static_graph_and_manual_optimization_as_in_lightning(rank: int) -> None:
-    model = DDP(make_model(), static_graph=True)
-    total(model(batch(rank, 0))).backward()
-    before = bits(grads_of(model))
-    model.reducer._delay_all_reduce()  # lightning: behind the first backward of manual optimization
-    assert bits(grads_of(model)) == before
 
 
 @on_ranks(2)

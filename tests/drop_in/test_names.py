@@ -1,5 +1,8 @@
-"""What tools read and call by torch's names: it gives what torch's class gives, whatever the options."""
+"""Names that tools read and call give what they give on torch's class, whatever the options."""
 
+import inspect
+import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,41 +12,74 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import fnddp
 from fnddp import DistributedDataParallel as DDP
-from fnddp import allreduce
+from fnddp import fp16
 from fnddp.adapters.torch_compat import log
-from fnddp.adapters.torch_compat.arguments import BucketSizes
 from fnddp.ir.program import LeafSpec
-from tests.drop_in.models import Parts, normed, since_213, step
+from fnddp.laws import bits
+from tests.drop_in.models import (
+    SMALL,
+    Mixed,
+    Parts,
+    assert_equal_on_ranks,
+    grads_of,
+    normed,
+    since_213,
+    step,
+    steps_alike,
+    total,
+)
 from tests.ranks import on_ranks
-from tests.test_register import batch, make_model
+from tests.test_register import COMPRESSED, batch, make_model
 
 ATTRIBUTES = {
     *("device", "device_ids", "output_device", "dim", "device_type", "is_multi_device_module", "static_graph"),
-    *("find_unused_parameters", "gradient_as_bucket_view", "batched_grad_copy", "mixed_precision"),
-    *("require_backward_grad_sync", "require_forward_param_sync", "forward_sync_buffers", "parameters_to_ignore"),
+    *("find_unused_parameters", "gradient_as_bucket_view", "batched_grad_copy", "mixed_precision", "process_group"),
+    *("require_backward_grad_sync", "require_forward_param_sync", "forward_sync_buffers", "broadcast_buffers"),
     *("bucket_bytes_cap", "bucket_bytes_cap_list", "broadcast_bucket_size", "skip_all_reduce_unused_params"),
+    "parameters_to_ignore",
 }
 OPTIONS: list[dict[str, Any]] = [
-    *({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}),
-    *({"bucket_cap_mb": 0.0005}, {"bucket_cap_mb_list": [0.0001, 0.001]}, {"forward_sync_buffers": False}),
-    *({"dim": 1}, {"batched_grad_copy": True}),
+    *({}, {"device_ids": None, "output_device": None, "dim": 1}, {"device_ids": []}, {"find_unused_parameters": True}),
+    *({"gradient_as_bucket_view": True}, {"static_graph": True}, {"batched_grad_copy": True}, {"init_sync": False}),
+    *({"bucket_cap_mb": 0.0005}, {"bucket_cap_mb": 100}, {"bucket_cap_mb_list": [0.0001, 0.001]}),
+    *({"forward_sync_buffers": False}, {"broadcast_buffers": False}, {"check_reduction": True}),
+    *({"broadcast_buffers": True}, {"broadcast_buffers": False, "forward_sync_buffers": True}),
     {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
 ]
+DEPRECATED = {"broadcast_buffers", "check_reduction"}
 OF_BUCKETS = {  # which are a plan's: dtypes share one, and it is never made anew
     *("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_buckets_reduced"),
     *("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"),
 }
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide, self.wider, self.narrow = nn.Linear(16, 8), nn.Linear(8, 4).double(), nn.Linear(4, 4).half()
+@since_213
+def test_arguments_are_torchs_and_three_more():
+    ours, theirs = (list(inspect.signature(cls).parameters.values()) for cls in (DDP, TorchDDP))
+    positional = [(p.name, p.default, p.kind) for p in ours if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert positional == [(p.name, p.default, p.kind) for p in theirs]
+    assert [p.name for p in ours if p.kind is inspect.Parameter.KEYWORD_ONLY] == ["sync", "wire", "backend"]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.narrow(self.wider(self.wide(x).double()).half())
+
+@on_ranks(1)
+def test_public_names_are_there(rank: int) -> None:
+    assert [name for name in vars(TorchDDP) if not name.startswith("_") and not hasattr(DDP, name)] == []
+    ours = DDP(normed())
+    missing = {name for name in vars(TorchDDP(normed())) if not name.startswith("_") and not hasattr(ours, name)}
+    assert missing <= {"logger", "bucket_bytes_cap_default"}
+
+
+def wrapped(make: Any, options: dict[str, Any]) -> list[Any]:
+    """Modules wrapped in our class and in torch's, which warn alike."""
+    models = []
+    for cls in (DDP, TorchDDP):
+        with pytest.warns(FutureWarning) if DEPRECATED & options.keys() else nullcontext() as warned:
+            models.append(cls(make(), **options))
+        future = [warning for warning in warned or () if warning.category is FutureWarning]
+        assert all(warning.filename == __file__ for warning in future)  # where the user wraps the module
+    return models
 
 
 def facts(model: Any) -> dict[str, Any]:
@@ -53,161 +89,72 @@ def facts(model: Any) -> dict[str, Any]:
 
 @since_213
 @on_ranks(2)
-def test_attributes_and_logging_data(rank: int) -> None:
+def test_every_option_gives_torchs_bits_attributes_and_logging_data(rank: int) -> None:
     some_unused = [(Parts, options) for options in OPTIONS if options.get("find_unused_parameters")]
     for make, options in [*((normed, options) for options in OPTIONS), *some_unused, (Mixed, {})]:
-        uses = ["ab"] if make is Parts else []
-        ours, theirs = DDP(make(), **options), TorchDDP(make(), **options)
+        ours, theirs = wrapped(make, options)
         for name in ATTRIBUTES:
             assert getattr(ours, name) == getattr(theirs, name), (name, options)
         for steps in (0, 3):
-            for i in range(steps):
-                for model in (ours, theirs):
-                    step(model, batch(rank, i), *uses)
+            steps_alike(rank, ours, theirs, at=range(steps), use=["ab"] if make is Parts else [])
+            assert bits(ours.state_dict()) == bits(theirs.state_dict())  # buffers too, each rank's as torch's
             mine, torchs = facts(ours), facts(theirs)
             assert {key: mine.get(key) for key in torchs} == torchs, options
+            if steps:
+                assert theirs._get_ddp_logging_data().keys() <= ours._get_ddp_logging_data().keys()
 
 
-@on_ranks(2)
-def test_logged_buckets_are_the_plans(rank: int) -> None:
-    model = DDP(make_model(), bucket_cap_mb=0.0005)
-    assert model._get_ddp_logging_data()["bucket_sizes"] == "1040, 16640, 4352"
-    for i in range(3):
-        step(model, batch(rank, i))
-    logged = model._get_ddp_logging_data()
-    names = [name for name, _ in model.module.named_parameters()]
-    arrived = [names.index(name) for name in model.plan.buckets]
-    buckets = [[i for i in arrived if model.plan.buckets[names[i]] == b] for b in range(3)]
-    sizes = [sum(model.module.get_parameter(names[i]).nbytes for i in bucket) for bucket in buckets]
-    assert logged["prev_iteration_grad_ready_order_indices"] == ", ".join(map(str, arrived))
-    assert logged["rebuilt_per_bucket_param_indices"] == ", ".join(" ".join(map(str, each)) for each in buckets)
-    assert logged["rebuilt_bucket_sizes"] == ", ".join(map(str, sizes))
-    assert (logged["has_rebuilt_buckets"], logged["num_buckets_reduced"]) == (1, 3)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl", "mpi"])
-def test_the_environment_is_logged_by_torchs_names(monkeypatch, backend):
-    settings = {"MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO"}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(log.dist, "get_backend", lambda group: backend)
-    found = log.environment(SimpleNamespace(size=lambda: 4, rank=lambda: 3))  # type: ignore[arg-type]
-    assert (found["world_size"], found["rank"], found["backend_name"]) == (4, 3, backend)
-    assert (found["master_port"], found["master_addr"]) == ("1", "N/A")
-    assert found.get("gloo_socket_ifname") == ("lo" if backend == "gloo" else None)
-    assert found.get("gloo_num_threads") == (2 if backend == "gloo" else None)
-    assert found.get("nccl_debug") == ("INFO" if backend == "nccl" else None)
-    assert log.environment(None) == {"world_size": 1, "rank": 0}
-
-
-class Fed:
-    """What a log asks of an engine."""
-
-    plan, has_sent = None, False
-
-    def __init__(self) -> None:
-        self.leaves = {"a": LeafSpec.of(torch.empty(3)), "b": LeafSpec.of(torch.empty(5))}
-
-
-def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, engine: Fed, clock: list[int]) -> None:
+def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, clock: list[int]) -> None:
     """At these times: forward begins, backward begins, the first collective is issued, backward ends, all is over."""
     times = iter(clock)
+    leaves = {"a": LeafSpec.of(torch.empty(3)), "b": LeafSpec.of(torch.empty(5))}
+    engine: Any = SimpleNamespace(plan=None, has_sent=False, leaves=leaves)
     patch.setattr(log, "time", SimpleNamespace(time_ns=lambda: next(times)))
     record.forward_starts()
     record.backward_starts()
-    engine.has_sent = False
-    record.fed(engine)  # type: ignore[arg-type]
+    record.fed(engine)
     engine.has_sent = True
-    record.fed(engine)  # type: ignore[arg-type]
-    record.fed(engine)  # type: ignore[arg-type]
+    record.fed(engine)
+    record.fed(engine)
     record.backward_ends()
-    record.step_ends(engine, ["b"])  # type: ignore[arg-type]
+    record.step_ends(engine, ["b"])
 
 
 def test_times_are_those_of_the_last_sampled_step_and_their_means(monkeypatch):
-    record, engine = log.Log({"world_size": 2}), Fed()
-    assert record.data() == {"iteration": 0, "world_size": 2}
-    assert not record.has_stepped
-    log_a_step(monkeypatch, record, engine, [100, 110, 115, 130, 170])
-    assert record.has_stepped
-    first = record.data()
-    assert (
-        first.items()
-        >= {
-            "forward_compute_time": 10,
-            "backward_compute_time": 20,
-            "backward_comm_time": 55,
-            "backward_compute_comm_overlap_time": 15,
-            "avg_forward_compute_time": 10,
-            "avg_backward_comm_time": 55,
-            "forward_compute_time_start": 100,
-            "backward_compute_time_start": 110,
-            "backward_compute_time_end": 130,
-            "backward_comm_time_start": 115,
-            "backward_comm_time_end": 170,
-            "unused_parameter_size": 20,
-            "iteration": 0,
-        }.items()
-    )
-    log_a_step(monkeypatch, record, engine, [200, 230, 231, 232, 233])
-    second = record.data()
+    record = log.Log({"world_size": 2})
+    log_a_step(monkeypatch, record, [100, 110, 115, 130, 170])
+    starts = {"forward_compute_time_start": 100, "backward_compute_time_start": 110, "backward_comm_time_start": 115}
+    ends = {"backward_compute_time_end": 130, "backward_comm_time_end": 170}
+    took = {"forward_compute_time": 10, "backward_compute_time": 20, "backward_comm_time": 55}
+    took["backward_compute_comm_overlap_time"] = 15
+    means = {f"avg_{name}": value for name, value in took.items()}
+    rest = {"world_size": 2, "unused_parameter_size": 20, "iteration": 0}
+    assert record.facts == {**starts, **ends, **took, **means, **rest}
+    log_a_step(monkeypatch, record, [200, 230, 231, 232, 233])
+    second = record.facts
     assert (second["iteration"], second["forward_compute_time"], second["avg_forward_compute_time"]) == (1, 30, 20)
     assert (second["backward_compute_time"], second["avg_backward_compute_time"]) == (2, 11)
 
 
 def test_of_later_steps_some_are_sampled(monkeypatch):
-    record, engine = log.Log({}), Fed()
-    record.sample_rate = 7
-    sampled = []
-    for i in range(30):
-        log_a_step(monkeypatch, record, engine, [i * 10 + k for k in range(5)])
-        if record.data()["iteration"] == i:
-            sampled.append(i)
-    assert sampled == [*range(11), 14, 21, 28]
-    assert log.Log({}).sample_rate == 100
-
-
-def test_a_backward_without_a_forward_has_no_times():
-    record = log.Log({})
-    record.backward_starts()
-    record.fed(Fed())  # type: ignore[arg-type]
-    record.backward_ends()
-    record.step_ends(Fed(), [])  # type: ignore[arg-type]
-    assert record.data() == {"iteration": 0}
-    assert record.has_stepped
-
-
-def test_the_last_error_is_logged():
-    record = log.Log({})
-    with pytest.raises(KeyError), record.errors():
-        raise KeyError("x")
-    assert record.data() == {"iteration": 0, "has_error": 1, "error": "<class 'KeyError'>: 'x'"}
-
-
-def test_how_often_steps_are_sampled_is_a_positive_number():
     model = DDP(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="equal or greater than 1, got 0"):
         model._set_ddp_runtime_logging_sample_rate(0)
-    model._set_ddp_runtime_logging_sample_rate(1)
-    assert model._log.sample_rate == 1
-
-
-def test_sizes_of_buckets_are_the_lists_or_the_cap():
-    mib = 2**20
-    assert BucketSizes.of(None, None) == BucketSizes((mib, 25 * mib))
-    assert BucketSizes.of(0.5, None) == BucketSizes((mib // 2,))
-    assert BucketSizes.of(9, [1, 2]) == BucketSizes((mib, 2 * mib), (mib, 2 * mib))
+    assert model._log.sample_rate == 100
+    model._set_ddp_runtime_logging_sample_rate(7)
+    sampled = []
+    for i in range(30):
+        log_a_step(monkeypatch, model._log, [i * 10 + k for k in range(5)])
+        if model._get_ddp_logging_data()["iteration"] == i:
+            sampled.append(i)
+    assert sampled == [*range(11), 14, 21, 28]
 
 
 @on_ranks(2)
 def test_buffers_are_made_equal_when_they_are_due(rank: int) -> None:
     model = DDP(normed())
-    assert model.broadcast_buffers
     assert model.will_sync_module_buffers()
-    assert [name for name, _ in model.named_module_buffers.items()] == [
-        name for name, _ in model.module.named_buffers()
-    ]
+    assert list(model.named_module_buffers) == [name for name, _ in model.module.named_buffers()]
     assert len(model.modules_buffers) == 3
     mean = model.module[1].running_mean
     model.require_forward_param_sync = False
@@ -216,8 +163,7 @@ def test_buffers_are_made_equal_when_they_are_due(rank: int) -> None:
     with torch.no_grad():
         model.eval()(batch(rank, 0))
     assert mean[0] == rank
-    model.require_forward_param_sync = True
-    model.forward_sync_buffers = False
+    model.require_forward_param_sync, model.forward_sync_buffers = True, False
     assert not model.will_sync_module_buffers()
     model.broadcast_buffers = True
     assert model.will_sync_module_buffers()
@@ -225,18 +171,46 @@ def test_buffers_are_made_equal_when_they_are_due(rank: int) -> None:
     model._default_broadcast_coalesced(authoritative_rank=1)
     assert mean[0] == 1
     own = torch.tensor([float(rank)])
-    model._distributed_broadcast_coalesced([own], 100, 1)
-    assert own == 1
-    model._default_broadcast_coalesced([own.fill_(rank)])
+    model._default_broadcast_coalesced([own])
     assert own == 0
 
 
+def test_other_names_that_tools_use():
+    model = DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True), nn.Embedding(3, 2)))
+    parameters, sparse = model._build_params_for_reducer()
+    assert sparse == [False, False, True, False]
+    names = [name for name, _ in model.module.named_parameters()]
+    assert model._build_debug_param_to_name_mapping(parameters) == dict(enumerate(names))
+    x = torch.ones(2, 2)
+    (inputs,), (kwargs,) = model.to_kwargs((x,), {"y": x}, 0)
+    assert torch.equal(inputs[0], kwargs["y"])
+    with pytest.raises(TypeError, match="Accelerate would wrap"):
+        _ = model._is_accelerate_prepared
+
+
+@on_ranks(1)
+def test_a_static_graph_is_set_once_and_before_training(rank: int) -> None:
+    for cls in (DDP, TorchDDP):
+        model, late = cls(make_model()), cls(make_model())
+        model._set_static_graph()
+        assert model.static_graph
+        with pytest.warns(UserWarning, match="static_graph to be True, no need to set it again"):
+            model._set_static_graph()
+        for i in range(2):
+            step(model, batch(rank, i))
+            step(late, batch(rank, i))
+        with pytest.raises(RuntimeError, match="before training loop starts"):
+            late._set_static_graph()
+        assert late._get_ddp_logging_data()["has_error"] == 1
+
+
 @on_ranks(2)
-def test_what_tools_call_of_a_reducer(rank: int) -> None:
+def test_methods_that_tools_call_on_the_reducer(rank: int) -> None:
     model = DDP(Parts())
     step(model, batch(rank, 0), "ab")
-    assert model.reducer._get_local_used_map().tolist() == [1, 1, 1, 1, 0, 0]
-    assert model.reducer._get_local_used_map().dtype == torch.int32
+    before = bits(grads_of(model))
+    model.reducer._delay_all_reduce()  # lightning: after the first backward of a static graph
+    assert bits(grads_of(model)) == before
     assert model.reducer._ddp_graph_static()
     assert model.reducer._rebuild_buckets() is False
     step(model, batch(rank, 1), "abc")
@@ -251,32 +225,30 @@ def test_what_tools_call_of_a_reducer(rank: int) -> None:
     assert torch.equal(other, 2 * model.module.a.bias.grad)
 
 
-def test_names_of_parameters_by_index():
-    model = DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True), nn.Embedding(3, 2)))
-    parameters, sparse = model._build_params_for_reducer()
-    names = [name for name, _ in model.module.named_parameters()]
-    assert [a is b for a, b in zip(parameters, model.module.parameters(), strict=True)] == [True] * 4
-    assert sparse == [False, False, True, False]
-    assert model._build_debug_param_to_name_mapping(parameters) == dict(enumerate(names))
-    with pytest.raises(ValueError, match="Param with name 2.weight found in module parameters, but not DDP parameters"):
-        model._build_debug_param_to_name_mapping(parameters[:-1])
-    with pytest.raises(ValueError, match="conflicting lengths: 5 vs 4"):
-        model._build_debug_param_to_name_mapping([*parameters, nn.Parameter(torch.ones(1))])
+@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
+@on_ranks(2)
+def test_optimizers_that_step_in_backward(rank: int, text: str) -> None:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of what it imports
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    model, plain = (DDP(make_model(), sync=fnddp.parse(text)) for _ in range(2))
+    for _ in range(2):  # two for each parameter
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for i in range(3):
+        total(model(batch(rank, i))).backward()
+        assert all(p.grad is None for p in model.parameters())
+        step(plain, batch(rank, i), descends=False)
+        optimizer.step()
+        optimizer.step()
+        assert bits(list(model.parameters())) == bits(list(plain.parameters()))
 
 
-@on_ranks(1)
-def test_a_static_graph_is_set_once(rank: int) -> None:
-    for cls in (DDP, TorchDDP):
-        model = cls(nn.Linear(16, 2))
-        model._set_static_graph()
-        with pytest.warns(UserWarning, match="static_graph to be True, no need to set it again"):
-            model._set_static_graph()
-    assert model.static_graph
-
-
-def test_join_is_over_the_modules_group():
-    model = DDP(nn.Linear(2, 2))
-    assert (model.join_device, model.process_group) == (torch.device("cpu"), None)
-    assert model.sync == allreduce
-    with pytest.raises(TypeError, match="Accelerate would wrap"):
-        _ = model._is_accelerate_prepared
+@on_ranks(2)
+def test_it_passes_for_torchs_class_but_has_no_hook_slot(rank: int) -> None:
+    model = DDP(make_model(), **SMALL)
+    assert isinstance(model, TorchDDP)
+    assert issubclass(DDP, TorchDDP)
+    with pytest.raises(TypeError, match=r"fnddp.*DistributedDataParallel.*sync"):
+        fnddp.register(model, fp16(fnddp.allreduce))
+    step(model, batch(rank, 0))
+    assert_equal_on_ranks(grads_of(model))

@@ -1,21 +1,28 @@
-"""State dicts, copies and logging data are torch's."""
+"""State dicts, copies and checkpoints: torch's keys, and the pipeline's state, to the bit."""
 
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce, fp16
+from fnddp.adapters.checkpoint import shares
 from fnddp.laws import bits, gather
 from tests.drop_in.models import SMALL, assert_equal_on_ranks, assert_same_grads, normed, step
 from tests.ranks import on_ranks
 from tests.test_register import COMPRESSED, batch, make_model
+
+SYNC = fnddp.parse(f"warmup({COMPRESSED}, steps=1)")
 
 
 class Named(nn.Module):
@@ -30,19 +37,19 @@ class Named(nn.Module):
         return self.head(self.module(x))
 
 
-@pytest.mark.parametrize("make", [normed, make_model, Named])
+@pytest.mark.parametrize("make", [normed, Named])
 @on_ranks(1)
 def test_state_dicts_of_torch_and_of_the_bare_module_are_interchangeable(
     rank: int, make: Callable[[], nn.Module]
 ) -> None:
-    ours, theirs = DDP(make(), sync=fnddp.parse(COMPRESSED)), TorchDDP(make())
+    ours, theirs = DDP(make(), sync=SYNC), TorchDDP(make())
     holder = nn.ModuleDict({"net": ours})
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert list(ours.state_dict(prefix="x.")) == list(theirs.state_dict(prefix="x."))
     assert list(holder.state_dict()) == [f"net.{key}" for key in theirs.state_dict()]
     step(theirs, batch(rank, 0))
     for saved in (theirs.state_dict(), theirs.module.state_dict(), dict(theirs.state_dict())):
-        fresh = DDP(make(), sync=fnddp.parse(COMPRESSED))
+        fresh = DDP(make(), sync=SYNC)
         assert str(fresh.load_state_dict(saved)) == "<All keys matched successfully>"
         assert bits(fresh.state_dict()) == bits(theirs.state_dict())
     holder.load_state_dict({f"net.{key}": value for key, value in theirs.state_dict().items()})
@@ -54,57 +61,38 @@ def test_state_dicts_of_torch_and_of_the_bare_module_are_interchangeable(
     theirs.load_state_dict(ours.state_dict())  # and back
 
 
-@on_ranks(2)
-def test_a_state_dict_with_the_pipelines_state_resumes_to_the_bit(rank: int) -> None:
-    sync = fnddp.parse(f"warmup({COMPRESSED}, steps=1)")
-    model = DDP(normed(), sync=sync, **SMALL)
-    for i in range(3):
-        step(model, batch(rank, i))
+def through_state_dict(model: DDP) -> DDP:
     saved = copy.deepcopy(model.state_dict(sync_state=True))
     assert set(saved) > set(model.state_dict())
-    again = DDP(normed(), sync=sync, **SMALL)
+    again = DDP(normed(), sync=SYNC, static_graph=True, **SMALL)
     assert str(again.load_state_dict(saved)) == "<All keys matched successfully>"
+    with pytest.raises(ValueError, match="saved from another pipeline"):
+        DDP(normed(), sync=fp16(allreduce)).load_state_dict(saved)
+    return again
+
+
+def through_pickle(model: DDP) -> DDP:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("way", [through_state_dict, through_pickle, copy.deepcopy])
+@on_ranks(2)
+def test_copies_and_state_dicts_keep_the_pipeline_and_its_state(rank: int, way: Callable[[DDP], DDP]) -> None:
+    model = DDP(normed(), sync=SYNC, static_graph=True, **SMALL)
+    for i in range(3):
+        step(model, batch(rank, i))
+    again = way(model)
+    assert (again.sync, again.static_graph) == (model.sync, True)
+    assert bits(again.sync_state) == bits(model.sync_state)
     for i in range(3, 6):
         for each in (model, again):
             step(each, batch(rank, i))
-    assert bits(again.state_dict(sync_state=True)) == bits(model.state_dict(sync_state=True))
-    with pytest.raises(ValueError, match="saved from another pipeline"):
-        DDP(normed(), sync=fp16(allreduce)).load_state_dict(saved)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@on_ranks(2)
-def test_copies_keep_the_pipeline_and_its_state(rank: int, how: str) -> None:
-    model = DDP(normed(), sync=fnddp.parse(COMPRESSED), static_graph=True, **SMALL)
-    for i in range(2):
-        step(model, batch(rank, i))
-    again = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert (again.sync, again.static_graph) == (model.sync, True)
-    assert bits(again.sync_state) == bits(model.sync_state)
-    for i in range(2, 5):
-        for each in (model, again):
-            step(each, batch(rank, i))
         assert_same_grads(again, model)
-        assert bits(again.sync_state) == bits(model.sync_state)
+        assert bits(again.state_dict(sync_state=True)) == bits(model.state_dict(sync_state=True))
     assert_equal_on_ranks(list(again.parameters()))
-    before = bits(model.state_dict()), bits(model.sync_state)
+    before = bits(model.state_dict(sync_state=True))
     step(again, batch(rank, 9))  # nothing is shared
-    assert (bits(model.state_dict()), bits(model.sync_state)) == before
-
-
-@on_ranks(2)
-def test_logging_data_has_torchs_keys(rank: int) -> None:
-    ours, theirs = DDP(normed()), TorchDDP(normed())
-    first = [dict(model._get_ddp_logging_data()) for model in (ours, theirs)]
-    for model in (ours, theirs):
-        for i in range(3):
-            step(model, batch(rank, i))
-    for mine, torchs in (first, [dict(model._get_ddp_logging_data()) for model in (ours, theirs)]):
-        assert sorted(set(torchs) - set(mine)) == []
-        assert {key: mine[key] for key in torchs if "_time" not in key} == {
-            key: value for key, value in torchs.items() if "_time" not in key
-        }
-        assert all(mine[key] > 0 for key in torchs if key.endswith("_time"))
+    assert bits(model.state_dict(sync_state=True)) == before
 
 
 @on_ranks(2)
@@ -127,16 +115,48 @@ def test_ignored_parameters_and_buffers(rank: int) -> None:
     assert everyone[0][1] != everyone[1][1]
 
 
-@on_ranks(2)
-def test_static_graph_by_method(rank: int) -> None:
-    for cls in (DDP, TorchDDP):
-        model = cls(make_model())
-        model._set_static_graph()
-        assert model.static_graph
-        late = cls(make_model())
-        for i in range(3):
-            step(model, batch(rank, i))
-            step(late, batch(rank, i))
-        assert_same_grads(model, late)
-        with pytest.raises(RuntimeError, match="before training loop starts"):
-            late._set_static_graph()
+def save(rank: int, folder: str) -> dict[str, Any]:
+    model = DDP(make_model(), sync=SYNC, **SMALL)
+    for i in range(3):
+        step(model, batch(rank, i))
+    dcp.save({"sync": model.sync_checkpoint()}, checkpoint_id=folder)
+    return fnddp.state_dict(model.sync_state)
+
+
+def load(rank: int, folder: str, saved_world_size: int) -> dict[str, Any]:
+    model = DDP(make_model(), sync=SYNC, **SMALL)
+    dcp.load({"sync": model.sync_checkpoint(saved_world_size)}, checkpoint_id=folder)
+    loaded = copy.deepcopy(fnddp.state_dict(model.sync_state))
+    step(model, batch(rank, 3))
+    assert_equal_on_ranks(model.state_dict())
+    return loaded
+
+
+MANY = [pytest.param(n, then, marks=pytest.mark.thorough) for n, then in [(2, 3), (3, 2)]]
+
+
+@pytest.mark.parametrize(("n", "then"), [(1, 2), *MANY])
+def test_a_checkpoint_for_another_number_of_ranks_keeps_the_mean_of_residuals(gloo, tmp_path, n, then):
+    before, after = gloo(n, save, str(tmp_path)), gloo(then, load, str(tmp_path), n)
+    for key, value in before[0].items():
+        if key.startswith("replicated/"):
+            assert all(bits([ranks[key]]) == bits([value]) for ranks in after), key
+        else:
+            want, got = (torch.stack([ranks[key] for ranks in all_ranks]).mean(0) for all_ranks in (before, after))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)  # the order of a sum
+
+
+SIZES = st.integers(1, 64)
+
+
+@given(size=SIZES, saved_size=SIZES)
+def test_shares_keep_the_mean(size, saved_size):
+    each = [shares(rank, size, saved_size) for rank in range(size)]
+    for mine in each:
+        assert sum(mine.values()) == pytest.approx(1)
+        assert all(share > 0 for share in mine.values())
+        assert set(mine) <= set(range(saved_size))
+    for saved in range(saved_size):
+        assert sum(mine.get(saved, 0) for mine in each) == pytest.approx(size / saved_size)
+    if size == saved_size:
+        assert each == [{rank: 1.0} for rank in range(size)]

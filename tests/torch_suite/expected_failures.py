@@ -1,7 +1,7 @@
 """Which of torch's DDP tests fail with `fnddp.DistributedDataParallel`, and why."""
 
 _NEEDLESS = "wants an error, as a parameter is unused and find_unused_parameters=False; that works here"
-_COUNTS = f"wants the private _get_local_used_map to count ranks, which here says 0 or 1; then {_NEEDLESS}"
+_COUNTS = f"wants the reducer's private _get_local_used_map; then {_NEEDLESS}"
 
 EXPECTED_FAILURES = {
     "test_ddp_control_flow_same_across_ranks": _COUNTS,

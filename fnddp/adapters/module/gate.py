@@ -1,8 +1,8 @@
-"""How a wrapped module takes part in torch.func transforms: parameters pass through a gate.
+"""A wrapped module within torch.func transforms: its parameters pass through a gate.
 
 Within `torch.func.grad` there is no `backward` to hook into, and gradients do not belong to parameters. So the tensors
-that stand for parameters go through an identity on their way in, whose derivative synchronizes what comes back. Other
-transforms of parameters have no rule here, so torch raises: never is a result silently that of one rank.
+that stand for parameters go through an identity on their way in, whose derivative synchronizes their gradients. Other
+transforms of parameters have no rule here, so torch raises: no result is silently that of one rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 def is_differentiated(tensor: Tensor) -> bool:
-    """Whether a torch.func transform or forward-mode AD takes derivatives with respect to `tensor`."""
+    """Return whether a torch.func transform or forward-mode AD differentiates with respect to `tensor`."""
     return torch_private.has_tangent(tensor) or torch_private.tracks_gradient(tensor)
 
 
 def gated(tensors: Mapping[str, Tensor], run: Run) -> dict[str, Tensor]:
-    """The same tensors, whose gradients will be `run` of their gradients."""
+    """Return the same tensors, whose gradients will be `run` of their gradients."""
     return dict(zip(tensors, _Gate.apply(run, *tensors.values()), strict=True))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
@@ -41,7 +41,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Run(torch.autograd.Function):
-    """A function of its own, so that torch.func takes the transform off the gradients before it runs."""
+    """A function of its own: torch.func takes the transform off the gradients before it runs."""
 
     @staticmethod
     def forward(run: Run, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

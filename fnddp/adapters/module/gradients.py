@@ -1,4 +1,4 @@
-"""The gradients that a backward finds, for a step that may turn out to be none."""
+"""The gradients before a backward, for a step that may be withheld."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,11 +6,11 @@ from torch import nn
 
 
 class Gradients:
-    """`.grad` of `parameters`, as it is now: to be put back.
+    """A copy of `.grad` of `parameters`, as it is now.
 
     Args:
         parameters: By name.
-        unsynchronized: Which of them have gradients that no step has synchronized yet.
+        unsynchronized: Those with gradients that no step has synchronized yet.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], unsynchronized: Collection[str]) -> None:
@@ -19,7 +19,7 @@ class Gradients:
         self._grads = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
 
     def put_back(self) -> None:
-        """Parameters have these gradients again."""
+        """Give the parameters these gradients again."""
         for name, parameter in self._parameters.items():
             before, grad = self._grads.get(name), parameter.grad
             if before is None or grad is None or before.layout != grad.layout or before.is_sparse:

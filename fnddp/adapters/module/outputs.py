@@ -1,4 +1,4 @@
-"""The tensors in what a module returns, whatever it is made of."""
+"""The tensors in the output of a module, whatever it is made of."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_MOST = 1000  # objects whose attributes are looked at: a result may refer to much else
+_MOST = 1000  # objects whose attributes are read: an output may refer to much else
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Where a module keeps its parameters, and what lies there now."""
+"""The places where a module keeps its parameters, and the tensors there now."""
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -21,7 +21,7 @@ class Trained:
     Attributes:
         parameters: Those that are synchronized, by name.
         frozen: Those that did not require a gradient.
-        others: Names of those that are not synchronized here.
+        others: Names of those that this module does not synchronize.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -30,7 +30,7 @@ class Trained:
 
     @classmethod
     def of(cls, module: nn.Module, ignored: Collection[str], theirs: Collection[nn.Parameter]) -> "Trained":
-        """Of `module`, without the names `ignored` and the parameters that its parts synchronize themselves.
+        """Take those of `module`, without the names `ignored` and what its parts synchronize themselves, `theirs`.
 
         Raises:
             RuntimeError: None requires a gradient.
@@ -45,22 +45,18 @@ class Trained:
         )
 
     def gradients(self) -> dict[str, Tensor]:
-        """What is like the gradients: the parameters, but where their `grad_dtype` says otherwise."""
+        """Return tensors like the gradients: the parameters, but for those with another `grad_dtype`."""
         return {name: _like_gradient(parameter) for name, parameter in self.parameters.items()}
 
     def leaves(self) -> dict[str, LeafSpec]:
-        """What plans know of the gradients."""
+        """Return the gradients as plans describe them."""
         return {name: LeafSpec.of(grad) for name, grad in self.gradients().items()}
 
 
 class Slots:
-    """Finds out when the tensors that a module runs with are not the parameters that were there when it was wrapped.
+    """The places of the parameters that `module` was wrapped with, where other tensors may be by now.
 
     `torch.func.functional_call` swaps them for one call; a user may assign new ones for good.
-
-    Args:
-        module: The wrapped module.
-        trained: What it was wrapped with.
     """
 
     def __init__(self, module: nn.Module, trained: Trained) -> None:
@@ -71,24 +67,20 @@ class Slots:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the module holds any."""
+        """Whether the module has any."""
         return any(self._buffers)
 
     def swapped(self) -> dict[str, Tensor]:
-        """What lies where another parameter was, by its name."""
+        """Return the tensors in the places of other parameters, by the names of those."""
         known = self._parameters
         return {n: t for n, held, key in self._owners if (t := held.get(key)) is not known[n] and t is not None}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the module runs with, by name."""
+        """Return the tensors that the module runs with, by name."""
         return {name: t for name, held, key in self._owners if (t := held.get(key)) is not None}
 
     def require_known(self, module: nn.Module) -> None:
-        """Checks that nothing has a gradient that would not be synchronized.
-
-        Raises:
-            RuntimeError: A frozen parameter is not frozen any more, or there are new parameters.
-        """
+        """Raise a RuntimeError if a frozen parameter is not frozen any more, or there are new parameters."""
         thawed = [n for n, held, key in self._frozen_owners if (t := held.get(key)) is not None and t.requires_grad]
         if thawed:
             raise RuntimeError(
@@ -130,7 +122,7 @@ class Slots:
         self._owners, self._frozen_owners = _owners(parts, self._parameters), _owners(parts, self._frozen)
 
     def require_alike(self, swapped: Mapping[str, Tensor]) -> None:
-        """Raises a ValueError unless the tensors are of the shapes and dtypes of the parameters."""
+        """Raise a ValueError unless the tensors have the shapes and dtypes of the parameters."""
         for name, tensor in swapped.items():
             expected = self._parameters[name]
             if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
@@ -141,7 +133,7 @@ class Slots:
 
 
 def _owners(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
-    """For each parameter its name, the dict that holds it, and its key there."""
+    """Return for each parameter its name, the dict that holds it, and its key there."""
     split = [(name, *name.rpartition(".")[::2]) for name in names]
     return [(name, torch_private.parameters_in(parts[path]), key) for name, path, key in split if path in parts]
 

@@ -1,4 +1,4 @@
-"""The process group that a module was wrapped for, which may be gone when its gradients come."""
+"""The process group that a module was wrapped for, which may be gone when its gradients arrive."""
 
 import weakref
 
@@ -12,8 +12,8 @@ class World:
 
     Args:
         group: Its name; None for the default one, or for none at all.
-        then: What happened in it, for the error.
-        fix: What to do in another one.
+        then: The event in it, for the error.
+        fix: The advice in another one.
     """
 
     def __init__(self, group: str | None, then: str, fix: str) -> None:
@@ -23,7 +23,7 @@ class World:
         self._was = _described(live)
 
     def require_same(self) -> None:
-        """Raises a RuntimeError if there is another process group now, or none, or none was there before."""
+        """Raise a RuntimeError if there is another process group now, or none, or none was there before."""
         live = _live(self._group)
         if live is None if self._live is None else live is not None and live is self._live():
             return

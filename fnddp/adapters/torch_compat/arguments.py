@@ -1,9 +1,9 @@
-"""The constructor's arguments as torch's `DistributedDataParallel` reads them."""
+"""Checks of the constructor's arguments, as torch's `DistributedDataParallel` reads them."""
 
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,7 @@ from fnddp.transforms.cast import cast
 def checked_group(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, module: nn.Module
 ) -> dist.ProcessGroup | None:
-    """The process group; None for the default one.
-
-    A mesh that is part of a larger one makes local tensors of the parameters that the rest of it shards.
-
-    Raises:
-        RuntimeError: Both are given, or the mesh has several dimensions.
-    """
+    """Return the process group, None for the default one; parameters that the rest of a mesh shards become local."""
     if mesh is None:
         return process_group
     if process_group is not None:
@@ -43,13 +37,7 @@ def checked_group(
 def checked_devices(
     parameters: Iterable[nn.Parameter], device_ids: list[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """Indices of the device that inputs are moved to and of the output's; None where inputs stay where they are.
-
-    Raises:
-        RuntimeError: A parameter has no shape yet.
-        TypeError: A pipeline stands in their place.
-        ValueError: Several devices, or devices for a module that is on the CPU or on several.
-    """
+    """Return the indices of the inputs' device and of the output's; None if inputs stay where they are."""
     if isinstance(device_ids, Sync):
         raise TypeError(
             f"{OWNER}: the second argument is device_ids, as in torch's class; give the pipeline by name: "
@@ -78,12 +66,12 @@ def checked_devices(
 
 
 def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are made equal before forward, and whether they are when the module is wrapped."""
+    """Return whether buffers are made equal before forward, and whether they are when the module is wrapped."""
     if broadcast_buffers is not None:
         warnings.warn(
-            "`broadcast_buffers` is deprecated in torch 2.13, and ignored beside `forward_sync_buffers`; use that. "
-            "Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal once, when the "
-            "module is wrapped",
+            "`broadcast_buffers` is deprecated in torch 2.13, and ignored where `forward_sync_buffers` is given; use "
+            "that. Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal once, when "
+            "the module is wrapped",
             FutureWarning,
             stacklevel=3,
         )
@@ -94,7 +82,6 @@ def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: b
 
 
 def warn_of_check_reduction() -> None:
-    """torch ignores the argument too."""
     warnings.warn(
         "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
         FutureWarning,
@@ -102,25 +89,15 @@ def warn_of_check_reduction() -> None:
     )
 
 
-@dataclass(frozen=True)
-class BucketSizes:
-    """How much each bucket of gradients holds, in bytes.
+class BucketSizes(NamedTuple):
+    """Capacities of buckets in bytes."""
 
-    Attributes:
-        caps: Of the first buckets in the order of arrival; the last one is that of all others too.
-        listed: What `bucket_cap_mb_list` says.
-    """
-
-    caps: tuple[int, ...]
-    listed: tuple[int, ...] = ()
+    caps: tuple[int, ...]  # of the first ones in the order of arrival; the last one holds for all others too
+    listed: tuple[int, ...] = ()  # those in bucket_cap_mb_list
 
     @classmethod
     def of(cls, bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> "BucketSizes":
-        """From the arguments, in MiB: the list is stronger; with neither the first bucket has 1 and others 25.
-
-        Raises:
-            ValueError: A size is not positive.
-        """
+        """Read the arguments, in MiB: the list wins; with neither the first bucket has 1 and others 25."""
         sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
         if min(sizes) <= 0:
             raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
@@ -129,17 +106,13 @@ class BucketSizes:
 
 
 def check_delay(named_parameters: list[tuple[str, nn.Parameter]] | None, hooked: nn.Parameter | None) -> None:
-    """Raises a ValueError unless both arguments of a delayed reduction are given, or neither."""
+    """Raise a ValueError unless both arguments of a delayed reduction are given, or neither."""
     if (named_parameters is None) != (hooked is None):
         raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
 
 
 def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
-    """The pipeline under `mixed_precision`: a plain mean travels in its `reduce_dtype`, as in torch.
-
-    Raises:
-        ValueError: `reduce_dtype` is set beside a pipeline, which says itself what travels.
-    """
+    """Return the pipeline under `mixed_precision`: a plain mean travels in its `reduce_dtype`, as in torch."""
     if mixed_precision is None:
         return sync
     if sync == allreduce:
@@ -154,28 +127,19 @@ def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
 
 
 def require_no_sync_batch_norm_on_cpu(module: nn.Module, device_type: str) -> None:
-    """Raises a ValueError where SyncBatchNorm would fail in the middle of forward."""
+    """Raise a ValueError where SyncBatchNorm would fail in the middle of forward."""
     if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that torch's class keeps as attributes, checked.
+    """The arguments that torch's class keeps as attributes, checked."""
 
-    Attributes:
-        group: Name of the process group.
-        device_mesh: What it was taken from.
-        ignored: Names of parameters and buffers that are not synchronized.
-        device: The first parameter's.
-        is_multi_device: Whether others are elsewhere.
-        sizes: Of buckets.
-    """
-
-    group: str | None
+    group: str | None  # the name of the process group
     device_mesh: DeviceMesh | None
-    ignored: set[str]
-    device: torch.device
+    ignored: set[str]  # names of parameters and buffers that are not synchronized
+    device: torch.device  # the first parameter's
     is_multi_device: bool
     device_ids: list[int] | None
     output_device: int | None
