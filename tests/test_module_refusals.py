@@ -174,9 +174,14 @@ def test_gradients_that_are_put_back():
 
 
 @on_ranks(2)
-def test_ranks_that_are_not_alike_are_told_apart(rank: int) -> None:
-    for options in ({"bucket_cap_mb": 1 + rank}, {"static_graph": rank == 0}):
-        with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about options: rank 0: buckets"):
+def test_ranks_with_other_options(rank: int) -> None:
+    for options, rank_0, rank_1 in (
+        ({"bucket_cap_mb": 1 + rank}, "buckets of 1 MiB", "buckets of 2 MiB"),
+        ({"static_graph": rank == 1}, "static_graph=False", "static_graph=True"),
+        ({"skip_all_reduce_unused_params": rank == 1}, "unused_params=False", "unused_params=True"),
+    ):
+        match = f"ranks disagree about options: rank 0: .*{rank_0}.*; rank 1: .*{rank_1}"
+        with pytest.raises(fnddp.RankMismatchError, match=match):
             wrapped(**options)
     model = DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1 + rank, init_sync=False)  # nobody looks
     assert gather(model.bucket_bytes_cap) == [2**20, 2**21]

@@ -40,31 +40,6 @@ def test_cuda_gives_what_the_cpu_gives(text):
             torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
-def check_register(rank: int, options: dict) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)).cuda()
-    ddp = DistributedDataParallel(model, device_ids=[0], **options)
-    handle = fnddp.register(ddp, fnddp.parse("error_feedback(powersgd(fp16(allreduce), rank=4))"))
-    sync, params = handle.sync, {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = sync.init(params)
-    for step in range(4):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * rank + step)).cuda()
-        ddp.zero_grad()
-        ddp(x).square().mean().backward()
-        loss = torch.func.grad(lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean())
-        mean, state = sync(loss(params, x), state)
-        assert bits(dict(mean)) == bits({name: p.grad for name, p in model.named_parameters()})
-    assert bits(handle.state) == bits(state)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, bits([p.grad for p in model.parameters()]))
-    assert all(other == everyone[0] for other in everyone)
-
-
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.1, "gradient_as_bucket_view": True}], ids=str)
-def test_register_over_nccl(options):
-    run_nccl(2, check_register, options)
-
-
 def check_disagreement(rank: int) -> None:
     sync = fnddp.fp16(fnddp.allreduce) if rank == 1 else fnddp.allreduce
     with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about pipeline"):
