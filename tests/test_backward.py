@@ -118,6 +118,13 @@ def x_of(rank: int) -> Tensor:
     return torch.tensor(1.0 + rank)
 
 
+def require_mean(model: DDP, rank: int) -> None:
+    """A plain step gives the mean."""
+    model.zero_grad()
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == MEAN
+
+
 @on_ranks(2)
 def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(rank: int) -> None:
     model = DDP(Weight())
@@ -325,8 +332,7 @@ def test_parameters_that_are_assigned(rank: int) -> None:
     model.module.w = nn.Parameter(torch.ones(()))
     with model.no_sync(), pytest.raises(RuntimeError, match="w were replaced after the module was wrapped"):
         model(x_of(rank))
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
+    require_mean(model, rank)
 
     model = DDP(Weight())
     model.load_state_dict({"w": nn.Parameter(torch.ones(())), "unused": torch.ones(())}, assign=True)
@@ -386,8 +392,7 @@ def test_batches_of_gradients_are_refused(rank: int) -> None:
     model = DDP(Weight())
     with pytest.raises(RuntimeError, match="one gradient at a time"):
         torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
+    require_mean(model, rank)
 
 
 class Again(torch.autograd.Function):
@@ -483,9 +488,7 @@ def test_evaluation_within_join(rank: int) -> None:
             with torch.no_grad():  # an evaluation in between
                 model(x_of(rank))
             model(x_of(rank)).backward()
-    model.zero_grad()
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
+    require_mean(model, rank)
 
 
 @on_ranks(2)
@@ -573,8 +576,7 @@ def test_compiled_autograd_is_refused(rank: int) -> None:
             pytest.raises(RuntimeError, match="not synchronized in a backward that compiled autograd runs"),
         ):
             loss.backward()
-    model(x_of(rank)).backward()
-    assert model.module.w.grad == MEAN
+    require_mean(model, rank)
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """What a wrapped module refuses, with what words, and that it goes on as if nothing had been."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, error_feedback, fp16
-from fnddp.adapters.module.gradients import Gradients
 from fnddp.laws import gather
 from fnddp.wire import control
 from tests.ranks import on_ranks
@@ -150,27 +148,6 @@ def test_a_state_dict_with_the_pipelines_state_takes_a_prefix():
     ]
     assert list(model.state_dict(sync_state=True)) == ["module.weight", "module.bias", *names]
     assert list(model.state_dict()) == ["module.weight", "module.bias"]
-
-
-def test_gradients_that_are_put_back():
-    """In place where there was one: it may be a part of a flat buffer."""
-    parameters = {name: nn.Parameter(torch.zeros(2, 2)) for name in ("none", "kept", "gone", "sparse", "was_sparse")}
-    kept, sparse = torch.ones(2, 2), torch.eye(2).to_sparse()
-    parameters["kept"].grad, parameters["gone"].grad = kept, torch.full((2, 2), 2.0)
-    parameters["sparse"].grad, parameters["was_sparse"].grad = copy.deepcopy(sparse), copy.deepcopy(sparse)
-    before = Gradients(parameters, ["kept"])
-    assert before.unsynchronized == {"kept"}
-    kept.fill_(7)
-    parameters["none"].grad, parameters["gone"].grad = torch.ones(2, 2), None
-    parameters["sparse"].grad, parameters["was_sparse"].grad = 3 * sparse, torch.ones(2, 2)
-    before.put_back()
-    assert parameters["none"].grad is None
-    assert parameters["kept"].grad is kept
-    assert kept.tolist() == [[1, 1], [1, 1]]
-    assert parameters["gone"].grad.tolist() == [[2, 2], [2, 2]]
-    for name in ("sparse", "was_sparse"):
-        assert parameters[name].grad.is_sparse
-        assert torch.equal(parameters[name].grad.to_dense(), torch.eye(2))
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp import StepFailedError, allreduce, error_feedback, fp16
+from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback, fp16
 from fnddp.laws import bits
 from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10d
@@ -298,45 +298,34 @@ def test_bad_use(rank: int) -> None:
     with pytest.raises(TypeError, match=r"expected a torch.nn.parallel.DistributedDataParallel, got .*Sequential"):
         fnddp.register(make_model(), allreduce)
     model = DistributedDataParallel(make_model())
-    handle = fnddp.register(model, allreduce)
-    with pytest.raises(ValueError, match="the state of allreduce for this model has nothing as 'other', got int"):
-        handle.state = {"other": 1}
-    other = DistributedDataParallel(make_model())
-    with_memory = fnddp.register(other, error_feedback(allreduce))
-    state = with_memory.state._replace(residual={name: r.sum() for name, r in with_memory.state.residual.items()})
+    handle = fnddp.register(model, error_feedback(allreduce))
+    state = handle.state._replace(residual={name: r.sum() for name, r in handle.state.residual.items()})
     with pytest.raises(ValueError, match=r"has float32\[64, 16\] on cpu as 'residual.0.weight', got float32\[\]"):
-        with_memory.state = state
+        handle.state = state
     with pytest.raises(RuntimeError, match="DDP has one hook slot, and fnddp_hook is in it"):
         fnddp.register(model, allreduce)
 
 
 def disagreement(rank: int, what: str) -> str:
-    sync, model = fnddp.parse(COMPRESSED), make_model()
-    if rank == 1:
-        sync = {
-            "pipeline": fnddp.parse("fp16(allreduce)"),
-            "set-up": fnddp.partition({"nothing*": allreduce}),
-        }.get(what, sync)
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(make_model())
     if rank == 1 and what == "frozen":
-        model[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError) as caught:
-        fnddp.register(ddp, sync)
-    return f"{type(caught.value).__name__}: {caught.value}"
+        ddp.module[0].weight.requires_grad_(False)
+    with pytest.raises(RankMismatchError) as caught:
+        fnddp.register(ddp, fnddp.parse("fp16(allreduce)" if rank == 1 and what == "pipeline" else COMPRESSED))
+    return str(caught.value)
 
 
-def test_disagreement_at_set_up_raises_on_all_ranks():
-    messages = run_threads(3, disagreement, "pipeline")
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("pipeline", f"pipeline: ranks 0, 2: {COMPRESSED}; rank 1: fp16("),
+        ("frozen", "leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'"),
+    ],
+)
+def test_disagreement_at_set_up_raises_on_all_ranks(what, message):
+    messages = run_threads(3, disagreement, what)
     assert len(set(messages)) == 1
-    assert f"RankMismatchError: ranks disagree about pipeline: ranks 0, 2: {COMPRESSED}; rank 1: fp16(" in messages[0]
-    messages = run_threads(3, disagreement, "frozen")
-    assert len(set(messages)) == 1
-    assert (
-        "ranks disagree about leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'" in messages[0]
-    )
-    messages = run_threads(3, disagreement, "set-up")
-    assert messages[1].startswith("ValueError: partition: leaf '0.weight' matches none of the patterns ['nothing*']")
-    assert all("rank 1: set-up in its place, failed with ValueError: partition" in messages[rank] for rank in (0, 2))
+    assert f"ranks disagree about {message}" in messages[0]
 
 
 def check_new_world(rank: int) -> None:
