@@ -30,7 +30,7 @@ CHECKED_FACTORS = "error_feedback(powersgd(fp16(allreduce, check=True), rank=2))
 
 TIMEOUT = 3  # seconds, of a process group in which a rank is going to be missed
 DEADLINE = 60  # seconds, of a test: the default group's timeout in the pool, and much more than TIMEOUT
-LAYERS = ("0.", "2.")  # those that a gradient reaches after the hook; it has been through the last one
+LAYERS = ("0.",)  # those that a gradient reaches after the hook
 
 
 class Trouble(Exception):
