@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fnddp
@@ -438,15 +437,6 @@ def test_backward_with_a_graph(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_forward_mode_is_refused(rank: int) -> None:
-    model = DDP(Weight())
-    with forward_ad.dual_level():
-        duals = {f"module.{n}": forward_ad.make_dual(p, torch.ones(())) for n, p in model.module.named_parameters()}
-        with pytest.raises(RuntimeError, match="jvp"):
-            torch.func.functional_call(model, duals, x_of(rank))
-
-
-@on_ranks(2)
 def test_a_module_that_is_cast_later_is_an_error(rank: int) -> None:
     model = DDP(Weight())
     torch.autograd.grad(model(x_of(rank)), model.module.w)
@@ -471,12 +461,13 @@ def test_a_module_that_returns_a_parameter(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_module_that_keeps_its_output_can_be_freed(rank: int) -> None:
-    model = DDP(Weight())
-    model(x_of(rank)).backward()
-    ref = weakref.ref(model.module)  # which keeps its output
+    model = DDP(Weight(), sync=error_feedback(fp16(allreduce)))
+    for _ in range(3):
+        require_mean(model, rank)
+    refs = [weakref.ref(each) for each in (model, model.module, model.module.w)]  # the module keeps its output
     del model
     gc.collect()
-    assert ref() is None
+    assert [ref() for ref in refs] == [None] * 3
 
 
 @on_ranks(2)

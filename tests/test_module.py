@@ -1,8 +1,6 @@
 """`fnddp.DistributedDataParallel` on gloo processes: torch's DDP in everything users rely on."""
 
 import copy
-import gc
-import weakref
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -302,18 +300,6 @@ def test_a_state_of_another_pipeline_is_refused():
         with pytest.raises(ValueError, match=message):
             model.sync_state = wrong
     model.sync_state = state
-
-
-@on_ranks(2)
-def test_a_wrapped_model_can_be_freed(rank: int) -> None:
-    model = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(COMPRESSED))
-    for step in range(3):
-        loss = loss_of(model(batch(rank, step)))
-        loss.backward()
-    alive = [weakref.ref(each) for each in (model, model.module, next(model.parameters()))]
-    del model, loss
-    gc.collect()
-    assert [each() for each in alive] == [None] * 3
 
 
 class Backwards(nn.Module):

@@ -48,6 +48,8 @@ def test_a_pipeline_is_no_device_and_a_module_on_the_cpu_has_none(rank: int) -> 
 @on_ranks(2)
 def test_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
     model = wrapped()
+    with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(2):
+        model.join()
     with model.join():
         with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(1.0):
             pass

@@ -107,36 +107,6 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-@on_ranks(2)
-def test_a_module_gives_the_gradient_of_the_pooled_batch(rank):
-    model, alone = fnddp.DistributedDataParallel(network()), network()
-    for counts in ([2, 5], [4, 0], [1, 1]):
-        parts = [torch.randn(count, 8, generator=torch.Generator().manual_seed(r)) for r, count in enumerate(counts)]
-        for module in (model, alone):
-            module.zero_grad()
-        loss = model(parts[rank]).square().mean(1).mean()  # not a number over no samples
-        with model.weight(len(parts[rank])):
-            loss.backward()
-        alone(torch.cat(parts)).square().mean(1).mean().backward()
-        for ours, theirs in zip(model.module.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=SUMS, atol=SUMS)
-
-
-@on_ranks(2)
-def test_a_module_whose_weights_are_all_zero_goes_on(rank):
-    model = fnddp.DistributedDataParallel(network(), sync=fnddp.parse(LOSSY))
-    x = torch.ones(2, 8)
-    with pytest.raises(ValueError, match="all of 2 ranks gave 0"), model.weight(0):
-        model(x).sum().backward()
-    model.zero_grad()
-    with model.weight(rank + 1):
-        model(x).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    assert all(grad.isfinite().all() for grad in grads)
-    everyone = gather(grads)
-    assert bits(everyone[0]) == bits(everyone[1])
-
-
 def test_law_11_finds_a_pipeline_that_forgets_weights():
     @fnddp.transform
     class normed(fnddp.Sync):
