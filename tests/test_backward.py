@@ -85,21 +85,6 @@ class Checkpointed(nn.Module):
         return self.wrap(self.last)
 
 
-class Doubling(torch.autograd.Function):
-    """Its backward runs a whole backward of `model`, of twice the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, within: Any) -> Tensor:
-        ctx.within = within
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        with torch.enable_grad():
-            ctx.within()
-        return grad, None
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
@@ -243,35 +228,28 @@ def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_
         torch.autograd.grad(model.module.last, model.module.w)
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
 @on_ranks(2)
-def test_a_failed_step_leaves_no_gradient_that_nobody_has_taken(rank: int) -> None:
-    model = DDP(TwoLayers())
-    for fails in (False, False, True):
-        loss = model(x_of(rank), fails and rank == 1)
-        if fails:
-            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-                loss.backward()
-            model(x_of(rank), False)  # which ends the step of a backward that broke off
-        else:
-            loss.backward()
-            assert model.module.first.grad.item() == model.module.second.grad.item() == MEAN
-            model.zero_grad()
-    assert [p.grad for p in model.parameters()] == [None, None]
-
-
-@on_ranks(2)
-def test_a_failed_step_leaves_gradients_where_they_were(rank: int) -> None:
+def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has_taken(
+    rank: int, accumulates: bool
+) -> None:
     model, flat = DDP(TwoLayers()), torch.zeros(2)
+    own = model.module
     for _ in range(2):
+        model.zero_grad()
         model(x_of(rank), False).backward()
-    model.module.first.grad, model.module.second.grad = flat[0], flat[1]
+        assert own.first.grad.item() == own.second.grad.item() == MEAN
+    own.first.grad, own.second.grad = (flat[0], flat[1]) if accumulates else (None, None)
     loss = model(x_of(rank), rank == 1)
     with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
         loss.backward()
-    loss = model(x_of(rank), False)
-    flat.zero_()
-    loss.backward()
-    assert flat.tolist() == [MEAN, MEAN]
+    loss = model(x_of(rank), False)  # which ends the step of a backward that broke off
+    if accumulates:
+        flat.zero_()
+        loss.backward()
+        assert flat.tolist() == [MEAN, MEAN]
+    else:
+        assert [p.grad for p in model.parameters()] == [None, None]
 
 
 @on_ranks(2)
@@ -392,34 +370,6 @@ def test_batches_of_gradients_are_refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match="one gradient at a time"):
         torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
     require_mean(model, rank)
-
-
-class Again(torch.autograd.Function):
-    """Runs a module again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
-        ctx.model = model
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            ctx.model(x.detach()).backward(grad)
-        return grad, None
-
-
-@on_ranks(2)
-def test_a_module_that_runs_within_a_backward_and_outside_of_it_is_an_error_that_names_it(rank: int) -> None:
-    model = DDP(Weight())
-    x = x_of(rank).requires_grad_()
-    with pytest.raises(RuntimeError, match="is used both inside and outside a reentrant checkpoint"):
-        (Again.apply(x, model) + model(x)).backward()
-    model.zero_grad()
-    model(x).backward()
-    assert model.module.w.grad.item() == MEAN
 
 
 @on_ranks(2)

@@ -11,7 +11,6 @@ from fnddp.laws import bits, gather, law_11_weighted_is_pooled
 from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
 
-SUMS = 1e-5  # roundings of float32 sums, of numbers around 1
 HALF = 4e-3  # of float16 on the wire
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 WEIGHTS = [[3.0, 1.0, 0.0, 5.0], [0.0, 2.0, 7.0, 1.0], [1.0, 0.5, 2.5, 0.0], [4.0, 4.0, 1.0, 9.0]]  # by step, by rank
