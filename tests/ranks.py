@@ -59,7 +59,7 @@ class GlooPool:
     ) -> list[Any]:
         """Run `fn(rank, *arguments)` on the first `n` processes; `fn` must be a module-level function.
 
-        With `may_die` each process ends with its job; one that is killed in it returns None.
+        With `may_die` one that is killed in it returns None, and the pool ends with this job.
         """
         self.count += 1
         for rank in range(n):
@@ -85,6 +85,8 @@ class GlooPool:
             if trace:
                 errors[rank] = pickle.loads(error)
                 traces[rank] = trace
+        if may_die:
+            self.close()
         if errors:
             raise RankFailed("".join(f"\nrank {rank}: {traces[rank]}" for rank in sorted(errors)), errors)
         return results

@@ -522,7 +522,7 @@ def test_compiled_autograd_is_refused(rank: int) -> None:
 
 @on_ranks(2)
 def test_torch_func_runs_on_the_modules_own_engine(rank: int) -> None:
-    # Large enough for two buckets: what the module is told of buckets holds for torch.func too.
+    # Large enough for two buckets: the bucket options of the module hold for torch.func too.
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = DDP(module, bucket_cap_mb=0.01, static_graph=True)
     params = {name: p.detach() for name, p in model.named_parameters()}

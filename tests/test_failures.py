@@ -1,4 +1,4 @@
-"""When one rank of a `DistributedDataParallel` misbehaves, each rank sees what the rows of docs/failures.md say.
+"""When one rank of a `DistributedDataParallel` misbehaves, each rank sees the errors in the rows of docs/failures.md.
 
 No test measures time. Where ranks are to give up after the process group's timeout, the module has a group of its own
 with a short one, and a test whose ranks wait for longer than `DEADLINE` fails with the traces of all of them.

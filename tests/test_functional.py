@@ -360,7 +360,7 @@ def test_a_call_within_its_own_loss_is_an_error_on_all_ranks(rank: int, text: st
             step(own, state, step)
         _, grads, _ = step(own, state, None)
         torch.testing.assert_close(grads["w"], torch.full((2, 2), 4.5))
-        _, grads, _ = step(own, state, other)  # as the error says
+        _, grads, _ = step(own, state, other)  # the fix that the error names
         torch.testing.assert_close(grads["w"], torch.full((2, 2), 4.5))
 
 

@@ -1,4 +1,4 @@
-"""What a wrapped module refuses, with what words, and that it goes on as if nothing had been."""
+"""Errors of a wrapped module, after each of which it goes on as if nothing had been."""
 
 from typing import Any
 

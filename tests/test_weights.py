@@ -1,4 +1,4 @@
-"""Weighted means: a rank's gradient counts as often as its weight says."""
+"""Weighted means: a rank's gradient counts as often as its weight asks."""
 
 import pytest
 import torch

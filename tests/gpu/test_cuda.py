@@ -106,14 +106,14 @@ def check_training(rank: int, wrap: Callable[[nn.Module, Sync], Any], texts: lis
     for text in texts:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]).cuda()
-        twin = copy.deepcopy(model)
+        plain = copy.deepcopy(model)
         sync = fnddp.parse(text)
         wrapped, state_of = wrap(model, sync)
-        params = {name: p.detach().clone() for name, p in twin.named_parameters()}
+        params = {name: p.detach().clone() for name, p in plain.named_parameters()}
         state = sync.init(params)
 
-        def loss(params: dict[str, Tensor], x: Tensor, twin: nn.Module = twin) -> Tensor:
-            return torch.func.functional_call(twin, params, (x,)).square().mean()
+        def loss(params: dict[str, Tensor], x: Tensor, plain: nn.Module = plain) -> Tensor:
+            return torch.func.functional_call(plain, params, (x,)).square().mean()
 
         generator = torch.Generator().manual_seed(rank)
         want, got = [], []
