@@ -54,7 +54,7 @@ def python() -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_of_commands_are_forked() -> Iterator[None]:
-    """Where a test calls a command within this process. (Those that it starts as processes spawn theirs.)"""
+    """For commands that a test calls within this process. (Those that it starts as processes spawn theirs.)"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "fresh", forks)
         yield

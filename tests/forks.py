@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 def forks() -> ForkServerContext:
-    """What `multiprocessing` offers, for processes that are forked from the server."""
+    """Return the context of `multiprocessing` for processes that are forked from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     return context
@@ -44,7 +44,7 @@ class Scripts:
             self.processes.append(process)
 
     def said(self, seconds: float) -> str:
-        """What the script wrote, on all ranks together, which have to end well."""
+        """Return the output of the script on all ranks together, which have to end well."""
         try:
             for process in self.processes:
                 process.join(seconds)
@@ -61,8 +61,8 @@ class Scripts:
 
 def _of_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    told = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return {**told, **{name: str(number) for name, number in numbers.items()}}
+    names = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {**names, **{name: str(number) for name, number in numbers.items()}}
 
 
 def _run_script(

@@ -54,26 +54,39 @@ class GlooPool:
             process.start()
         self.count = 0
 
-    def run(self, n: int, fn: Callable[..., Any], *arguments: Any, timeout: float = POOL_SECONDS) -> list[Any]:
-        """Runs `fn(rank, *arguments)` on the first `n` processes; `fn` must be a module-level function."""
+    def run(
+        self, n: int, fn: Callable[..., Any], *arguments: Any, timeout: float = POOL_SECONDS, may_die: bool = False
+    ) -> list[Any]:
+        """Run `fn(rank, *arguments)` on the first `n` processes; `fn` must be a module-level function.
+
+        With `may_die` one that is killed in it returns None, and the pool ends with this job.
+        """
         self.count += 1
         for rank in range(n):
-            self.jobs[rank].put((self.count, n, pickle.dumps((fn, arguments))))
+            self.jobs[rank].put((self.count, n, may_die, pickle.dumps((fn, arguments))))
         results: list[Any] = [None] * n
         errors: dict[int, BaseException] = {}
         traces: dict[int, str] = {}
         deadline = time.monotonic() + timeout
-        for _ in range(n):
+        waiting = set(range(n))
+        while waiting:
             try:
-                rank, result, error, trace = self.results.get(timeout=max(0.1, deadline - time.monotonic()))
+                seconds = 1 if may_die else max(0.1, deadline - time.monotonic())
+                rank, result, error, trace = self.results.get(timeout=seconds)
             except queue.Empty:
+                if may_die and time.monotonic() < deadline:
+                    waiting = {rank for rank in waiting if self.processes[rank].is_alive()}
+                    continue
                 where = self._where_ranks_are(n)
                 self.close()
                 raise TimeoutError(f"ranks did not finish in {timeout} s\n{where}\n{traces}") from None
+            waiting.remove(rank)
             results[rank] = pickle.loads(result)
             if trace:
                 errors[rank] = pickle.loads(error)
                 traces[rank] = trace
+        if may_die:
+            self.close()
         if errors:
             raise RankFailed("".join(f"\nrank {rank}: {traces[rank]}" for rank in sorted(errors)), errors)
         return results
@@ -108,7 +121,7 @@ def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         while True:
-            job, n, payload = jobs.get()
+            job, n, may_die, payload = jobs.get()
             result, error, trace = None, None, ""
             try:
                 prefixed = dist.PrefixStore(f"job{job}", store)
@@ -121,9 +134,13 @@ def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str) -> None:
             except BaseException as raised:
                 error, trace = _picklable(raised), traceback.format_exc()
             finally:
-                if dist.is_initialized():
+                if dist.is_initialized() and not may_die:
                     dist.destroy_process_group()
             results.put((rank, pickle.dumps(result), pickle.dumps(error), trace))
+            if may_die:
+                results.close()
+                results.join_thread()
+                os._exit(0)  # gloo's threads may not join a dead peer
 
 
 def _picklable(error: BaseException) -> BaseException:

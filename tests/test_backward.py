@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fnddp
@@ -86,21 +85,6 @@ class Checkpointed(nn.Module):
         return self.wrap(self.last)
 
 
-class Doubling(torch.autograd.Function):
-    """Its backward runs a whole backward of `model`, of twice the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, within: Any) -> Tensor:
-        ctx.within = within
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        with torch.enable_grad():
-            ctx.within()
-        return grad, None
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
@@ -116,6 +100,13 @@ class Fails(torch.autograd.Function):
 
 def x_of(rank: int) -> Tensor:
     return torch.tensor(1.0 + rank)
+
+
+def require_mean(model: DDP, rank: int) -> None:
+    """A plain step gives the mean."""
+    model.zero_grad()
+    model(x_of(rank)).backward()
+    assert model.module.w.grad.item() == MEAN
 
 
 @on_ranks(2)
@@ -183,23 +174,22 @@ def after_plain_steps(rank: int) -> DDP:
 @on_ranks(2)
 def test_what_is_asked_for_after_plain_steps(rank: int) -> None:
     model = after_plain_steps(rank)
+    own = model.module
     for _ in range(2):
-        assert torch.autograd.grad(model(x_of(rank)), model.module.w)[0].item() == MEAN
+        assert torch.autograd.grad(model(x_of(rank)), own.w)[0].item() == MEAN
     model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
+    assert own.w.grad.item() == MEAN
     model(x_of(rank))
-    assert torch.autograd.grad(model.module.last, model.module.w)[0].item() == MEAN
-
-
-@on_ranks(2)
-def test_a_backward_past_the_outputs_after_plain_steps(rank: int) -> None:
-    model = after_plain_steps(rank)
-    model(x_of(rank))
-    model.module.last.backward()
-    assert model.module.w.grad.item() == MEAN
+    assert torch.autograd.grad(own.last, own.w)[0].item() == MEAN
     model.zero_grad()
-    (model(x_of(rank)) + (1 + rank) * model.module.unused).backward()
+    model(x_of(rank))
+    own.last.backward()  # past the outputs
+    assert own.w.grad.item() == MEAN
+    model.zero_grad()
+    (model(x_of(rank)) + (1 + rank) * own.unused).backward()
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+    means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * own.unused, list(model.parameters()))
+    assert [mean.item() for mean in means] == [MEAN, MEAN]
 
 
 @on_ranks(2)
@@ -238,43 +228,28 @@ def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_
         torch.autograd.grad(model.module.last, model.module.w)
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
 @on_ranks(2)
-def test_asking_past_the_outputs(rank: int) -> None:
-    model = DDP(Weight())
-    asked = list(model.parameters())
-    means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * model.module.unused, asked)
-    assert [mean.item() for mean in means] == [MEAN, MEAN]
-
-
-@on_ranks(2)
-def test_a_failed_step_leaves_no_gradient_that_nobody_has_taken(rank: int) -> None:
-    model = DDP(TwoLayers())
-    for fails in (False, False, True):
-        loss = model(x_of(rank), fails and rank == 1)
-        if fails:
-            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-                loss.backward()
-            model(x_of(rank), False)  # which ends the step of a backward that broke off
-        else:
-            loss.backward()
-            assert model.module.first.grad.item() == model.module.second.grad.item() == MEAN
-            model.zero_grad()
-    assert [p.grad for p in model.parameters()] == [None, None]
-
-
-@on_ranks(2)
-def test_a_failed_step_leaves_gradients_where_they_were(rank: int) -> None:
+def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has_taken(
+    rank: int, accumulates: bool
+) -> None:
     model, flat = DDP(TwoLayers()), torch.zeros(2)
+    own = model.module
     for _ in range(2):
+        model.zero_grad()
         model(x_of(rank), False).backward()
-    model.module.first.grad, model.module.second.grad = flat[0], flat[1]
+        assert own.first.grad.item() == own.second.grad.item() == MEAN
+    own.first.grad, own.second.grad = (flat[0], flat[1]) if accumulates else (None, None)
     loss = model(x_of(rank), rank == 1)
     with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
         loss.backward()
-    loss = model(x_of(rank), False)
-    flat.zero_()
-    loss.backward()
-    assert flat.tolist() == [MEAN, MEAN]
+    loss = model(x_of(rank), False)  # which ends the step of a backward that broke off
+    if accumulates:
+        flat.zero_()
+        loss.backward()
+        assert flat.tolist() == [MEAN, MEAN]
+    else:
+        assert [p.grad for p in model.parameters()] == [None, None]
 
 
 @on_ranks(2)
@@ -314,17 +289,18 @@ def test_two_wrapped_modules_fail_together(rank: int) -> None:
             assert a.module.w.grad.item() == MEAN
 
 
+@pytest.mark.parametrize(("text", "want"), [("error_feedback(fp16(allreduce))", MEAN), ("all_reduce(op='sum')", 3.0)])
 @on_ranks(2)
-def test_a_pipeline_that_is_set_between_forward_and_backward(rank: int) -> None:
+def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int, text: str, want: float) -> None:
     for ask in (False, True):
         model = DDP(Weight())
         y = model(x_of(rank))
-        model.sync = error_feedback(fp16(allreduce))
+        model.sync = fnddp.parse(text)
         if ask:
-            assert torch.autograd.grad(y, model.module.w)[0].item() == MEAN
+            assert torch.autograd.grad(y, model.module.w)[0].item() == want
         else:
             y.backward()
-            assert model.module.w.grad.item() == MEAN
+            assert model.module.w.grad.item() == want
 
 
 @on_ranks(2)
@@ -333,8 +309,7 @@ def test_parameters_that_are_assigned(rank: int) -> None:
     model.module.w = nn.Parameter(torch.ones(()))
     with model.no_sync(), pytest.raises(RuntimeError, match="w were replaced after the module was wrapped"):
         model(x_of(rank))
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
+    require_mean(model, rank)
 
     model = DDP(Weight())
     model.load_state_dict({"w": nn.Parameter(torch.ones(())), "unused": torch.ones(())}, assign=True)
@@ -394,36 +369,7 @@ def test_batches_of_gradients_are_refused(rank: int) -> None:
     model = DDP(Weight())
     with pytest.raises(RuntimeError, match="one gradient at a time"):
         torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
-
-
-class Again(torch.autograd.Function):
-    """Runs a module again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
-        ctx.model = model
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            ctx.model(x.detach()).backward(grad)
-        return grad, None
-
-
-@on_ranks(2)
-def test_a_module_that_runs_within_a_backward_and_outside_of_it_is_an_error_that_names_it(rank: int) -> None:
-    model = DDP(Weight())
-    x = x_of(rank).requires_grad_()
-    with pytest.raises(RuntimeError, match="is used both inside and outside a reentrant checkpoint"):
-        (Again.apply(x, model) + model(x)).backward()
-    model.zero_grad()
-    model(x).backward()
-    assert model.module.w.grad.item() == MEAN
+    require_mean(model, rank)
 
 
 @on_ranks(2)
@@ -438,15 +384,6 @@ def test_backward_with_a_graph(rank: int) -> None:
     model.module.w.grad = None
     grad.square().backward()
     assert model.module.w.grad.item() == 50.0
-
-
-@on_ranks(2)
-def test_forward_mode_is_refused(rank: int) -> None:
-    model = DDP(Weight())
-    with forward_ad.dual_level():
-        duals = {f"module.{n}": forward_ad.make_dual(p, torch.ones(())) for n, p in model.module.named_parameters()}
-        with pytest.raises(RuntimeError, match="jvp"):
-            torch.func.functional_call(model, duals, x_of(rank))
 
 
 @on_ranks(2)
@@ -474,12 +411,13 @@ def test_a_module_that_returns_a_parameter(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_module_that_keeps_its_output_can_be_freed(rank: int) -> None:
-    model = DDP(Weight())
-    model(x_of(rank)).backward()
-    ref = weakref.ref(model.module)  # which keeps its output
+    model = DDP(Weight(), sync=error_feedback(fp16(allreduce)))
+    for _ in range(3):
+        require_mean(model, rank)
+    refs = [weakref.ref(each) for each in (model, model.module, model.module.w)]  # the module keeps its output
     del model
     gc.collect()
-    assert ref() is None
+    assert [ref() for ref in refs] == [None] * 3
 
 
 @on_ranks(2)
@@ -491,17 +429,7 @@ def test_evaluation_within_join(rank: int) -> None:
             with torch.no_grad():  # an evaluation in between
                 model(x_of(rank))
             model(x_of(rank)).backward()
-    model.zero_grad()
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
-    try:
-        with model.join(divide_by_initial_world_size=False, throw_on_early_termination=True):
-            for _ in range(1 + rank):
-                model(x_of(rank))
-    except RuntimeError:
-        pass
-    else:
-        pytest.fail("a rank ran out of inputs")
+    require_mean(model, rank)
 
 
 @on_ranks(2)
@@ -589,13 +517,12 @@ def test_compiled_autograd_is_refused(rank: int) -> None:
             pytest.raises(RuntimeError, match="not synchronized in a backward that compiled autograd runs"),
         ):
             loss.backward()
-    model(x_of(rank)).backward()
-    assert model.module.w.grad == MEAN
+    require_mean(model, rank)
 
 
 @on_ranks(2)
 def test_torch_func_runs_on_the_modules_own_engine(rank: int) -> None:
-    # Large enough for two buckets: what the module is told of buckets holds for torch.func too.
+    # Large enough for two buckets: the bucket options of the module hold for torch.func too.
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = DDP(module, bucket_cap_mb=0.01, static_graph=True)
     params = {name: p.detach() for name, p in model.named_parameters()}
@@ -681,12 +608,3 @@ def test_a_named_process_group_that_was_destroyed(rank: int) -> None:
     dist.destroy_process_group(group)
     with pytest.raises(RuntimeError, match="and now it runs without a process group"):
         model(x_of(rank))
-
-
-@on_ranks(2)
-def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int) -> None:
-    model = DDP(Weight())
-    y = model(x_of(rank))
-    model.sync = fnddp.all_reduce(op="sum")
-    y.backward()
-    assert model.module.w.grad.item() == 2 * MEAN

@@ -1,4 +1,4 @@
-"""What steps send when, and what outlives them, on a wire where all ranks send the same."""
+"""Plans, memory and failures that outlive steps, and when steps send, on a wire where all ranks send the same."""
 
 import logging
 import re

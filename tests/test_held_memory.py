@@ -15,7 +15,7 @@ SYNC = error_feedback(powersgd(bf16(allreduce), rank=1))
 
 
 class Held:
-    """What the user keeps, and what was in it then."""
+    """Memory that the user keeps, with a copy of what was in it."""
 
     def __init__(self) -> None:
         self.kept = []
@@ -35,8 +35,8 @@ GIVEN = {
     "a buffer of Python's": lambda grad, held: torch.frombuffer(
         held.keep(np.frombuffer(bytearray(grad.numpy().tobytes()), np.float32)), dtype=torch.float32
     ).view(grad.shape),
-    "handed to numpy": lambda grad, held: _kept(grad.clone(), held, torch.Tensor.numpy),
-    "handed over by DLPack": lambda grad, held: _kept(grad.clone(), held, np.from_dlpack),
+    "given to numpy": lambda grad, held: _kept(grad.clone(), held, torch.Tensor.numpy),
+    "given away by DLPack": lambda grad, held: _kept(grad.clone(), held, np.from_dlpack),
     "a tensor": lambda grad, held: held.keep(grad.clone()),
 }
 

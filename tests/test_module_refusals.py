@@ -1,6 +1,5 @@
-"""What a wrapped module refuses, with what words, and that it goes on as if nothing had been."""
+"""Errors of a wrapped module, after each of which it goes on as if nothing had been."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, error_feedback, fp16
-from fnddp.adapters.module.gradients import Gradients
 from fnddp.laws import gather
 from fnddp.wire import control
 from tests.ranks import on_ranks
@@ -50,6 +48,8 @@ def test_a_pipeline_is_no_device_and_a_module_on_the_cpu_has_none(rank: int) -> 
 @on_ranks(2)
 def test_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
     model = wrapped()
+    with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(2):
+        model.join()
     with model.join():
         with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(1.0):
             pass
@@ -152,31 +152,15 @@ def test_a_state_dict_with_the_pipelines_state_takes_a_prefix():
     assert list(model.state_dict()) == ["module.weight", "module.bias"]
 
 
-def test_gradients_that_are_put_back():
-    """In place where there was one: it may be a part of a flat buffer."""
-    parameters = {name: nn.Parameter(torch.zeros(2, 2)) for name in ("none", "kept", "gone", "sparse", "was_sparse")}
-    kept, sparse = torch.ones(2, 2), torch.eye(2).to_sparse()
-    parameters["kept"].grad, parameters["gone"].grad = kept, torch.full((2, 2), 2.0)
-    parameters["sparse"].grad, parameters["was_sparse"].grad = copy.deepcopy(sparse), copy.deepcopy(sparse)
-    before = Gradients(parameters, ["kept"])
-    assert before.unsynchronized == {"kept"}
-    kept.fill_(7)
-    parameters["none"].grad, parameters["gone"].grad = torch.ones(2, 2), None
-    parameters["sparse"].grad, parameters["was_sparse"].grad = 3 * sparse, torch.ones(2, 2)
-    before.put_back()
-    assert parameters["none"].grad is None
-    assert parameters["kept"].grad is kept
-    assert kept.tolist() == [[1, 1], [1, 1]]
-    assert parameters["gone"].grad.tolist() == [[2, 2], [2, 2]]
-    for name in ("sparse", "was_sparse"):
-        assert parameters[name].grad.is_sparse
-        assert torch.equal(parameters[name].grad.to_dense(), torch.eye(2))
-
-
 @on_ranks(2)
-def test_ranks_that_are_not_alike_are_told_apart(rank: int) -> None:
-    for options in ({"bucket_cap_mb": 1 + rank}, {"static_graph": rank == 0}):
-        with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about options: rank 0: buckets"):
+def test_ranks_with_other_options(rank: int) -> None:
+    for options, rank_0, rank_1 in (
+        ({"bucket_cap_mb": 1 + rank}, "buckets of 1 MiB", "buckets of 2 MiB"),
+        ({"static_graph": rank == 1}, "static_graph=False", "static_graph=True"),
+        ({"skip_all_reduce_unused_params": rank == 1}, "unused_params=False", "unused_params=True"),
+    ):
+        match = f"ranks disagree about options: rank 0: .*{rank_0}.*; rank 1: .*{rank_1}"
+        with pytest.raises(fnddp.RankMismatchError, match=match):
             wrapped(**options)
     model = DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1 + rank, init_sync=False)  # nobody looks
     assert gather(model.bucket_bytes_cap) == [2**20, 2**21]

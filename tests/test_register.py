@@ -1,10 +1,7 @@
-"""`register` on torch's DDP: the same numbers as the functional loop, whatever DDP's options and buckets."""
+"""`register` on torch's DDP: the numbers of the pipeline, whatever DDP's options and buckets."""
 
-import copy
 import gc
-import io
 import weakref
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
-from fnddp.core import tree
+from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback, fp16
 from fnddp.laws import bits
-from fnddp.run.step import Step
-from fnddp.simulate.ranks import RankFailed
+from fnddp.simulate.ranks import run_threads
+from fnddp.wire.c10d import C10d
+from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
 
 COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -39,97 +36,6 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def functional_steps(rank: int, sync: fnddp.Sync, steps: int, batches: int = 1) -> tuple[dict, Any]:
-    """Parameters and state after SGD with the functional loop: what the adapter must reproduce."""
-    model = make_model()
-    params = {name: p.detach().clone() for name, p in model.named_parameters()}
-    grad = torch.func.grad(lambda params, x: loss_of(torch.func.functional_call(model, params, (x,))))
-    state = sync.init(params)
-    for step in range(steps):
-        parts = [grad(params, batch(rank, batches * step + i)) for i in range(batches)]
-        grads = {name: sum(part[name] for part in parts) for name in params}
-        grads, state = sync(grads, state)
-        params = {name: torch.add(p, grads[name], alpha=-0.1) for name, p in params.items()}  # as optim.SGD rounds
-    return params, state
-
-
-def ddp_steps(rank: int, sync: fnddp.Sync, steps: int, batches: int = 1, **options: Any) -> tuple[dict, Any]:
-    """The same through DDP; several batches are accumulated with no_sync."""
-    model = DistributedDataParallel(make_model(), **options)
-    handle = fnddp.register(model, sync)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for i in range(batches):
-            with model.no_sync() if i < batches - 1 else nullcontext():
-                loss_of(model(batch(rank, batches * step + i))).backward()
-        optimizer.step()
-    return dict(model.module.named_parameters()), handle.state
-
-
-def check_same_as_functional(rank: int, text: str, batches: int, options: dict) -> None:
-    sync = fnddp.parse(text)
-    params, state = ddp_steps(rank, sync, 5, batches, **options)
-    want_params, want_state = functional_steps(rank, sync, 5, batches)
-    if dist.get_world_size() > 2:
-        # A ring adds the ranks' parts of an element in an order that depends on where it lies in the buffer.
-        torch.testing.assert_close(params, want_params, rtol=0, atol=1e-3)
-        return
-    assert bits(state) == bits(want_state)
-    assert bits(params) == bits(want_params)
-
-
-OPTIONS = [
-    {},
-    {"bucket_cap_mb": 0.01},  # several buckets, rebuilt after the first step
-    {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
-    {"find_unused_parameters": True},
-    {"static_graph": True, "bucket_cap_mb": 0.01},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "warmup(bucketize(fp16(allreduce)), steps=2)"])
-def test_same_numbers_as_the_functional_loop(gloo, text, options):
-    gloo(2, check_same_as_functional, text, 1, options)
-
-
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_other_world_sizes(gloo, n):
-    gloo(n, check_same_as_functional, COMPRESSED, 1, {"bucket_cap_mb": 0.01})
-
-
-def test_no_sync_accumulates(gloo):
-    # DDP adds the parts in the order of the batches, as the functional loop does
-    gloo(2, check_same_as_functional, COMPRESSED, 3, {"gradient_as_bucket_view": True})
-
-
-@on_ranks(2)
-def test_allreduce_is_torchs_allreduce_hook(rank: int) -> None:
-    ours, theirs = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01) for _ in range(2))
-    fnddp.register(ours, allreduce)
-    theirs.register_comm_hook(None, allreduce_hook)
-    for step in range(3):
-        for model in (ours, theirs):
-            model.zero_grad()
-            loss_of(model(batch(rank, step))).backward()
-        assert bits([p.grad for p in ours.parameters()]) == bits([p.grad for p in theirs.parameters()])
-
-
-@on_ranks(2)
-def test_several_forwards(rank: int) -> None:
-    model = DistributedDataParallel(make_model())
-    fnddp.register(model, allreduce)
-    loss = loss_of(model(batch(rank, 0))) + loss_of(model(batch(rank, 1)))
-    loss.backward()
-    want = [torch.zeros_like(p) for p in model.parameters()]
-    for r in range(dist.get_world_size()):
-        plain = make_model()
-        (loss_of(plain(batch(r, 0))) + loss_of(plain(batch(r, 1)))).backward()
-        want = [w + p.grad / dist.get_world_size() for w, p in zip(want, plain.parameters(), strict=True)]
-    torch.testing.assert_close([p.grad for p in model.parameters()], want, rtol=1e-5, atol=1e-7)
-
-
 class Branches(nn.Module):
     """`used` takes part on all ranks, `sometimes` on rank 0 only, `never` on none."""
 
@@ -142,23 +48,46 @@ class Branches(nn.Module):
         return self.used(x) + (self.sometimes(x) if rank == 0 else 0)
 
 
-@pytest.mark.parametrize("text", ["allreduce", COMPRESSED])
+OPTIONS = [
+    {},
+    {"bucket_cap_mb": 0.01},  # several buckets, rebuilt after the first step
+    {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
+    {"find_unused_parameters": True},
+    {"static_graph": True, "bucket_cap_mb": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @on_ranks(2)
-def test_unused_parameters(rank: int, text: str) -> None:
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    handle = fnddp.register(model, fnddp.parse(text))
+def test_same_numbers_as_the_pipeline(rank: int, options: dict[str, Any]) -> None:
+    sync, plain = fnddp.parse(COMPRESSED), make_model()
+    model = DistributedDataParallel(make_model(), **options)
+    handle, state = fnddp.register(model, sync), sync.init(dict(plain.named_parameters()))
+    for step in range(4):
+        for net in (model, plain):
+            net.zero_grad()
+            if "static_graph" not in options:  # with which no_sync fails in the first step
+                with model.no_sync():
+                    loss_of(net(batch(rank, 10 + step))).backward()
+            loss = loss_of(net(batch(rank, step)))
+            if not options:  # several forwards
+                loss = loss + loss_of(net(batch(rank, 20 + step)))
+            loss.backward()
+        mean, state = sync({name: p.grad for name, p in plain.named_parameters()}, state)
+        assert bits({name: p.grad for name, p in model.module.named_parameters()}) == bits(mean)
+        assert bits(handle.state) == bits(state)
+
+
+@on_ranks(2)
+def test_allreduce_is_torchs_allreduce_hook(rank: int) -> None:
+    ours, theirs = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01) for _ in range(2))
+    fnddp.register(ours, allreduce)
+    theirs.register_comm_hook(None, allreduce_hook)
     for step in range(3):
-        model.zero_grad()
-        loss_of(model(batch(rank, step), rank)).backward()
-    assert model.module.never.weight.grad is None
-    plain = Branches()
-    loss_of(plain(batch(0, 2), 0)).backward()
-    if text == "allreduce":
-        want = plain.sometimes.weight.grad / dist.get_world_size()
-        torch.testing.assert_close(model.module.sometimes.weight.grad, want, rtol=1e-5, atol=1e-7)
-    else:
-        # rank 1 had nothing to send, so nothing of it was lost
-        assert (handle.state.residual["sometimes.weight"].abs().max() > 0) == (rank == 0)
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+        assert bits([p.grad for p in ours.parameters()]) == bits([p.grad for p in theirs.parameters()])
 
 
 @on_ranks(2)
@@ -194,57 +123,41 @@ def test_frozen_shared_and_sparse_parameters(rank: int) -> None:
 @on_ranks(2)
 def test_parameters_that_were_frozen_at_set_up_are_not_silently_left_out(rank: int, when: str) -> None:
     model = make_model()
-    if when == "before DDP":
-        model[2].weight.requires_grad_(False)
+    model[2].weight.requires_grad_(when != "before DDP")
     ddp = DistributedDataParallel(model)
-    if when == "before register":
-        model[2].weight.requires_grad_(False)
-    elif when == "before DDP":
-        model[2].weight.requires_grad_(True)
+    model[2].weight.requires_grad_(when == "before DDP")
     fnddp.register(ddp, allreduce)
-    if when == "before register":
-        model[2].weight.requires_grad_(True)
+    model[2].weight.requires_grad_(True)
     frozen_before = {"before DDP": "DistributedDataParallel", "before register": "register"}[when]
     with pytest.raises(ValueError, match=f"parameter '2.weight' was frozen when {frozen_before} was called"):
         loss_of(ddp(batch(rank, 0))).backward()
 
 
-@on_ranks(2)
-def test_a_step_that_fails_raises_on_all_ranks_and_leaves_no_trace(rank: int) -> None:
-    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
-    handle = fnddp.register(model, error_feedback(fp16(allreduce, check=True)))
-    for step in range(3):
-        model.zero_grad()
-        if step:
-            loss_of(model(batch(rank, step))).backward()
-            model.zero_grad()
-        before = bits(handle.state)
-        scale = 1e9 if rank == 0 else 1.0  # does not fit fp16, on one rank
-        with pytest.raises(FloatingPointError, match=r"leaf '0\.weight'.*beyond the largest float16"):
-            (scale * loss_of(model(batch(rank, step)))).backward()
-        assert bits(handle.state) == before
-    model.zero_grad()
-    loss_of(model(batch(rank, 9))).backward()
-    plain = DistributedDataParallel(make_model())
-    loss_of(plain(batch(rank, 9))).backward()
-    ours, theirs = ([p.grad for p in m.parameters()] for m in (model, plain))
-    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)  # fp16 wire and a residual of two steps
+class Lost(C10d):
+    """Has no connection from the second step on."""
+
+    steps = 0
+
+    def start(self, *given: Any, **options: Any) -> Any:
+        self.steps += 1
+        if self.steps > 1:
+            raise RuntimeError("no connection")
+        return super().start(*given, **options)
 
 
+@pytest.mark.thorough
 @on_ranks(2)
-def test_an_error_on_one_rank_never_mixes_steps(rank: int) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
+def test_an_error_that_others_do_not_hear_of_never_mixes_steps(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     ddp = DistributedDataParallel(make_model(), process_group=group)
-    handle = fnddp.register(ddp, error_feedback(allreduce))
-    if rank == 0:
-        engine = handle._engine  # an error on this rank alone
-        engine.parts, engine.structure = tree.flatten_any(handle.state._replace(residual={}))
+    handle = fnddp.register(ddp, error_feedback(allreduce), wire=Lost() if rank == 0 else C10d())
+    loss_of(ddp(batch(rank, 0))).backward()
     before = bits(handle.state)
     if rank == 0:
-        with pytest.raises(ValueError, match=r"error_feedback: the state has no entry for leaf '0.weight'"):
+        with pytest.raises(CollectiveError, match="no connection"):
             loss_of(ddp(batch(rank, 0))).backward()
-        with pytest.raises(RuntimeError, match=r"an earlier step failed on this rank \(ValueError: error_feedback"):
-            ddp(batch(rank, 1))  # neither DDP's collectives nor ours may meet rank 1's first step
+        with pytest.raises(RuntimeError, match=r"an earlier step failed on this rank \(CollectiveError: "):
+            ddp(batch(rank, 1))  # neither DDP's collectives nor ours may meet those that rank 1 waits in
     else:
         with pytest.raises(RuntimeError, match="(?i)timed out|timeout|closed"):  # gloo's
             loss_of(ddp(batch(rank, 0))).backward()
@@ -253,35 +166,6 @@ def test_an_error_on_one_rank_never_mixes_steps(rank: int) -> None:
 
 class Trouble(Exception):
     pass
-
-
-@on_ranks(2)
-def test_an_error_between_buckets_does_not_break_ddp(rank: int) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
-    model, straight = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01, process_group=group) for _ in range(2))
-    handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
-    advance = Step.advance
-
-    def advance_badly(step: Step) -> None:
-        raise Trouble("between buckets")
-
-    for step in range(4):
-        before = bits(handle.state)
-        if step in (1, 2):  # DDP has several buckets from the second step on
-            if rank == 0:
-                Step.advance = advance_badly
-                with pytest.raises(Trouble, match="between buckets"):
-                    loss_of(model(batch(rank, step))).backward()
-                Step.advance = advance
-            else:
-                with pytest.raises(StepFailedError, match=r"rank 0 failed with .*Trouble: between buckets\. State and"):
-                    loss_of(model(batch(rank, step))).backward()
-            assert bits(handle.state) == before
-        for each in (model, straight):
-            each.zero_grad()
-            loss_of(each(batch(rank, 10 + step))).backward()
-        assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
-        assert bits(handle.state) == bits(of_straight.state)
 
 
 class Hooked(nn.Module):
@@ -324,24 +208,21 @@ def test_a_backward_that_breaks_off_fails_the_step_on_all(rank: int) -> None:
     assert bits(handle.state) == before
 
 
-def check_forward_within_a_step(rank: int) -> None:
-    """Forwards that end no step: within backward, and between two backwards that share it."""
+@on_ranks(2)
+def test_a_forward_within_a_backward_does_not_end_its_step(rank: int) -> None:
     model, straight = (DistributedDataParallel(Hooked(), bucket_cap_mb=0.01) for _ in range(2))
     handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
-    was_open = []
 
     def run_again(_: torch.Tensor) -> None:
-        was_open.append(handle._engine.is_open)
         with torch.no_grad():  # with gradients DDP allows none
             model(batch(rank, 9))
 
-    for step in range(3):
+    for step in range(3):  # DDP has several buckets from the second step on
         for each, fn in ((model, run_again), (straight, None)):
             each.zero_grad()
             loss_of(each(batch(rank, step), fn)).backward()
         assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
         assert bits(handle.state) == bits(of_straight.state)
-    assert was_open == [False, True, True]  # DDP has several buckets from the second step on
 
 
 class Halves(nn.Module):
@@ -354,7 +235,8 @@ class Halves(nn.Module):
         return self.first(x), self.second(x)
 
 
-def check_two_backwards_share_a_step(rank: int) -> None:
+@on_ranks(2)
+def test_a_forward_between_two_backwards_that_share_a_step_does_not_end_it(rank: int) -> None:
     model, straight = (DistributedDataParallel(Halves(), bucket_cap_mb=0.001) for _ in range(2))
     handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
     for step in range(3):
@@ -362,7 +244,6 @@ def check_two_backwards_share_a_step(rank: int) -> None:
             each.zero_grad()
         first, second = model(batch(rank, step))
         loss_of(second).backward()
-        assert handle._engine.is_open == (step > 0)
         with torch.no_grad():
             model(batch(rank, 9))
         loss_of(first).backward()
@@ -370,11 +251,6 @@ def check_two_backwards_share_a_step(rank: int) -> None:
         (loss_of(first) + loss_of(second)).backward()
         assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
         assert bits(handle.state) == bits(of_straight.state)
-
-
-@pytest.mark.parametrize("check", [check_forward_within_a_step, check_two_backwards_share_a_step])
-def test_a_forward_within_a_step_does_not_end_it(gloo, check):
-    gloo(2, check)
 
 
 @on_ranks(1)
@@ -402,116 +278,38 @@ def test_uneven_inputs_with_join(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_resuming_is_bit_exact(rank: int) -> None:
-    def train(model: DistributedDataParallel, steps: range) -> None:
-        for step in steps:
-            loss_of(model(batch(rank, step))).backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
-            model.zero_grad()
-
-    sync = warm = fnddp.parse(f"warmup({COMPRESSED}, steps=2)")
-    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
-    handle = fnddp.register(model, sync)
-    train(model, range(3))
-    file = io.BytesIO()
-    torch.save({"model": model.module.state_dict(), "sync": fnddp.state_dict(handle.state)}, file)
-    train(model, range(3, 6))
-
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    again = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
-    again.module.load_state_dict(saved["model"])
-    resumed = fnddp.register(again, warm)
-    resumed.state = fnddp.load_state_dict(resumed.state, saved["sync"])
-    train(again, range(3, 6))
-    assert bits(list(again.parameters())) == bits(list(model.parameters()))
-    assert bits(resumed.state) == bits(handle.state)
-
-
-@on_ranks(2)
 def test_bad_use(rank: int) -> None:
     with pytest.raises(TypeError, match=r"expected a torch.nn.parallel.DistributedDataParallel, got .*Sequential"):
         fnddp.register(make_model(), allreduce)
     model = DistributedDataParallel(make_model())
-    handle = fnddp.register(model, allreduce)
-    with pytest.raises(ValueError, match="the state of allreduce for this model has nothing as 'other', got int"):
-        handle.state = {"other": 1}
-    other = DistributedDataParallel(make_model())
-    with_memory = fnddp.register(other, error_feedback(allreduce))
-    state = with_memory.state._replace(residual={name: r.sum() for name, r in with_memory.state.residual.items()})
+    handle = fnddp.register(model, error_feedback(allreduce))
+    state = handle.state._replace(residual={name: r.sum() for name, r in handle.state.residual.items()})
     with pytest.raises(ValueError, match=r"has float32\[64, 16\] on cpu as 'residual.0.weight', got float32\[\]"):
-        with_memory.state = state
+        handle.state = state
     with pytest.raises(RuntimeError, match="DDP has one hook slot, and fnddp_hook is in it"):
         fnddp.register(model, allreduce)
 
 
-@on_ranks(4)
-def test_over_the_models_own_group(rank: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = pairs[rank // 2]
-    model = DistributedDataParallel(make_model(), process_group=mine)
-    handle = fnddp.register(model, fnddp.parse(COMPRESSED))
-    assert handle.sync == fnddp.parse(COMPRESSED).over(mine) != fnddp.parse(COMPRESSED)
-    assert fnddp.all_reduce(group=dist.group.WORLD) == allreduce
-    loss_of(model(batch(rank, 0))).backward()
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, bits([p.grad for p in model.parameters()]))
-    assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
-
-
-def check_disagreement(rank: int, what: str) -> str:
-    sync, model = fnddp.parse(COMPRESSED), make_model()
-    if rank == 1:
-        sync = {
-            "pipeline": fnddp.parse("fp16(allreduce)"),
-            "set-up": fnddp.partition({"nothing*": allreduce}),
-        }.get(what, sync)
-    ddp = DistributedDataParallel(model)
+def disagreement(rank: int, what: str) -> str:
+    ddp = DistributedDataParallel(make_model())
     if rank == 1 and what == "frozen":
-        model[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError) as caught:
-        fnddp.register(ddp, sync)
-    return f"{type(caught.value).__name__}: {caught.value}"
+        ddp.module[0].weight.requires_grad_(False)
+    with pytest.raises(RankMismatchError) as caught:
+        fnddp.register(ddp, fnddp.parse("fp16(allreduce)" if rank == 1 and what == "pipeline" else COMPRESSED))
+    return str(caught.value)
 
 
-def test_disagreement_at_set_up_raises_on_all_ranks(gloo):
-    messages = gloo(3, check_disagreement, "pipeline")
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("pipeline", f"pipeline: ranks 0, 2: {COMPRESSED}; rank 1: fp16("),
+        ("frozen", "leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'"),
+    ],
+)
+def test_disagreement_at_set_up_raises_on_all_ranks(what, message):
+    messages = run_threads(3, disagreement, what)
     assert len(set(messages)) == 1
-    assert f"RankMismatchError: ranks disagree about pipeline: ranks 0, 2: {COMPRESSED}; rank 1: fp16(" in messages[0]
-    messages = gloo(3, check_disagreement, "frozen")
-    assert len(set(messages)) == 1
-    assert (
-        "ranks disagree about leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'" in messages[0]
-    )
-    messages = gloo(3, check_disagreement, "set-up")
-    assert messages[1].startswith("ValueError: partition: leaf '0.weight' matches none of the patterns ['nothing*']")
-    assert all("rank 1: set-up in its place, failed with ValueError: partition" in messages[rank] for rank in (0, 2))
-
-
-@on_ranks(2)
-def test_powersgd_of_ten_million_parameters_on_gloo(rank: int) -> None:
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)])  # 10.5 M parameters
-    ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=5)
-    handle = fnddp.register(ddp, error_feedback(powersgd(fp16(allreduce), rank=4)))
-    x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank))
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(x).square().sum().backward()
-    everyone: list[Any] = [None] * 2
-    dist.all_gather_object(everyone, [p.grad.double().sum().item() for p in ddp.parameters()])
-    assert everyone[0] == everyone[1]
-    assert sum(r.numel() for r in handle.state.residual.values()) == sum(p.numel() for p in model.parameters())
-
-
-def test_errors_of_ranks_are_reported(gloo):
-    with pytest.raises(RankFailed, match="No process group|expected a torch"):
-        gloo(1, register_a_plain_module)
-
-
-def register_a_plain_module(rank: int) -> None:
-    fnddp.register(nn.Linear(2, 2), allreduce)
+    assert f"ranks disagree about {message}" in messages[0]
 
 
 def check_new_world(rank: int) -> None:
@@ -533,18 +331,17 @@ def test_another_process_group_than_when_registered(gloo):
 
 @pytest.mark.parametrize(("text", "looks"), [("fp16(allreduce)", False), (COMPRESSED, True)])
 @on_ranks(2)
-def test_gradients_cost_nothing_where_no_segment_waits_for_a_collective(rank: int, text: str, looks: bool) -> None:
+def test_parameters_have_hooks_only_where_a_segment_waits_for_a_collective(rank: int, text: str, looks: bool) -> None:
     module = make_model()
-    parameters = list(module.parameters())
     for _ in range(2):  # the second time in the place of the first, whose hooks went with it
         model = DistributedDataParallel(module)
         handle = fnddp.register(model, fnddp.parse(text))
         for step in range(3):
             loss_of(model(batch(rank, step))).backward()
-        assert all(len(p._post_accumulate_grad_hooks or ()) == looks for p in parameters)
+        assert all(len(p._post_accumulate_grad_hooks or ()) == looks for p in module.parameters())
         del model, handle
         gc.collect()
-        assert not any(p._post_accumulate_grad_hooks for p in parameters)
+        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 @on_ranks(1)

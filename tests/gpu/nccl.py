@@ -11,40 +11,34 @@ import torch.multiprocessing as mp
 
 from fnddp.core import tree
 
+SECONDS = 200
+
 
 def run_nccl(n: int, fn: Callable[..., Any], *arguments: Any) -> None:
-    """Runs `fn(rank, *arguments)` on `n` ranks, all on the first GPU."""
-    run_ranks(n, "nccl", 200, fn, *arguments)
-
-
-def run_ranks(n: int, backend: str, seconds: float, fn: Callable[..., Any], *arguments: Any) -> None:
-    """The same over `backend`.
+    """Run `fn(rank, *arguments)` on `n` ranks, all on the first GPU.
 
     Raises:
-        TimeoutError: They have not finished after `seconds`.
+        TimeoutError: They have not finished after `SECONDS`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.spawn(_rank, args=(n, store.port, backend, fn, arguments), nprocs=n, join=False)
+    context = mp.spawn(_rank, args=(n, store.port, fn, arguments), nprocs=n, join=False)
     try:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SECONDS
         while not context.join(timeout=max(0.0, deadline - time.monotonic())):  # one call ends with one process
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{n} ranks over {backend} did not finish in {seconds} s")
+                raise TimeoutError(f"{n} ranks over NCCL did not finish in {SECONDS} s")
     finally:
         for process in context.processes:
             process.kill()
 
 
-def _rank(rank: int, n: int, port: int, backend: str, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    if backend == "nccl":
-        # Newer NCCL allows several ranks on one GPU; older ones only refuse ranks of one host.
-        several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": str(rank)}
-        os.environ.update(several, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-        torch.cuda.set_device(0)
-    else:
-        torch.set_num_threads(1)
+def _rank(rank: int, n: int, port: int, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    # Newer NCCL allows several ranks on one GPU; older ones only refuse ranks of one host.
+    several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": str(rank)}
+    os.environ.update(several, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    torch.cuda.set_device(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(backend, rank=rank, world_size=n, store=store)
+    dist.init_process_group("nccl", rank=rank, world_size=n, store=store)
     try:
         fn(rank, *arguments)
     finally:

@@ -1,25 +1,37 @@
-"""On a CUDA device: the laws on CUDA tensors, and DDP over NCCL with several ranks on one GPU.
+"""On a CUDA device: the numbers of the CPU, and over NCCL, with several ranks on one GPU, plans and adapters.
 
-Collected everywhere, skipped where there is no GPU. Run alone: `python -m pytest tests/gpu`.
+Plans give the same bits as the pipelines themselves, from a side stream, without a wait on the host. Nothing here waits
+for the device before the end of a test, so that a stream that does not wait for another shows. Collected everywhere,
+skipped where there is no GPU. Run alone: `python -m pytest tests/gpu`.
 """
 
+import copy
+import json
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
+from fnddp import Sync
 from fnddp.core import tree
-from fnddp.laws import bits
+from fnddp.laws import bits, engine_step, make_engine
+from fnddp.plan.draft import Donation
 from tests.gpu.nccl import on, run_nccl
 from tests.pipelines import EXAMPLES, grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-
+STEPS = 6
+CYCLES = 2_000_000  # about a millisecond, in which the host and the side stream run ahead of the main stream
 # float32 products in another order than the CPU's, three exchanges deep; half-precision leaves round once more
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.complex64: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -40,29 +52,221 @@ def test_cuda_gives_what_the_cpu_gives(text):
             torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
-def check_register(rank: int, options: dict) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)).cuda()
-    ddp = DistributedDataParallel(model, device_ids=[0], **options)
-    handle = fnddp.register(ddp, fnddp.parse("error_feedback(powersgd(fp16(allreduce), rank=4))"))
-    sync, params = handle.sync, {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = sync.init(params)
-    for step in range(4):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * rank + step)).cuda()
+def copied(value: Any) -> Any:
+    """Return a copy that is made late, of memory that may be given back to its owner before."""
+    torch.cuda._sleep(CYCLES)
+    return tree.map_tensors(Tensor.clone, value)
+
+
+# NCCL reduces every dtype of both trees: integers and bools travel as int64, complex numbers as pairs of real ones.
+def check_law_6(rank: int, texts: list[str]) -> None:
+    order = random.Random(rank)
+    for text in texts:
+        sync = fnddp.parse(text)
+        for name in ["model"] if "*weight" in text else ["model", "mixed"]:
+            example = on("cuda", grads(name, rank))
+            engine = make_engine(sync, example, Donation("yes", True), learns_order=True)
+            expected = sync.init(example)
+            state = copy.deepcopy(expected)
+            want, got = [], []
+            for step in range(STEPS):
+                mine = on("cuda", grads(name, rank, step))
+                mean, expected = sync(mine, expected)
+                want.append((tree.flatten(mean)[0], expected))
+                mean, _ = engine_step(engine, state, mine, order)
+                state = engine.state
+                got.append(copied((mean, state)))
+            assert engine.plan is not None
+            for step in range(STEPS):
+                assert bits(got[step][0]) == bits(want[step][0]), f"{text} on {name}, mean of step {step}"
+                assert bits(got[step][1]) == bits(want[step][1]), f"{text} on {name}, state after step {step}"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_law_6_over_nccl(n):
+    run_nccl(n, check_law_6, list(EXAMPLES.values()))
+
+
+def module_of(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
+    ddp = fnddp.DistributedDataParallel(model, bucket_cap_mb=0.1, sync=sync)
+    return ddp, lambda: ddp.sync_state
+
+
+def registered(model: nn.Module, sync: Sync, **options: Any) -> tuple[nn.Module, Callable[[], Any]]:
+    ddp = DistributedDataParallel(model, device_ids=[0], bucket_cap_mb=0.1, **options)
+    handle = fnddp.register(ddp, sync)
+    return ddp, lambda: handle.state
+
+
+def registered_with_views(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
+    return registered(model, sync, gradient_as_bucket_view=True)
+
+
+def check_training(rank: int, wrap: Callable[[nn.Module, Sync], Any], texts: list[str]) -> None:
+    for text in texts:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]).cuda()
+        plain = copy.deepcopy(model)
+        sync = fnddp.parse(text)
+        wrapped, state_of = wrap(model, sync)
+        params = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        state = sync.init(params)
+
+        def loss(params: dict[str, Tensor], x: Tensor, plain: nn.Module = plain) -> Tensor:
+            return torch.func.functional_call(plain, params, (x,)).square().mean()
+
+        generator = torch.Generator().manual_seed(rank)
+        want, got = [], []
+        for _ in range(STEPS):
+            x = torch.randn(64, 256, generator=generator).cuda()
+            mean, state = sync(torch.func.grad(loss)(params, x), state)
+            params = {name: p - 0.1 * mean[name] for name, p in params.items()}
+            want.append(mean)
+            wrapped.zero_grad()
+            wrapped(x).square().mean().backward()
+            got.append(copied({name: p.grad for name, p in model.named_parameters()}))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(p - 0.1 * p.grad)
+        for step in range(STEPS):
+            assert bits(got[step]) == bits(want[step]), f"{text}, step {step}"
+        assert bits(state_of()) == bits(state), text
+        assert bits(dict(model.named_parameters())) == bits(params), text
+
+
+TRAINED = [
+    "allreduce",
+    "bf16(allreduce)",
+    "error_feedback(powersgd(fp16(allreduce), rank=4))",
+    "error_feedback(powersgd(allreduce, rank=2, orthogonalization='gram_schmidt'))",
+]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("wrap", [module_of, registered, registered_with_views])
+def test_training_over_nccl(wrap, n):
+    run_nccl(n, check_training, wrap, TRAINED)
+
+
+def check_shared_gradients() -> None:
+    """Gradients that are views of what the rest of backward still reads are not written over."""
+    sync = fnddp.parse("error_feedback(fp16(allreduce))")
+    params = {name: torch.randn(512, 512, device="cuda") for name in ("first", "position")}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return ((x @ params["first"])[None] + params["position"][None]).square().sum()
+
+    step = fnddp.value_and_grad(loss, sync)
+    state = expected = sync.init(params)
+    for _ in range(STEPS):
+        x = torch.randn(512, 512, device="cuda")
+        mean, expected = sync(torch.func.grad(loss)(params, x), expected)
+        _, got, state = step(params, state, x)
+        assert bits(got) == bits(mean)
+
+
+def test_shared_gradients_over_nccl():
+    run_nccl(1, _without_rank, check_shared_gradients)
+
+
+def _without_rank(rank: int, fn: Callable[[], None]) -> None:
+    fn()
+
+
+class Fails(nn.Module):
+    """The identity, whose backward may fail."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        if self.fails:
+            y.register_hook(lambda _: 1 // 0)
+        return y
+
+
+def check_failure(rank: int) -> None:
+    """The rank that fails cannot notify the others in time, so it refuses to go on without them."""
+    sync = fnddp.error_feedback(fnddp.fp16(fnddp.allreduce))
+    fails = Fails()
+    layers = nn.Sequential(nn.Linear(64, 64), fails, nn.Linear(64, 64)).cuda()
+    model = fnddp.DistributedDataParallel(layers, sync=sync)
+    x = torch.ones(2, 64, device="cuda")
+    model(x).sum().backward()
+    fails.fails = rank == 1
+    with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
+        model(x).sum().backward()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+            model(x)
+    torch.cuda.synchronize()
+
+
+def test_a_rank_that_failed_refuses_further_steps():
+    run_nccl(2, check_failure)
+
+
+SYNCHRONIZATIONS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+
+
+def check_overlap(rank: int, text: str, folder: str) -> None:
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)]).cuda()
+    ddp = fnddp.DistributedDataParallel(model, sync=fnddp.parse(text))
+    x = torch.randn(512, 4096, device="cuda")
+
+    def step() -> None:
         ddp.zero_grad()
         ddp(x).square().mean().backward()
-        loss = torch.func.grad(lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean())
-        mean, state = sync(loss(params, x), state)
-        assert bits(dict(mean)) == bits({name: p.grad for name, p in model.named_parameters()})
-    assert bits(handle.state) == bits(state)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, bits([p.grad for p in model.parameters()]))
-    assert all(other == everyone[0] for other in everyone)
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(4):
+            with record_function("one step"):
+                step()
+        torch.cuda.synchronize()
+    path = Path(folder) / f"{rank}.json"
+    profiler.export_chrome_trace(str(path))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    if dist.get_world_size() > 1:  # alone NCCL has nothing to do
+        assert overlapping(events), "no NCCL kernel ran while another stream computed"
+    assert synchronizations(events) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.1, "gradient_as_bucket_view": True}], ids=str)
-def test_register_over_nccl(options):
-    run_nccl(2, check_register, options)
+def during(event: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return outer["ts"] <= event["ts"] <= outer["ts"] + outer["dur"]
+
+
+def overlapping(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of an NCCL kernel and another one, on another stream at the same time."""
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    nccl = [kernel for kernel in kernels if "nccl" in kernel["name"].lower()]
+    return [
+        (one["name"], other["name"])
+        for one in nccl
+        for other in kernels
+        if "nccl" not in other["name"].lower()
+        and one["args"]["stream"] != other["args"]["stream"]
+        and max(one["ts"], other["ts"]) < min(one["ts"] + one["dur"], other["ts"] + other["dur"])
+    ]
+
+
+def synchronizations(events: list[dict[str, Any]]) -> list[str]:
+    """Return what the host waited for within steps, on any thread. What NCCL calls by itself is not ours."""
+    steps = [event for event in events if event["name"] == "one step" and event.get("cat") == "user_annotation"]
+    nccl = [event for event in events if event["name"].startswith(("c10d::", "record_param_comms"))]
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    inside = [call for call in calls if any(during(call, step) for step in steps)]
+    assert inside, "a step has launched nothing: the trace is not what this test takes it for"
+    waits = [call for call in inside if call["name"] in SYNCHRONIZATIONS]
+    return [call["name"] for call in waits if not any(call["tid"] == n["tid"] and during(call, n) for n in nccl)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", "error_feedback(powersgd(allreduce, rank=4))"])
+def test_collectives_run_behind_backward(tmp_path, text, n):
+    run_nccl(n, check_overlap, text, str(tmp_path))
 
 
 def check_disagreement(rank: int) -> None:

@@ -100,6 +100,7 @@ SUITES = {
         ("fnddp/run/*.py",),
         (
             *("tests/test_engine.py", "tests/test_mutants.py", "tests/test_stats.py", "tests/test_weights.py"),
+            "tests/test_adapters.py",
             *("tests/test_functional.py", "tests/test_backward.py", "tests/test_step.py", "tests/test_elastic.py"),
             "tests/test_backends.py",
             *("tests/test_kinds.py", "tests/test_wire.py", "tests/test_module.py", "tests/test_schedules.py"),
@@ -135,8 +136,7 @@ SUITES = {
             *("tests/test_stats.py", "tests/test_backward.py", "tests/drop_in/test_names.py", "tests/test_mutants.py"),
             "tests/drop_in/test_changes_after_wrapping.py",
             *("tests/test_module_refusals.py", "tests/test_elastic.py", "tests/drop_in/test_state.py"),
-            "tests/test_functional.py",
-            "tests/test_weights.py",
+            *("tests/test_adapters.py", "tests/test_functional.py", "tests/test_weights.py"),
             *("tests/drop_in/test_hooks.py", "tests/drop_in/test_arguments.py", "tests/test_module.py"),
             *("tests/drop_in/test_models_of_all_kinds.py", "tests/drop_in/test_no_sync_and_join.py"),
             *("tests/test_user_collectives.py", "tests/test_debug.py", "tests/test_state.py"),
