@@ -19,8 +19,8 @@ from fnddp.wire.simulated import Division, Ranks
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
     """Return `outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
 
-    Its pipelines run as `fnddp.simulate` runs them, with the same bits for carriers, and raise the same errors, at
-    their exchange; the rest is computed element by element, for all ranks at once. For `groups` see there.
+    Its pipelines run in `fnddp.simulate`, with the same bits for carriers, the same errors, at their exchange, and the
+    same `groups`; the rest is computed element by element, for all ranks at once.
 
     >>> from fnddp import allgather, outer
     >>> sim = simulate(outer.local_sgd(every=1, sync=allgather), world_size=2)
@@ -34,10 +34,7 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
 
 @dataclass(frozen=True)
 class OuterSimulation(Exchanges):
-    """An outer step on n virtual ranks: see `simulate`. It also runs the exchanges of the step.
-
-    States are those of the step, except that `Local` tensors are `[n, *shape]`, a row for each rank.
-    """
+    """An outer step on n virtual ranks: see `simulate`. `Local` tensors of states have a row for each rank."""
 
     outer: Outer
     world_size: int

@@ -34,16 +34,16 @@ class StreamingDiLoCoState(NamedTuple):
 class streaming_diloco(Descending):
     """Run DiLoCo on fragments: each is exchanged once in `every` steps, at a time of its own, for `delay` steps.
 
-    The exchange of a fragment starts with the differences of one call and ends in the call `delay` steps later; ranks
-    train meanwhile. `attach` runs its collectives in between; called as a function, the step runs the whole exchange
-    where it ends, with the same numbers. `fnddp.outer.lower` shows what starts and ends when.
+    The exchange of a fragment starts with the differences of one call and ends in the call `delay` steps later. With
+    `attach` its collectives overlap with the steps in between; called as a function, the step runs the whole exchange
+    where it ends, with the same numbers. `fnddp.outer.lower` prints the starts and ends.
 
-    Then the fragment is (1 - alpha) * its anchor, equal on all ranks to the bit, + alpha * this rank's parameters,
-    which include the local steps taken meanwhile. With `alpha=0` those are discarded, and after an exchange the
-    fragment is equal on all ranks. The paper takes 0.5 with a delay.
+    Then the fragment is (1 - alpha) * its anchor, equal on all ranks to the bit, + alpha * this rank's parameters. With
+    `alpha=0` the local steps in between are discarded, and the fragment is equal on all ranks. The paper takes 0.5 with
+    a delay.
 
     It costs two copies of the parameters, and a third with a delay. The wrong choice where messages are small: each
-    fragment pays the link's latency by itself.
+    fragment pays the link's latency.
 
     Args:
         sync: Takes the mean of the differences.
