@@ -225,10 +225,9 @@ def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
         everyone = gather(done.sent)
         # The largest of all steps so far: a memory has the roundings of earlier ones, also where gradients are zeros.
         scale = max(scale, _largest(everyone))
-        for path, want in _reduce(everyone, _op(sync)).items():
-            what = f"step {step}: leaf {path!r}: the {_op(sync)} over ranks of sent"
-            mean = done.mean.get(path, torch.zeros_like(done.sent[path]))
-            _require_near(what, want, mean, eps, scale, terms=2 * len(everyone) + 4)
+        mean = {path: done.mean.get(path, torch.zeros_like(sent)) for path, sent in done.sent.items()}
+        want, what = _reduce(everyone, _op(sync)), f"the {_op(sync)} over ranks of sent"
+        _require_near(mean, want, f"step {step}: leaf", what, eps, scale, terms=2 * len(everyone) + 4)
 
 
 @_stated
@@ -236,10 +235,9 @@ def law_5_lossless_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
     """A pipeline that loses nothing returns the exact mean."""
     means, _ = run(sync, grads, rank)
     for step, mean in enumerate(means):
-        leaves = tree.flatten(mean)[0]
-        for path, want in _exact(grads, step, _op(sync)).items():
-            what = f"step {step}: leaf {path!r}: the exact {_op(sync)}"
-            _require_near(what, want, leaves[path], 0.0, _scale(grads, step), terms=2 * world_size(None))
+        want, what = _exact(grads, step, _op(sync)), f"the exact {_op(sync)}"
+        got, terms = tree.flatten(mean)[0], 2 * world_size(None)
+        _require_near(got, want, f"step {step}: leaf", what, 0.0, _scale(grads, step), terms)
 
 
 @_stated
@@ -282,9 +280,8 @@ def law_6_lowered_is_eager(
             _require_same_bits(engine.state, expected, f"{where}: the engine's state")
             continue
         scale = _scale(grads, step) + _largest([want[-1]])
-        for path, leaf in want[-1].items():
-            what = f"{where}: leaf {path!r}: the eager mean"
-            _require_near(what, leaf, done.mean[path], rounding(sync), scale, terms=4 * world_size(None))
+        terms = 4 * world_size(None)
+        _require_near(done.mean, want[-1], f"{where}: leaf", "the eager mean", rounding(sync), scale, terms)
         everyone = gather(bits(done.mean)) if sync.ops else []
         _require(everyone[1:] == everyone[:-1], f"{where}: ranks have other bits of the engine's mean")
     for step in range(STEPS if exact else 0):
@@ -350,12 +347,14 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
     scale += _largest(residuals)
     outputs = [tree.flatten(mean)[0] for mean in means]
     exact = [_exact(grads, step, "mean") for step in range(STEPS)]
+    got: Leaves = {}
+    want: Leaves = {}
     for path, left in _reduce(residuals, "mean").items():
-        got = sum([_wide(mean[path]) for mean in outputs if path in mean], start=left)
-        want = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
-        what = f"leaf {path!r}: the sum of {STEPS} mean gradients"
-        terms = 4 * STEPS * len(residuals)
-        _require_near(what, want, got.to(_leaves(grads, rank, 0)[path].dtype), rounding(sync), scale, terms)
+        total = sum([_wide(mean[path]) for mean in outputs if path in mean], start=left)
+        got[path] = total.to(_leaves(grads, rank, 0)[path].dtype)
+        want[path] = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
+    terms = 4 * STEPS * len(residuals)
+    _require_near(got, want, "leaf", f"the sum of {STEPS} mean gradients", rounding(sync), scale, terms)
 
 
 @_stated
@@ -395,7 +394,9 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
                 if exact:
                     _require_same_bits(virtual, real, where)
                 else:
-                    _require_all_near(virtual, real, where, rounding(sync), _scale(grads, step), terms=64 * n)
+                    tensors = {part.path: part.value for part in parts(real) if isinstance(part.value, Tensor)}
+                    scale = _scale(grads, step) + _largest([tensors])
+                    _require_near(virtual, real, where, "the real one", rounding(sync), scale, terms=64 * n)
 
 
 @_stated
@@ -598,16 +599,6 @@ def _only_carries(sync: Sync) -> bool:
     return not reduces_itself and all(map(_only_carries, children))
 
 
-def _require_all_near(got: Tree, want: Tree, what: str, eps: float, scale: float, terms: int) -> None:
-    for one, other in zip(parts(got), parts(want), strict=True):
-        if isinstance(other.value, Tensor):
-            _require_near(
-                f"{what} {one.path!r}", other.value, one.value, eps, scale + _largest([{"": other.value}]), terms
-            )
-        else:
-            _require(one.value == other.value, f"{what} {one.path!r} is {one.value!r}, but should be {other.value!r}")
-
-
 def _require_same_bits(got: Tree, want: Tree, what: str) -> None:
     # By path: an engine's means are flat, a pipeline's are a tree.
     for one, other in zip(parts(got), parts(want), strict=True):
@@ -622,11 +613,17 @@ def _difference(got: Any, want: Any) -> str:
     return f"is off by up to {error.max().item():.3g}, in {int((error != 0).sum())} of {got.numel()} elements"
 
 
-def _require_near(what: str, want: Tensor, got: Tensor, eps: float, scale: float, terms: int) -> None:
+def _require_near(got: Tree, want: Tree, what: str, of: str, eps: float, scale: float, terms: int) -> None:
     """Raise unless equal up to `terms` roundings, by `eps` or the leaf's own, at `scale`; integers are exact."""
-    allowed = terms * max(eps, torch.finfo(got.dtype).eps) * scale if tree.is_inexact(got) else 0.0
-    error = (_wide(got) - _wide(want)).abs().max().item() if got.numel() else 0.0
-    _require(error <= allowed, f"{what} and what the pipeline gives are {error:.3g} apart, allowed {allowed:.3g}")
+    for one, other in zip(parts(got), parts(want), strict=True):
+        where = f"{what} {one.path!r}: {of} and what the pipeline gives are"
+        if not isinstance(one.value, Tensor):
+            _require(one.value == other.value, f"{where} {other.value!r} and {one.value!r}")
+        elif one.value.numel():
+            rounded = max(eps, torch.finfo(one.value.dtype).eps) if tree.is_inexact(one.value) else 0.0
+            error = (_wide(one.value) - _wide(other.value)).abs().max().item()
+            allowed = terms * rounded * scale
+            _require(error <= allowed, f"{where} {error:.3g} apart, allowed {allowed:.3g}")
 
 
 def _normal(rank: int, step: int) -> Callable[..., Tensor]:

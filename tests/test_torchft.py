@@ -22,7 +22,19 @@ import fnddp
 from fnddp import RankMismatchError, fp16
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.reducers.all_reduce import allreduce
-from tests.replica import HEARTBEAT, POINTS, Network, Record, Training, Trap, digest_of, new_manager, wrap
+from tests.replica import (
+    POINTS,
+    Network,
+    Record,
+    Training,
+    Trap,
+    digest_of,
+    new_manager,
+    read,
+    wait_together,
+    wrap,
+    write,
+)
 from tests.replicas import Job, on_processes
 
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -192,10 +204,7 @@ def train_functionally(name: str, address: str, folder: Path, options: Mapping[s
         return torch.func.functional_call(training.net, params, (x,)).square().mean()
 
     step = fnddp.value_and_grad(loss_of, sync, wire=ManagerWire(manager))
-    time.sleep(HEARTBEAT)
-    (folder / f"{name}.ready").touch()
-    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
-        time.sleep(0.02)
+    wait_together(name, folder)
     state, lost = sync.init(params), 0
     while manager.current_step() < AT + 3:
         manager.start_quorum()
@@ -221,15 +230,11 @@ def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[
     told, stepped = folder / "address", folder / "stepped"
     if name == "r1":  # is the lighthouse
         own = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
-        (folder / "new").write_text(f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
-        (folder / "new").rename(told)
-        while not stepped.exists():
-            time.sleep(0.02)
+        write(told, f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
+        read(stepped)
         os.kill(os.getpid(), signal.SIGKILL)
-    while not told.exists():
-        time.sleep(0.02)
     training = Training(seed=0)
-    manager = new_manager(name, told.read_text(), training, quorum_timeout=timedelta(seconds=3))
+    manager = new_manager(name, read(told), training, quorum_timeout=timedelta(seconds=3))
     model = DistributedDataParallel(manager, training.net)
     manager.start_quorum()
     model(torch.ones(1, 8)).sum().backward()
@@ -254,8 +259,8 @@ def join_with_another(name: str, address: str, folder: Path, options: Mapping[st
     """The second replica joins with another pipeline: it alone is told, and the first one goes on."""
     training = Training(seed=0)
     refused = folder / "refused"
-    while name == "r1" and not (folder / "begun").exists():
-        time.sleep(0.02)
+    if name == "r1":
+        read(folder / "begun")
     manager = new_manager(name, address, training)
     model = DistributedDataParallel(manager, training.net, sync=fnddp.parse(LOSSY) if name == "r0" else allreduce)
     if name == "r1":
@@ -282,16 +287,11 @@ def begin_with_another(name: str, address: str, folder: Path, options: Mapping[s
     training = Training(seed=0)
     manager = new_manager(name, address, training, init_sync=False)
     model = DistributedDataParallel(manager, training.net, sync=fp16(allreduce) if name == "r0" else allreduce)
-    time.sleep(HEARTBEAT)
-    (folder / f"{name}.ready").touch()
-    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
-        time.sleep(0.02)
+    wait_together(name, folder)
     with pytest.raises(RankMismatchError, match="of the replicas of quorum 1, ranks disagree about pipeline"):
         manager.start_quorum()
     assert model.plan is not None
-    (folder / f"{name}.told").touch()
-    while not all((folder / f"r{i}.told").exists() for i in range(2)):
-        time.sleep(0.02)
+    wait_together(name, folder, point="end")
 
 
 def test_replicas_begin_with_different_pipelines():

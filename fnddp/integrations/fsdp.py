@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -162,9 +162,10 @@ class Replicas(PipelineHandle):
             p, grad = self._parameters[name], gradients.get(name)
             if name not in mean:  # no update in this step
                 p.grad = None
-            elif grad is None:  # absent here
-                p.grad = _like(p, mean[name].clone())
-            elif grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
+                continue
+            if grad is None:  # absent here
+                p.grad = grad = cast("DTensor", torch.empty_like(p))
+            if grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
                 grad.to_local().copy_(mean[name])
         self._put_back()
         self._means.update(self._gradients())
@@ -270,14 +271,3 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
     if shards is None or not parameters:
         raise TypeError("compress_replicas: the model has no parameter that requires a gradient")
     return parameters, shards
-
-
-def _like(parameter: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
