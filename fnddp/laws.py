@@ -218,7 +218,7 @@ def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
 
     It is zero for leaves without an update.
     """
-    state, eps, scale = sync.init(grads(rank, 0)), rounding(sync), 0.0
+    state, scale = sync.init(grads(rank, 0)), 0.0
     for step in range(STEPS):
         done = sync.exchange(_leaves(grads, rank, step), state)
         state = done.state
@@ -227,7 +227,7 @@ def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
         scale = max(scale, _largest(everyone))
         mean = {path: done.mean.get(path, torch.zeros_like(sent)) for path, sent in done.sent.items()}
         want, what = _reduce(everyone, _op(sync)), f"the {_op(sync)} over ranks of sent"
-        _require_near(mean, want, f"step {step}: leaf", what, eps, scale, terms=2 * len(everyone) + 4)
+        _require_near(mean, want, f"step {step}: leaf", what, summed(sync), scale, terms=2 * len(everyone) + 4)
 
 
 @_stated
@@ -354,7 +354,7 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
         got[path] = total.to(_leaves(grads, rank, 0)[path].dtype)
         want[path] = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
     terms = 4 * STEPS * len(residuals)
-    _require_near(got, want, "leaf", f"the sum of {STEPS} mean gradients", rounding(sync), scale, terms)
+    _require_near(got, want, "leaf", f"the sum of {STEPS} mean gradients", summed(sync), scale, terms)
 
 
 @_stated
@@ -375,6 +375,7 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
     simulation = simulate(sync, n)
     for step in range(STEPS // 2):
         leaves = _leaves(grads, rank, step)
+        eps = rounding(sync, *[leaf.dtype for leaf in leaves.values() if tree.is_inexact(leaf)])
         with _Sums() as sums:
             done = sync.exchange(leaves, state)
         exact = not sums.found and (n == 1 or _only_carries(sync))
@@ -396,7 +397,7 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
                 else:
                     tensors = {part.path: part.value for part in parts(real) if isinstance(part.value, Tensor)}
                     scale = _scale(grads, step) + _largest([tensors])
-                    _require_near(virtual, real, where, "the real one", rounding(sync), scale, terms=64 * n)
+                    _require_near(virtual, real, where, "the real one", eps, scale, terms=64 * n)
 
 
 @_stated
@@ -509,16 +510,18 @@ class _Sums(TorchDispatchMode):
         return made
 
 
-def rounding(sync: Sync) -> float:
-    """Return the relative error of the roundings that laws allow, in addition to those of a leaf's own dtype.
+def rounding(sync: Sync, *dtypes: torch.dtype) -> float:
+    """Return the largest relative rounding error of float32, of `dtypes`, and of each `cast` in `sync`."""
+    casts = [each.dtype for each in all_in(sync) if isinstance(each, cast)]
+    return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes, *casts) if isinstance(dtype, torch.dtype))
 
-    It is that of float32, and of the coarsest `cast` in `sync`. 0 on a rank alone, where nothing is added up, and what
-    a cast loses must be accounted for.
+
+def summed(sync: Sync) -> float:
+    """Return the rounding error that a sum over ranks may have in addition to that of a leaf's own dtype.
+
+    A rank alone adds nothing up: what a cast loses must be accounted for.
     """
-    if world_size(None) == 1:
-        return 0.0
-    dtypes = [torch.float32, *(each.dtype for each in all_in(sync) if isinstance(each, cast))]
-    return max(torch.finfo(dtype).eps for dtype in dtypes if isinstance(dtype, torch.dtype))
+    return rounding(sync) if world_size(None) > 1 else 0.0
 
 
 def _remembering(sync: Sync) -> Sync | None:
