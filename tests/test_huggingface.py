@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -111,52 +111,28 @@ def with_accelerate(sync: Any, epochs: int = 2, load: str = "", save: str = "") 
     return weights(module), pipelines.handle(model).state
 
 
-def trainer(model: nn.Module, sync: Any, folder: Path, dataset: Dataset, **options: Any) -> Any:
+def with_trainer(sync: Any, folder: Path) -> Tensor:
+    """The stock Trainer where `sync` is None."""
     from transformers import Trainer, TrainingArguments
 
     from fnddp.integrations.huggingface import FnddpTrainerMixin
 
-    class OurTrainer(FnddpTrainerMixin, Trainer):
+    class StockTrainer(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             return SequentialSampler(train_dataset or self.train_dataset)
 
-    class StockTrainer(Trainer):
-        _get_train_sampler = OurTrainer._get_train_sampler
+    class OurTrainer(FnddpTrainerMixin, StockTrainer):
+        pass
 
-    given: dict[str, Any] = {
-        "use_cpu": True,
-        "ddp_backend": "gloo",
-        "per_device_train_batch_size": BATCH,
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        **options,
-    }
+    options: Any = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True}
+    options |= {"save_strategy": "no", "lr_scheduler_type": "constant", "optim": "sgd", "learning_rate": RATE}
+    options |= {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATED}
+    arguments = TrainingArguments(str(folder), max_grad_norm=MAX_NORM, num_train_epochs=2, **options)
     made, more = (StockTrainer, {}) if sync is None else (OurTrainer, {"sync": sync})
-    return made(model=model, args=TrainingArguments(str(folder), **given), train_dataset=dataset, **more)
-
-
-class Rows(Dataset):
-    """Named columns, as a Trainer wants them."""
-
-    def __init__(self, **columns: Tensor) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {name: column[i] for name, column in self.columns.items()}
-
-
-def with_trainer(sync: Any, folder: Path) -> Tensor:
-    x, y = data().tensors
-    options = {"optim": "sgd", "learning_rate": RATE, "max_grad_norm": MAX_NORM}
-    options.update(gradient_accumulation_steps=ACCUMULATED, num_train_epochs=2)
-    made = trainer(Regression(), sync, folder, Rows(x=x, y=y), **options)
-    made.train()
-    return weights(made.model)
+    rows: Any = [{"x": x, "y": y} for x, y in data()]
+    trainer = made(model=Regression(), args=arguments, train_dataset=rows, **more)
+    trainer.train()
+    return weights(trainer.model)
 
 
 @on_ranks(2)
