@@ -146,9 +146,9 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
             with torch.no_grad():
                 law(rank, sync, grads, **options)
         except LawError as broken:
-            says = " ".join(str(law.__doc__).split())
+            stated = " ".join(str(law.__doc__).split())
             title = f"law {number} ({name.replace('_', ' ')}) is broken by {where}"
-            raise LawError(f"{title}: {broken}\nThe law: {says}") from None
+            raise LawError(f"{title}: {broken}\nThe law: {stated}") from None
         except Exception as error:
             error.add_note(f"while checking law {number} ({name.replace('_', ' ')}) of {where}")
             raise

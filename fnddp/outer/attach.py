@@ -38,21 +38,21 @@ def attach(
     If an exchange fails, `optimizer.step()` raises on all ranks, `StepFailedError` where another rank has failed:
     parameters and state are then those after the local step, and the next step exchanges again.
 
-    Each rank counts its own steps, so all must take the same number, or the last exchanges wait for missing ranks.
-    Where a step is sometimes left out, as by a `GradScaler`, pass no optimizer, and call `Attached.step` each time.
+    All ranks must take the same number of steps. Where a step is sometimes left out, as by a `GradScaler`, pass no
+    optimizer, and call `Attached.step` each time.
 
     Args:
         model: Its parameters that require gradients are exchanged. It must not average gradients over the same ranks.
         optimizer: The outer step runs after its steps; None if the caller runs `Attached.step`.
-        outer: The outer step. `des_loc` finds trees other than "params" in the optimizer's state by their names.
+        outer: The outer step.
         wire: Moves bytes; torch.distributed by default.
         group: The ranks that train together, where the pipelines of `outer` name none; None for the default group.
-        init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's; False if they are.
-        prepare: Called before a step in which an exchange starts, and before anything is read; it may load parameters
-            and state, such as `start_quorum` of a torchft manager.
-        commit: Called when an exchange has ended or failed, before anything is written, such as `should_commit`. If it
-            returns False, parameters and state stay as they are, only an error of this rank itself is raised, and the
-            next step exchanges again.
+        init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's.
+        prepare: Called before a step that starts an exchange, and may load parameters and state, such as
+            `start_quorum` of a torchft manager.
+        commit: Called before the result of an exchange is written, or when it has failed, such as `should_commit`. If
+            it returns False, parameters and state stay as they are, only an error of this rank itself is raised, and
+            the next step exchanges again.
 
     Raises:
         ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them.

@@ -52,7 +52,7 @@ class Outer(Expression, abc.ABC):
 
     @abc.abstractmethod
     def step(self, params: Leaves, state: State, exchanges: Exchanges) -> tuple[Leaves, State]:
-        """Return the parameters to go on with after a local step, by path, and the next state.
+        """Return the parameters after the outer step, by path, and the next state.
 
         It must compute element by element, so that simulation can pass a row for each rank where the state has one for
         all. Only Python ints of the state may decide which exchanges begin and end.
@@ -94,7 +94,7 @@ class Outer(Expression, abc.ABC):
             state: From `init` or the previous call.
 
         Returns:
-            The parameters to go on with, in the tree of `params`, and the next state.
+            The parameters after it, in the tree of `params`, and the next state.
 
         Raises:
             TypeError, ValueError: A leaf is not a dense tensor, or the state belongs to another tree.

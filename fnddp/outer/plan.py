@@ -69,7 +69,10 @@ class OuterPlan:
         lead = f", from step {self.lead + 1} on" if self.lead else ""
         lines = [repr(self.outer), f"a period of {count(self.period, 'local step')}{lead}", ""]
         events = [(each.starts, 0, _starts(each)) for each in self.exchanges]
-        events += [(each.ends, 1, _ends(each, self.period)) for each in self.exchanges if each.ends > each.starts]
+        for each in self.exchanges:
+            late = f" ({each.ends - self.period} of the next period)" if each.ends > self.period else ""
+            if each.ends > each.starts:
+                events.append((each.ends, 1, f"step {each.ends}{late}: end {each.name}"))
         lines += [line for _, _, line in sorted(events, key=lambda event: event[:2])]
         whole = self.period * self.nbytes
         reduction = f"{whole / self.wire_bytes:,.1f}x as much" if self.wire_bytes else "none here"
@@ -158,8 +161,3 @@ def _starts(each: PlannedExchange) -> str:
         f"step {each.starts}: {what} {each.name}: {leaves}, {elements:,} parameters, {collectives}{rounds}, "
         f"{each.plan.wire_bytes:,} B"
     )
-
-
-def _ends(each: PlannedExchange, period: int) -> str:
-    late = f" ({each.ends - period} of the next period)" if each.ends > period else ""
-    return f"step {each.ends}{late}: end {each.name}"

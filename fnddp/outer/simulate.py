@@ -96,8 +96,8 @@ def simulate_training(
     Args:
         loss_fn, params, batches, world_size, optimizer, ranks_at_once, groups: See `fnddp.simulate_training`.
         outer: The outer step. `des_loc` needs `elementwise`.
-        elementwise: Use one optimizer for all ranks, on `[n, *shape]` tensors: faster, and the same for those that
-            treat each element by itself (SGD, Adam), not for others (Muon, and what clips norms).
+        elementwise: Use one optimizer for all ranks, on `[n, *shape]` tensors: faster, and right for optimizers that
+            treat each element by itself (SGD, Adam; not Muon).
         sync: Pipeline for the gradients of each step, such as `post_local_sgd(...).gradients`; None for no exchange.
 
     Raises:

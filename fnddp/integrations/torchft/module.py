@@ -192,8 +192,8 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         grads = self._trained.gradients()
         mine = description(self.sync, grads, None)
         if mine != theirs["description"]:
-            said = first_difference([theirs["description"], mine])
-            raise RankMismatchError(f"this replica (rank 1) cannot heal from another one (rank 0): {said}")
+            differs = first_difference([theirs["description"], mine])
+            raise RankMismatchError(f"this replica (rank 1) cannot heal from another one (rank 0): {differs}")
         fresh = self.sync.init(grads)
         self.sync_state = states.load_state_dict(fresh, {**states.state_dict(fresh), **theirs["state"]})
 
@@ -239,7 +239,7 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
         path = next(path for path in [*two, *three] if two.get(path) != three.get(path))
         raise ValueError(
             f"{sync!r}: {path!r} of its state is {two.get(path)} for two replicas and {three.get(path)} for three, so "
-            "it cannot go on when one leaves; use one whose state has one shape (two_shot without server_memory)"
+            "it cannot continue when one leaves; use one whose state has one shape (two_shot without server_memory)"
         )
 
 
