@@ -201,20 +201,9 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 class PureDistributedDataParallel(DistributedDataParallel):
     """torchft's class of that name: `DistributedDataParallel` with a message for each parameter.
 
-    For debugging: many small messages are slow.
-
-    Args:
-        manager: See `DistributedDataParallel`.
-        module: What to wrap.
-        sync: The pipeline.
-
-    Raises:
-        ValueError: See `DistributedDataParallel`.
+    For debugging: many small messages are slow. Arguments and errors are those of `DistributedDataParallel`.
 
     Source: `torchft/ddp.py`, whose class never waits for a collective, so that replicas differ.
-
-    >>> PureDistributedDataParallel.__mro__[1].__name__
-    'DistributedDataParallel'
     """
 
     def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync = allreduce) -> None:
