@@ -95,6 +95,7 @@ def _load_without_a_word(rank: int, folder: str) -> None:
         dcp.load({"sync": run.model.sync_checkpoint()}, checkpoint_id=folder)
 
 
+@pytest.mark.thorough
 def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
     folder = str(tmp_path)
     one, other = gloo(2, _save, folder)
@@ -122,6 +123,7 @@ def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
         save(tmp_path, *Run("register").parts)
 
 
+@pytest.mark.thorough
 @on_ranks(3)
 def test_some_ranks_save_on_their_own(rank: int, tmp_path: Path) -> None:
     group = dist.new_group([0, 1])
