@@ -1,7 +1,7 @@
 """The laws that every pipeline keeps, as functions: for the transforms of this package, and for anyone's.
 
 A law is a function of `(rank, sync, grads)` that every rank runs: `sync` is a pipeline over the default group, and
-`grads(rank, step)` gives a rank's gradients in a step, the same whenever it is asked. `check` runs all that apply.
+`grads(rank, step)` returns a rank's gradients in a step, the same at each call. `check` runs all that apply.
 """
 
 import copy
@@ -10,7 +10,6 @@ import io
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +29,9 @@ from fnddp.plan.lower import Traces
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.simulate.simulate import simulate
-from fnddp.torch_private import TorchDispatchMode, tree_leaves
+from fnddp.torch_private import TorchDispatchMode
+from fnddp.transforms.cast import cast
+from fnddp.wire.groups import world_size
 from fnddp.wire.weights import scale_of, scaled
 
 Grads: TypeAlias = Callable[[int, int], Tree]
@@ -46,7 +47,7 @@ SMALL_BUCKETS = (200, 500)  # so that a few small leaves take several slots
 
 
 class LawError(AssertionError):
-    """A pipeline breaks a law. Says which one, how many ranks there were, at which leaf, and by how much."""
+    """A pipeline breaks a law. Names the law, the rank, the number of ranks, the leaf, and the difference."""
 
 
 def check(
@@ -56,24 +57,24 @@ def check(
     grads: Grads | None = None,
     on: Literal["threads", "gloo"] = "threads",
 ) -> None:
-    """Checks that `sync` keeps every law that applies to it.
+    """Check that `sync` keeps every law that applies to it.
 
-    Law 5 (the exact mean) applies where `sent` is what came in, law 8 (error feedback) to means, law 9 (text) to what
-    is made of registered transforms, and law 11 (weights) to means over one group. A pipeline that cannot be lowered is
-    run as engines run it, as a whole.
+    Law 5 (the exact mean) applies where `sent` is the input, law 8 (error feedback) to means, law 9 (text) to
+    registered transforms, and law 11 (weights) to means over one group. A pipeline that cannot be lowered runs as
+    engines run it, as a whole. Numbers that are added up on several ranks may differ by roundings of the leaf's dtype,
+    of float32, and of each `cast` in the pipeline.
 
     Args:
         sync: A pipeline over the default group, such as `my_transform(allreduce)`. Try several nestings.
         ranks: World sizes to try, on threads. One rank alone cannot disagree with another.
-        grads: `grads(rank, step)`: this rank's gradients in that step, the same whenever it is asked. Without it,
-            some trees of 0 to 9 leaves: matrices and a channels-last convolution; all dtypes, integers and bools too;
-            a bare tensor; a tree without leaves.
+        grads: `grads(rank, step)`: a rank's gradients in that step, the same at each call. None for trees of 0 to 9
+            leaves: matrices and a channels-last convolution; all dtypes, integers and bools too; a bare tensor.
         on: "threads" of this process, or "gloo": the ranks of the default process group, which all have to call this;
             without one this process is the only rank. Threads add in rank order, so lowered is eager to the bit; a
             ring of more than two ranks does not, and there law 6 holds up to the rounding of sums.
 
     Raises:
-        LawError: Names the law, the pipeline, the number of ranks, the leaf and the numbers.
+        LawError: A law is broken.
         RankFailed: `sync` itself raised on a rank, or took more than three minutes.
 
     >>> import fnddp
@@ -94,14 +95,14 @@ def check(
 
 
 def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = None) -> None:
-    """What each rank does in a `check`; with `traces` that it shares with others, if there are some."""
+    """Check all laws that apply, on one rank of several, with `traces` that it may share with the others."""
     for law in LAWS:
         if applies(law, sync) and (law is not law_5_lossless_is_exact or loses_nothing(rank, sync, grads)):
             law(rank, sync, grads, **({"traces": traces} if law in LOWERED else {}))
 
 
 def applies(law: Law, sync: Sync) -> bool:
-    """Whether `law` is about pipelines such as `sync`. (Law 5 is about those that lose nothing: `loses_nothing`.)"""
+    """Return True if `law` is about pipelines such as `sync`; law 5 needs one that `loses_nothing`, too."""
     if not sync.ops and law in (law_2_all_ranks_get_the_same_bits, law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
         return False  # nothing is reduced
     if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
@@ -116,7 +117,7 @@ def applies(law: Law, sync: Sync) -> bool:
 
 
 def loses_nothing(rank: int, sync: Sync, grads: Grads) -> bool:
-    """Whether on all ranks, in all steps, what `sync` says it has sent is what came in, to the bit."""
+    """Return True if `sent` is the input to the bit, on all ranks and in all steps."""
     state = sync.init(grads(rank, 0))
     same = True
     for step in range(STEPS):
@@ -131,24 +132,28 @@ def _is_registered(sync: Sync) -> bool:
     return known is type(sync) and all(_is_registered(child) for child in sync.children())
 
 
+LAWS: list[Law] = []
+
+
 def _stated(law: Callable[..., None]) -> Callable[..., None]:
-    """Makes whatever goes wrong in `law` say which law it was, of which pipeline, on how many ranks."""
+    """Put `law` on the list, and add the law, the pipeline, and the number of ranks to each error in `law`."""
 
     @functools.wraps(law)
     def checked(rank: int, sync: Sync, grads: Grads, **options: Any) -> None:
         number, name = law.__name__.removeprefix("law_").split("_", 1)
-        where = f"{sync!r} on rank {rank} of {_world_size()}"
+        where = f"{sync!r} on rank {rank} of {world_size(None)}"
         try:
             with torch.no_grad():
                 law(rank, sync, grads, **options)
         except LawError as broken:
-            says = " ".join(str(law.__doc__).split())
+            stated = " ".join(str(law.__doc__).split())
             title = f"law {number} ({name.replace('_', ' ')}) is broken by {where}"
-            raise LawError(f"{title}: {broken}\nThe law: {says}") from None
+            raise LawError(f"{title}: {broken}\nThe law: {stated}") from None
         except Exception as error:
             error.add_note(f"while checking law {number} ({name.replace('_', ' ')}) of {where}")
             raise
 
+    LAWS.append(checked)
     return checked
 
 
@@ -156,7 +161,7 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
 def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
     """The mean has the tree, shapes, dtypes and devices of the gradients, and the next state those of the last one.
 
-    In the place of a leaf without an update in a step, of a pipeline that skips, the mean has None.
+    The mean is None for a leaf without an update in a step, of a pipeline that skips.
     """
     example = grads(rank, 0)
     leaves, spec = tree.flatten(example)
@@ -213,28 +218,26 @@ def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
 
     It is zero for leaves without an update.
     """
-    state, eps, scale = sync.init(grads(rank, 0)), coarsest_rounding(rank, sync, grads), 0.0
+    state, scale = sync.init(grads(rank, 0)), 0.0
     for step in range(STEPS):
         done = sync.exchange(_leaves(grads, rank, step), state)
         state = done.state
         everyone = gather(done.sent)
         # The largest of all steps so far: a memory has the roundings of earlier ones, also where gradients are zeros.
-        scale = max([scale, *(_norm(leaf) for sent in everyone for leaf in sent.values())])
-        for path, want in _reduce(everyone, _op(sync)).items():
-            what = f"step {step}: leaf {path!r}: the {_op(sync)} over ranks of sent"
-            mean = done.mean.get(path, torch.zeros_like(done.sent[path]))
-            _require_near(what, want, mean, eps, scale, terms=2 * len(everyone) + 4)
+        scale = max(scale, _largest(everyone))
+        mean = {path: done.mean.get(path, torch.zeros_like(sent)) for path, sent in done.sent.items()}
+        want, what = _reduce(everyone, _op(sync)), f"the {_op(sync)} over ranks of sent"
+        _require_near(mean, want, f"step {step}: leaf", what, summed(sync), scale, terms=2 * len(everyone) + 4)
 
 
 @_stated
 def law_5_lossless_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
-    """A pipeline that loses nothing gives the exact mean."""
+    """A pipeline that loses nothing returns the exact mean."""
     means, _ = run(sync, grads, rank)
     for step, mean in enumerate(means):
-        leaves = tree.flatten(mean)[0]
-        for path, want in _exact(grads, step, _op(sync)).items():
-            what = f"step {step}: leaf {path!r}: the exact {_op(sync)}"
-            _require_near(what, want, leaves[path], 0.0, _scale(grads, step), terms=2 * _world_size())
+        want, what = _exact(grads, step, _op(sync)), f"the exact {_op(sync)}"
+        got, terms = tree.flatten(mean)[0], 2 * world_size(None)
+        _require_near(got, want, f"step {step}: leaf", what, 0.0, _scale(grads, step), terms)
 
 
 @_stated
@@ -247,16 +250,15 @@ def law_6_lowered_is_eager(
     seed: int = 0,
     traces: Traces | None = None,
 ) -> None:
-    """An engine gives the means and states of the pipeline itself, bit for bit, whatever the order of the gradients.
+    """An engine returns the means and states of the pipeline itself, bit for bit, in any order of the gradients.
 
-    Where the backend's order of summation depends on where an element lies: near them, and the same bits on all ranks.
+    Where the backend's order of summation depends on an element's position, near them, and equal on all ranks.
     """
     # Lowering takes longer than all the rest, so each number of ranks tries what one adapter lets be written over.
-    donation = DONATIONS[_world_size() % len(DONATIONS)] if donation is None else donation
-    exact = _adds_in_one_order()
-    eps = 0.0 if exact else coarsest_rounding(rank, sync, grads)
+    donation = DONATIONS[world_size(None) % len(DONATIONS)] if donation is None else donation
+    exact = world_size(None) <= 2 or dist.get_backend() == "threaded"  # an element's parts are added in one order
     order = random.Random(1000 * seed + rank)  # another one on every rank
-    learns_order = (seed + _world_size()) % 2 == 1
+    learns_order = (seed + world_size(None)) % 2 == 1
     engine = make_engine(sync, grads(rank, 0), donation, learns_order, traces)
     expected = sync.init(grads(rank, 0))
     start: State = copy.deepcopy(expected)
@@ -277,10 +279,9 @@ def law_6_lowered_is_eager(
             _require_same_bits(done.mean, want[-1], f"{where}: the engine's mean of")
             _require_same_bits(engine.state, expected, f"{where}: the engine's state")
             continue
-        scale = _scale(grads, step) + max([_norm(leaf) for leaf in want[-1].values()], default=0.0)
-        for path, leaf in want[-1].items():
-            what = f"{where}: leaf {path!r}: the eager mean"
-            _require_near(what, leaf, done.mean[path], eps, scale, terms=4 * _world_size())
+        scale = _scale(grads, step) + _largest([want[-1]])
+        terms = 4 * world_size(None)
+        _require_near(done.mean, want[-1], f"{where}: leaf", "the eager mean", rounding(sync), scale, terms)
         everyone = gather(bits(done.mean)) if sync.ops else []
         _require(everyone[1:] == everyone[:-1], f"{where}: ranks have other bits of the engine's mean")
     for step in range(STEPS if exact else 0):
@@ -291,17 +292,8 @@ def law_6_lowered_is_eager(
 
 @_stated
 def law_7_resuming_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
-    """To save the state, load it and continue gives what going on gives, to the bit."""
-    straight, final = run(sync, grads, rank)
-    _, halfway = run(sync, grads, rank, range(STEPS // 2))
-    template = sync.init(grads(rank, 0))
-    untouched = copy.deepcopy(template)
-    loaded = _saved_and_loaded(template, halfway)
-    _require_same_bits(template, untouched, "the template of load_state_dict")
-    resumed, again = run(sync, grads, rank, range(STEPS // 2, STEPS), loaded)
-    for step, mean in enumerate(resumed, STEPS // 2):
-        _require_same_bits(mean, straight[step], f"step {step}, resumed: the mean of")
-    _require_same_bits(again, final, "the state at the end:")
+    """To save the state, load it and continue has the same results as to continue, to the bit."""
+    _require_resuming(lambda state, steps: run(sync, grads, rank, steps, state), lambda: sync.init(grads(rank, 0)))
 
 
 @_stated
@@ -314,23 +306,31 @@ def law_7_resuming_an_engine_is_exact(
     seed: int = 0,
     traces: Traces | None = None,
 ) -> None:
-    """The same through an engine, and another one that starts from what the first has saved."""
+    """The same through an engine, and another one that starts from the saved state of the first."""
     order = random.Random(1000 * seed + rank)
-
-    def steps(engine: Engine, start: State, numbers: range) -> tuple[list[Leaves], State]:
-        means: list[Leaves] = []
-        for step in numbers:
-            means.append(engine_step(engine, start, grads(rank, step), order).mean)
-            start = None
-        return means, engine.state
-
     traces = Traces() if traces is None else traces  # of both: a trace takes longer than all the rest
-    engine, another = [make_engine(sync, grads(rank, 0), donation, traces=traces) for _ in range(2)]
-    straight, final = steps(engine, sync.init(grads(rank, 0)), range(STEPS))
-    final = copy.deepcopy(final)
-    _, halfway = steps(engine, sync.init(grads(rank, 0)), range(STEPS // 2))
-    loaded = _saved_and_loaded(sync.init(grads(rank, 0)), halfway)
-    resumed, again = steps(another, loaded, range(STEPS // 2, STEPS))
+    first, another = [make_engine(sync, grads(rank, 0), donation, traces=traces) for _ in range(2)]
+
+    def steps(state: State, numbers: range) -> tuple[list[Tree], State]:
+        engine, means = another if numbers.start else first, list[Tree]()
+        for step in numbers:
+            means.append(engine_step(engine, state, grads(rank, step), order).mean)
+            state = None
+        return means, copy.deepcopy(engine.state)
+
+    _require_resuming(steps, lambda: sync.init(grads(rank, 0)))
+
+
+def _require_resuming(run: Callable[[State, range], tuple[list[Tree], State]], init: Callable[[], State]) -> None:
+    straight, final = run(init(), range(STEPS))
+    _, halfway = run(init(), range(STEPS // 2))
+    file = io.BytesIO()
+    torch.save(state_dict(halfway), file)
+    file.seek(0)
+    template = init()
+    loaded = load_state_dict(template, torch.load(file, weights_only=True))
+    _require_same_bits(template, init(), "the template of load_state_dict")
+    resumed, again = run(loaded, range(STEPS // 2, STEPS))
     for step, mean in enumerate(resumed, STEPS // 2):
         _require_same_bits(mean, straight[step], f"step {step}, resumed: the mean of")
     _require_same_bits(again, final, "the state at the end:")
@@ -343,17 +343,18 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
     assert remembering is not None
     means, state = run(remembering, grads, rank)
     residuals: list[Leaves] = gather(state.residual)
-    eps = coarsest_rounding(rank, remembering, grads)
     scale = sum(_scale(grads, step) for step in range(STEPS))
-    scale += max([_norm(leaf) for residual in residuals for leaf in residual.values()], default=0.0)
+    scale += _largest(residuals)
     outputs = [tree.flatten(mean)[0] for mean in means]
     exact = [_exact(grads, step, "mean") for step in range(STEPS)]
+    got: Leaves = {}
+    want: Leaves = {}
     for path, left in _reduce(residuals, "mean").items():
-        got = sum([_wide(mean[path]) for mean in outputs if path in mean], start=left)
-        want = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
-        what = f"leaf {path!r}: the sum of {STEPS} mean gradients"
-        terms = 4 * STEPS * len(residuals)
-        _require_near(what, want, got.to(_leaves(grads, rank, 0)[path].dtype), eps, scale, terms)
+        total = sum([_wide(mean[path]) for mean in outputs if path in mean], start=left)
+        got[path] = total.to(_leaves(grads, rank, 0)[path].dtype)
+        want[path] = sum([mean[path] for mean in exact], start=torch.zeros_like(left))
+    terms = 4 * STEPS * len(residuals)
+    _require_near(got, want, "leaf", f"the sum of {STEPS} mean gradients", summed(sync), scale, terms)
 
 
 @_stated
@@ -366,17 +367,18 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
-    """Simulated on n virtual ranks, an exchange gives what n ranks get: to the bit where all reducers are carriers and
-    no matrices are multiplied nor whole leaves added up, otherwise up to rounding. A codec may make more of that where
-    it chooses by what was rounded (the largest, a sign, the nearest of a grid), so this law does not compare those.
+    """Simulated on n virtual ranks, an exchange has the result of n ranks: to the bit where all reducers are carriers
+    and no matrices are multiplied nor whole leaves added up, otherwise up to rounding. A rounding changes more where
+    a codec chooses by it (the largest, a sign, the nearest of a grid), so this law does not compare those.
     """
-    n, state = _world_size(), sync.init(grads(rank, 0))
+    n, state = world_size(None), sync.init(grads(rank, 0))
     simulation = simulate(sync, n)
     for step in range(STEPS // 2):
         leaves = _leaves(grads, rank, step)
-        with _Roundings() as roundings:
+        eps = rounding(sync, *[leaf.dtype for leaf in leaves.values() if tree.is_inexact(leaf)])
+        with _Sums() as sums:
             done = sync.exchange(leaves, state)
-        exact = not roundings.adds_up and (n == 1 or _only_carries(sync))
+        exact = not sums.found and (n == 1 or _only_carries(sync))
         everyone: list[Any] = gather((leaves, state, done))
         state = done.state  # the real one, or roundings would add up over the steps
         if rank == 0 and (exact or not any(isinstance(each, Codec) for each in all_in(sync))):
@@ -393,13 +395,15 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
                 if exact:
                     _require_same_bits(virtual, real, where)
                 else:
-                    _require_all_near(virtual, real, where, roundings.coarsest, _scale(grads, step), terms=64 * n)
+                    tensors = {part.path: part.value for part in parts(real) if isinstance(part.value, Tensor)}
+                    scale = _scale(grads, step) + _largest([tensors])
+                    _require_near(virtual, real, where, "the real one", eps, scale, terms=64 * n)
 
 
 @_stated
 def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
-    """Weighted means are those of gradients scaled by n w / W: for what loses nothing, means of the pooled samples."""
-    n = _world_size()
+    """Weighted means are those of gradients scaled by n w / W: without losses, means of the pooled samples."""
+    n = world_size(None)
     plain = weighted = sync.init(_scalable(grads, rank, 0))
     for step in range(STEPS):
         weights = [float((3 * other + step) % 4) for other in range(n)]  # other ones in each step, zeros among them
@@ -413,29 +417,14 @@ def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
         _require_same_bits(weighted, plain, f"step {step}: with the weights {weights} the state")
 
 
-LAWS: tuple[Law, ...] = (
-    law_1_outputs_are_like_inputs,
-    law_2_all_ranks_get_the_same_bits,
-    law_3_inputs_are_unmodified,
-    law_4_sent_reduces_to_mean,
-    law_5_lossless_is_exact,
-    law_6_lowered_is_eager,
-    law_7_resuming_is_exact,
-    law_7_resuming_an_engine_is_exact,
-    law_8_error_feedback_loses_nothing,
-    law_9_text_parses_back,
-    law_10_simulated_is_real,
-    law_11_weighted_is_pooled,
-)
-
 LOWERED: tuple[Law, ...] = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact)
-"""Those that lower, which takes longer than all the rest, and so may be given traces."""
+"""Those that lower, which takes longest, and so take `traces`."""
 
 
 def run(
     sync: Sync, grads: Grads, rank: int, steps: range = range(STEPS), state: State = None
 ) -> tuple[list[Tree], State]:
-    """The means of `steps`, and the last state."""
+    """Return the means of `steps`, and the last state."""
     state = sync.init(grads(rank, 0)) if state is None else state
     means: list[Tree] = []
     for step in steps:
@@ -451,16 +440,13 @@ def make_engine(
     learns_order: bool = False,
     traces: Traces | None = None,
 ) -> Engine:
-    """An engine for such gradients, with buckets so small that they take several slots."""
+    """Return an engine for such gradients, with buckets so small that they take several slots."""
     leaves = {path: LeafSpec.of(leaf) for path, leaf in tree.flatten(grads)[0].items()}
     return Engine(sync, leaves, donation=donation, learns_order=learns_order, bucket_caps=SMALL_BUCKETS, traces=traces)
 
 
 def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random) -> Synchronized:
-    """One step of `engine`, fed with copies of `grads` in an order drawn from `order`.
-
-    It begins with `state`, or with None where the last one has ended.
-    """
+    """Run a step of `engine` from `state`, None for its own, on copies of `grads` in an order drawn from `order`."""
     leaves, _ = tree.flatten(grads)
     step = engine.begin(state)
     for path in order.sample(list(leaves), len(leaves)):
@@ -473,8 +459,8 @@ def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random)
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank."""
-    everyone: list[Any] = [None] * _world_size()
+    """Return `value` of every rank."""
+    everyone: list[Any] = [None] * world_size(None)
     if not dist.is_initialized():
         return [value]
     packed = io.BytesIO()
@@ -484,7 +470,7 @@ def gather(value: Any) -> list[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their bytes, in row-major order: torch's own way takes ten times as long."""
+    """Pickles tensors as their bytes, in row-major order: torch's own way takes ten times as long."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -498,7 +484,7 @@ def _unpickled(data: bytes, dtype: torch.dtype, shape: Sequence[int], device: to
 
 
 def bits(value: Any) -> list[Any]:
-    """Something that compares equal exactly where every bit of every leaf does."""
+    """Return a list that is equal to another one exactly where every bit of every leaf is."""
     return [_bytes(part.value) if isinstance(part.value, Tensor) else part.value for part in parts(value)]
 
 
@@ -507,63 +493,42 @@ def _bytes(leaf: Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-# What adds up in an order that is the library's, and another one under vmap: products, and sums of whole leaves.
+# Operations that add in an order that is the library's, and another one under vmap: products, sums of whole leaves.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 _SUMS = ("sum", "mean", "linalg_vector_norm")
 
 
-class _Roundings(TorchDispatchMode):
-    """Notes the coarsest rounding of whatever is computed, and whether the order of a rank's own sums matters."""
+class _Sums(TorchDispatchMode):
+    """Notes that such an operation has run."""
 
-    coarsest = 0.0
-    adds_up = False
+    found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        self.adds_up |= name in _PRODUCTS or (name in _SUMS and made.ndim == 0)
-        dtypes = {leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and tree.is_inexact(leaf)}
-        self.coarsest = max([self.coarsest, *(torch.finfo(dtype).eps for dtype in dtypes)])
+        self.found |= name in _PRODUCTS or (name in _SUMS and made.ndim == 0)
         return made
 
 
-def coarsest_rounding(rank: int, sync: Sync, grads: Grads) -> float:
-    """The relative rounding error of the coarsest dtype that `sync` makes of gradients in the widest one among them.
+def rounding(sync: Sync, *dtypes: torch.dtype) -> float:
+    """Return the largest relative rounding error of float32, of `dtypes`, and of each `cast` in `sync`."""
+    casts = [each.dtype for each in all_in(sync) if isinstance(each, cast)]
+    return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes, *casts) if isinstance(dtype, torch.dtype))
 
-    0 on a rank alone: there is no sum to round, and what a cast loses must be accounted for.
+
+def summed(sync: Sync) -> float:
+    """Return the rounding error that a sum over ranks may have in addition to that of a leaf's own dtype.
+
+    A rank alone adds nothing up: what a cast loses must be accounted for.
     """
-    inexact = [leaf.dtype.to_real() for leaf in _leaves(grads, rank, 0).values() if tree.is_inexact(leaf)]
-    if _world_size() == 1 or not inexact:
-        return 0.0
-    widest = functools.reduce(torch.promote_types, inexact)
-
-    def widened(leaf: Tensor) -> Tensor:
-        return leaf.to(widest.to_complex() if leaf.is_complex() else widest) if tree.is_inexact(leaf) else leaf
-
-    def wide_grads(rank: int, step: int) -> Tree:
-        return tree.map_leaves(widened, grads(rank, step))
-
-    example = [wide_grads(rank, step) for step in range(STEPS)]
-    roundings = _Roundings()
-    with roundings if rank == 0 else nullcontext():  # all compute the same, and to look at it takes longer
-        run(sync, lambda rank, step: example[step], rank)
-    return gather(roundings.coarsest)[0]
+    return rounding(sync) if world_size(None) > 1 else 0.0
 
 
 def _remembering(sync: Sync) -> Sync | None:
-    """`sync` with error feedback; None where it remembers in another way."""
+    """Return `sync` with error feedback; None where it remembers in another way."""
     if isinstance(sync, error_feedback) and sync.decay == 1:
         return sync
     return None if any(each.remembers for each in all_in(sync)) else error_feedback(sync)
-
-
-def _adds_in_one_order() -> bool:
-    """Whether the backend adds an element's parts in one order, wherever it lies in a buffer."""
-    return _world_size() <= 2 or dist.get_backend() == "threaded"
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _op(sync: Sync) -> str:
@@ -582,22 +547,22 @@ def _wide(leaf: Tensor) -> Tensor:
     return leaf.cpu().to(torch.complex128 if leaf.is_complex() else torch.float64)
 
 
-def _norm(leaf: Tensor) -> float:
-    return torch.linalg.vector_norm(leaf.to(torch.complex128)).item()
+def _largest(everyone: Sequence[Leaves]) -> float:
+    norms = [torch.linalg.vector_norm(_wide(leaf)).item() for leaves in everyone for leaf in leaves.values()]
+    return max(norms, default=0.0)
 
 
 def _scale(grads: Grads, step: int) -> float:
-    """The largest norm of a leaf on any rank: what roundings are relative to."""
-    leaves = [leaf for rank in range(_world_size()) for leaf in _leaves(grads, rank, step).values()]
-    return max([_norm(leaf) for leaf in leaves], default=0.0)
+    """Return the largest norm of a leaf on any rank: roundings are relative to it."""
+    return _largest([_leaves(grads, rank, step) for rank in range(world_size(None))])
 
 
 def _exact(grads: Grads, step: int, op: str) -> Leaves:
-    return _reduce([_leaves(grads, rank, step) for rank in range(_world_size())], op)
+    return _reduce([_leaves(grads, rank, step) for rank in range(world_size(None))], op)
 
 
 def _reduce(everyone: Sequence[Leaves], op: str) -> Leaves:
-    """The reduction over ranks, in double precision."""
+    """Return the reduction over ranks, in double precision."""
     reduced: Leaves = {}
     for path, leaf in everyone[0].items():
         stack = torch.stack([_wide(leaves[path]) for leaves in everyone])
@@ -607,13 +572,6 @@ def _reduce(everyone: Sequence[Leaves], op: str) -> Leaves:
         # a sum of bools is whether any is True
         reduced[path] = wide.clamp(max=1) if leaf.dtype == torch.bool else wide
     return reduced
-
-
-def _saved_and_loaded(template: State, state: State) -> State:
-    file = io.BytesIO()
-    torch.save(state_dict(state), file)
-    file.seek(0)
-    return load_state_dict(template, torch.load(file, weights_only=True))
 
 
 def _specs(grads: Tree) -> dict[str, str]:
@@ -644,14 +602,6 @@ def _only_carries(sync: Sync) -> bool:
     return not reduces_itself and all(map(_only_carries, children))
 
 
-def _require_all_near(got: Tree, want: Tree, what: str, eps: float, scale: float, terms: int) -> None:
-    for one, other in zip(parts(got), parts(want), strict=True):
-        if isinstance(other.value, Tensor):
-            _require_near(f"{what} {one.path!r}", other.value, one.value, eps, scale + _norm(other.value), terms)
-        else:
-            _require(one.value == other.value, f"{what} {one.path!r} is {one.value!r}, but should be {other.value!r}")
-
-
 def _require_same_bits(got: Tree, want: Tree, what: str) -> None:
     # By path: an engine's means are flat, a pipeline's are a tree.
     for one, other in zip(parts(got), parts(want), strict=True):
@@ -666,15 +616,21 @@ def _difference(got: Any, want: Any) -> str:
     return f"is off by up to {error.max().item():.3g}, in {int((error != 0).sum())} of {got.numel()} elements"
 
 
-def _require_near(what: str, want: Tensor, got: Tensor, eps: float, scale: float, terms: int) -> None:
-    """Equal up to `terms` roundings, in `eps` or the leaf's own, of numbers as large as `scale`; integers exactly."""
-    allowed = terms * max(eps, torch.finfo(got.dtype).eps) * scale if tree.is_inexact(got) else 0.0
-    error = (_wide(got) - _wide(want)).abs().max().item() if got.numel() else 0.0
-    _require(error <= allowed, f"{what} and what the pipeline gives are {error:.3g} apart, allowed {allowed:.3g}")
+def _require_near(got: Tree, want: Tree, what: str, of: str, eps: float, scale: float, terms: int) -> None:
+    """Raise unless equal up to `terms` roundings, by `eps` or the leaf's own, at `scale`; integers are exact."""
+    for one, other in zip(parts(got), parts(want), strict=True):
+        where = f"{what} {one.path!r}: {of} and what the pipeline gives are"
+        if not isinstance(one.value, Tensor):
+            _require(one.value == other.value, f"{where} {other.value!r} and {one.value!r}")
+        elif one.value.numel():
+            rounded = max(eps, torch.finfo(one.value.dtype).eps) if tree.is_inexact(one.value) else 0.0
+            error = (_wide(one.value) - _wide(other.value)).abs().max().item()
+            allowed = terms * rounded * scale
+            _require(error <= allowed, f"{where} {error:.3g} apart, allowed {allowed:.3g}")
 
 
 def _normal(rank: int, step: int) -> Callable[..., Tensor]:
-    """Another draw for each rank and step."""
+    """Return a function that draws tensors, others on each rank and in each step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -691,7 +647,7 @@ class Layer(NamedTuple):
 
 
 def model(rank: int, step: int) -> Tree:
-    """Gradients like a small model's: a channels-last convolution, matrices, two of one shape, a vector."""
+    """Return gradients like a small model's: a channels-last convolution, matrices, two of one shape, a vector."""
     normal = _normal(rank, step)
     return {
         "conv.weight": normal(8, 4, 3, 3).contiguous(memory_format=torch.channels_last),
@@ -702,7 +658,7 @@ def model(rank: int, step: int) -> Tree:
 
 
 def mixed(rank: int, step: int) -> Tree:
-    """A nested tree of all dtypes, with a scalar, a leaf without elements, and strided ones."""
+    """Return a nested tree of all dtypes, with a scalar, a leaf without elements, and strided ones."""
     normal = _normal(rank, step)
     half, brain = torch.float16, torch.bfloat16
     return {
@@ -718,12 +674,12 @@ def mixed(rank: int, step: int) -> Tree:
 
 
 def bare(rank: int, step: int) -> Tree:
-    """One tensor, whose path is the empty string."""
+    """Return one tensor, whose path is the empty string."""
     return _normal(rank, step)(11, 7)
 
 
 def empty(rank: int, step: int) -> Tree:
-    """A tree without leaves."""
+    """Return a tree without leaves."""
     return {"nothing": None, "none": []}
 
 

@@ -1,4 +1,4 @@
-"""What a replica runs in tests of torchft: it dies where it is told to, and writes a line about each step to a file."""
+"""A replica in tests of torchft: it dies at a trap, and writes a line about each step to a file."""
 
 import faulthandler
 import hashlib
@@ -96,16 +96,33 @@ def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
 def meet(name: str, folder: Path, ranks: int, incarnation: int = 0) -> tuple[str, int, dict[str, Any]]:
     """The replica of the process `name`, its rank in it, and what its manager is given: the first one has the store."""
     replica, rank = divmod(int(name.removeprefix("r")), ranks)
-    told = folder / f"store-{replica}-{incarnation}"
+    port = folder / f"store-{replica}-{incarnation}"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        told.with_suffix(".new").write_text(str(store.port))
-        told.with_suffix(".new").rename(told)
+        write(port, str(store.port))
     else:
-        while not told.exists():
-            time.sleep(0.02)
-        store = dist.TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", int(read(port)), is_master=False, wait_for_workers=False)
     return f"replica{replica}", rank, {"store": store, "rank": rank, "world_size": ranks}
+
+
+def write(path: Path, text: str = "") -> None:
+    """A file that others find whole, or not at all."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+
+def read(*paths: Path) -> str:
+    """The text of the last of `paths`, when all of them are there."""
+    while not all(path.exists() for path in paths):
+        time.sleep(0.02)
+    return paths[-1].read_text()
+
+
+def wait_together(name: str, folder: Path, n: int = 2, point: str = "ready") -> None:
+    """Waits until all of `n` processes are here, and the lighthouse knows of them."""
+    time.sleep(HEARTBEAT)
+    write(folder / f"{name}-{point}")
+    read(*(folder / f"r{i}-{point}" for i in range(n)))
 
 
 class Training:
@@ -156,8 +173,8 @@ class Replica:
         if self.options.get("waits"):
             time.sleep(HEARTBEAT)
         (self.folder / f"{self.name}.ready").touch()
-        while self.options.get("waits") and not (self.folder / "go").exists():
-            time.sleep(0.02)
+        if self.options.get("waits"):
+            read(self.folder / "go")
         together = 0
         while together < TOGETHER and not self._is_told_to_stop():
             done = self.step(optimizer)

@@ -95,6 +95,7 @@ def _load_without_a_word(rank: int, folder: str) -> None:
         dcp.load({"sync": run.model.sync_checkpoint()}, checkpoint_id=folder)
 
 
+@pytest.mark.thorough
 def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
     folder = str(tmp_path)
     one, other = gloo(2, _save, folder)
@@ -118,10 +119,11 @@ def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
     dcp.save({"model": run.model.state_dict()}, checkpoint_id=tmp_path / "weights")
     with pytest.raises(ValueError, match="has no state of a pipeline for this rank"):
         load(tmp_path / "weights", *run.parts)
-    with pytest.raises(TypeError, match="a DistributedDataParallel keeps no pipeline; give what fnddp.register"):
+    with pytest.raises(TypeError, match="a DistributedDataParallel has no pipeline; pass the result of fnddp.register"):
         save(tmp_path, *Run("register").parts)
 
 
+@pytest.mark.thorough
 @on_ranks(3)
 def test_some_ranks_save_on_their_own(rank: int, tmp_path: Path) -> None:
     group = dist.new_group([0, 1])

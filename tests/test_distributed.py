@@ -2,7 +2,6 @@
 
 import functools
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,8 +26,6 @@ from fnddp.distributed import (
 )
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.thorough
 
 DTYPES = [
     torch.float64,
@@ -79,38 +76,23 @@ def my_pair(rank: int) -> tuple[dist.ProcessGroup, list[int]]:
 # Gathering
 
 
-def check_gather(rank: int, shapes: str, dtype: torch.dtype) -> None:
-    shape_of = SHAPES[shapes]
+def check_gather(rank: int) -> None:
+    grid = [(shapes, torch.float64) for shapes in SHAPES] + [("longer with the rank", dtype) for dtype in DTYPES]
     for group, members in ((None, [0, 1, 2, 3]), my_pair(rank)):
-        mine = tensor_of(rank, shape_of(rank), dtype)
-        gathered = gather_all_tensors(mine, group)
-        assert len(gathered) == len(members)
-        for got, member in zip(gathered, members, strict=True):
-            assert_same(got, tensor_of(member, shape_of(member), dtype))
-            assert got.is_contiguous()
-            assert got.untyped_storage().nbytes() == got.numel() * got.element_size()  # nothing else is kept with it
-            assert got.numel() == 0 or got.data_ptr() != mine.data_ptr()
-        assert_same(mine, tensor_of(rank, shape_of(rank), dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_gather_all_tensors(shapes, dtype):
-    run_threads(4, check_gather, shapes, dtype)
-
-
-@on_ranks(4)
-def test_gather_all_tensors_on_gloo(rank: int) -> None:
-    for shapes in SHAPES:
-        for dtype in DTYPES:
-            check_gather(rank, shapes, dtype)
-
-
-@on_ranks(2)
-def test_gather_all_tensors_of_a_dtype_that_gloo_does_not_know(rank: int) -> None:
-    gathered = gather_all_tensors(torch.full((rank + 1,), 2.0).to(torch.float8_e4m3fn))
-    assert [g.dtype for g in gathered] == [torch.float8_e4m3fn] * 2
-    assert [g.float().tolist() for g in gathered] == [[2.0], [2.0, 2.0]]
+        for shapes, dtype in grid:
+            shape_of = SHAPES[shapes]
+            mine = tensor_of(rank, shape_of(rank), dtype)
+            gathered = gather_all_tensors(mine, group)
+            assert len(gathered) == len(members)
+            for got, member in zip(gathered, members, strict=True):
+                assert_same(got, tensor_of(member, shape_of(member), dtype))
+                assert got.is_contiguous()
+                assert got.untyped_storage().nbytes() == got.numel() * got.element_size()  # nothing else is kept
+                assert got.numel() == 0 or got.data_ptr() != mine.data_ptr()
+            assert_same(mine, tensor_of(rank, shape_of(rank), dtype))
+    gathered = gather_all_tensors(torch.full((rank + 1,), 2.0).to(torch.float8_e4m3fn))  # which gloo does not know
+    assert [g.dtype for g in gathered] == [torch.float8_e4m3fn] * 4
+    assert [g.float().tolist() for g in gathered] == [[2.0] * n for n in (1, 2, 3, 4)]
 
 
 def check_strides(rank: int) -> None:
@@ -139,10 +121,6 @@ def check_strides(rank: int) -> None:
     assert_same(torch.stack(gather_all_tensors(mixed)), want)
 
 
-def test_strides_do_not_matter():
-    run_threads(3, check_strides)
-
-
 def check_gather_mismatch(rank: int) -> None:
     gather = gather_all_tensors
     with pytest.raises(RankMismatchError, match=r"about dtype: ranks 0, 2: torch.float32; rank 1: torch.int64"):
@@ -167,25 +145,16 @@ def check_bad_tensors(rank: int, call: Callable[[Any], Any]) -> None:
     call(torch.ones(2))  # nothing is left over
 
 
-def test_gather_all_tensors_tells_all_ranks_what_differs(gloo):
-    run_threads(3, check_gather_mismatch)
-    gloo(3, check_gather_mismatch)
-
-
 def check_all_gather(rank: int) -> None:
+    pair = my_pair(rank)
     for dtype in DTYPES:
         for shape in EVEN:
-            for group, members in ((None, [0, 1, 2, 3]), my_pair(rank)):
+            for group, members in ((None, [0, 1, 2, 3]), pair):
                 mine = tensor_of(rank, shape, dtype)
                 got = all_gather_ddp_if_available(mine, group)
                 assert_same(got, torch.stack([tensor_of(member, shape, dtype) for member in members]))
                 assert_same(AllGatherGrad.apply(mine, group), got)
                 assert got.numel() == 0 or got.data_ptr() != mine.data_ptr()
-
-
-def test_all_gather(gloo):
-    run_threads(4, check_all_gather)
-    gloo(4, check_all_gather)
 
 
 def check_all_gather_mismatch(rank: int) -> None:
@@ -197,11 +166,6 @@ def check_all_gather_mismatch(rank: int) -> None:
         with pytest.raises(RankMismatchError, match=r"ranks 0, 1: float32\[2\]; rank 2: float64\[2\]"):
             gather(torch.ones(2, dtype=torch.float64 if rank == 2 else torch.float32))
         check_bad_tensors(rank, gather)
-
-
-def test_all_gather_tells_all_ranks_what_differs(gloo):
-    run_threads(3, check_all_gather_mismatch)
-    gloo(3, check_all_gather_mismatch)
 
 
 # Gradients
@@ -227,8 +191,7 @@ def reference(members: list[int], shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def check_gradients(rank: int) -> None:
-    everyone = list(range(dist.get_world_size()))
-    groups = [(None, everyone)] + ([my_pair(rank)] if len(everyone) == 4 else [])
+    groups = [(None, [0, 1, 2, 3]), my_pair(rank)]
     for dtype in (torch.float64, torch.complex128):
         for shape in EVEN:
             for group, members in groups:
@@ -240,15 +203,6 @@ def check_gradients(rank: int) -> None:
                 torch.testing.assert_close(first, firsts[me])
                 (second,) = torch.autograd.grad(penalty_on(rank, first), mine)
                 torch.testing.assert_close(second, seconds[me])
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_gradients_and_their_gradients_are_those_of_one_process(n):
-    run_threads(n, check_gradients)
-
-
-def test_gradients_on_gloo(gloo):
-    gloo(4, check_gradients)
 
 
 def check_gradient_forms(rank: int) -> None:
@@ -269,13 +223,7 @@ def check_gradient_forms(rank: int) -> None:
         assert not all_gather_ddp_if_available(mine, sync_grads=True).requires_grad
 
 
-def test_forms_of_gradients(gloo):
-    run_threads(3, check_gradient_forms)
-    gloo(3, check_gradient_forms)
-
-
-@on_ranks(2)
-def test_backward_is_one_collective(rank: int) -> None:
+def check_collectives_of_backward(rank: int) -> None:
     mine = torch.ones(100, requires_grad=True)
     loss = AllGatherGrad.apply(mine).sum()
     with WireCounter() as counter:
@@ -283,8 +231,7 @@ def test_backward_is_one_collective(rank: int) -> None:
     assert (counter.wire_bytes, counter.collectives) == (2 * 400, 1)
 
 
-@on_ranks(3)
-def test_within_torch_func(rank: int) -> None:
+def check_within_torch_func(rank: int) -> None:
     shape = (3,)
     members = list(range(dist.get_world_size()))
     mine = tensor_of(rank, shape)
@@ -324,8 +271,7 @@ def test_within_torch_func(rank: int) -> None:
     torch.testing.assert_close(tangent, want_tangent)
 
 
-@on_ranks(2)
-def test_what_vmap_would_get_wrong_is_refused(rank: int) -> None:
+def check_vmap_is_refused(rank: int) -> None:
     batch = torch.ones(2, 3)
     calls = [
         lambda x: gather_all_tensors(x)[0],
@@ -343,23 +289,14 @@ def test_what_vmap_would_get_wrong_is_refused(rank: int) -> None:
 
 
 def reduce_exactly(tensors: list[Tensor], op: str) -> Tensor:
-    """In Python's integers, or double precision."""
-    dtype = tensors[0].dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        wide = torch.stack([t.to(torch.complex128 if dtype.is_complex else torch.float64) for t in tensors])
-        reductions = {"sum": torch.sum, "mean": torch.mean, "product": torch.prod}
-        return (reductions[op](wide, 0) if op in reductions else getattr(torch, f"a{op}")(wide, 0)).to(dtype)
-    columns = list(zip(*(t.flatten().tolist() for t in tensors), strict=True))
-    n = len(tensors)
-    of: dict[str, Callable[[tuple[int, ...]], int]] = {
-        "sum": sum,
-        "mean": lambda column: (2 * sum(column) + n) // (2 * n),  # to the nearest, halves up
-        "max": max,
-        "min": min,
-        "product": lambda column: functools.reduce(lambda a, b: a * b, column),
-    }
-    values = [of[op](tuple(int(x) for x in column)) for column in columns]
-    return torch.tensor(values, dtype=torch.int64).to(dtype).reshape(tensors[0].shape)
+    """In integers of 64 bits, or double precision."""
+    dtype, n = tensors[0].dtype, len(tensors)
+    fractions = dtype.is_floating_point or dtype.is_complex
+    wide = torch.promote_types(dtype, torch.float64) if fractions else torch.int64
+    stack = torch.stack([tensor.to(wide) for tensor in tensors])
+    if op == "mean" and not fractions:
+        return ((2 * stack.sum(0) + n) // (2 * n)).to(dtype)  # to the nearest, halves up
+    return getattr(torch, {"max": "amax", "min": "amin", "product": "prod"}.get(op, op))(stack, 0).to(dtype)
 
 
 SPELLINGS = {
@@ -374,31 +311,22 @@ SPELLINGS = {
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 1e-6, torch.complex64: 1e-6}
 
 
-def check_reduce(rank: int, op: str) -> None:
+def check_reduce(rank: int) -> None:
     pair = my_pair(rank)
-    for dtype in DTYPES:
-        if dtype.is_complex and op in ("max", "min"):
-            continue
-        for shape in EVEN:
-            for group, members in ((None, [0, 1, 2, 3]), pair):
-                want = reduce_exactly([tensor_of(member, shape, dtype) for member in members], op)
-                for spelling in SPELLINGS[op]:
+    for op, spellings in SPELLINGS.items():
+        for dtype in DTYPES:
+            if dtype.is_complex and op in ("max", "min"):
+                continue
+            for shape in EVEN:
+                for group, members in ((None, [0, 1, 2, 3]), pair):
+                    want = reduce_exactly([tensor_of(member, shape, dtype) for member in members], op)
                     mine = tensor_of(rank, shape, dtype)
-                    got = sync_ddp(mine, group, spelling)
+                    got = sync_ddp(mine, group, spellings[0])
                     tolerance = TOLERANCE.get(dtype, 1e-12 if dtype.is_floating_point or dtype.is_complex else 0)
                     torch.testing.assert_close(got, want, rtol=tolerance, atol=4 * tolerance)
                     assert_same(mine, tensor_of(rank, shape, dtype))  # not in place
-                    assert_same(sync_ddp_if_available(mine, group, spelling), got)
-
-
-@pytest.mark.parametrize("op", SPELLINGS)
-def test_sync_ddp(op):
-    run_threads(4, check_reduce, op)
-
-
-@pytest.mark.parametrize("op", SPELLINGS)
-def test_sync_ddp_on_gloo(gloo, op):
-    gloo(4, check_reduce, op)
+        for spelling in spellings:
+            assert_same(sync_ddp_if_available(mine, None, spelling), sync_ddp(mine, None, op))
 
 
 def check_integer_means(rank: int) -> None:
@@ -413,10 +341,6 @@ def check_integer_means(rank: int) -> None:
     assert mean(True, True, False, dtype=torch.bool) is True
     large = torch.tensor(60000.0, dtype=torch.float16)
     assert sync_ddp(large, reduce_op="mean").item() == pytest.approx(60000, rel=2e-3)  # nor does this one
-
-
-def test_means_neither_truncate_nor_overflow():
-    run_threads(3, check_integer_means)
 
 
 def check_reduce_errors(rank: int) -> None:
@@ -436,9 +360,31 @@ def check_reduce_errors(rank: int) -> None:
         torch.func.grad(lambda x: sync_ddp(x).sum())(torch.ones(2))
 
 
-def test_sync_ddp_errors(gloo):
-    run_threads(3, check_reduce_errors)
-    gloo(3, check_reduce_errors)
+CHECKS: dict[Callable[[int], None], int] = {
+    check_gather: 4,
+    check_strides: 3,
+    check_gather_mismatch: 3,
+    check_all_gather: 4,
+    check_all_gather_mismatch: 3,
+    check_gradients: 4,
+    check_gradient_forms: 3,
+    check_collectives_of_backward: 2,
+    check_vmap_is_refused: 2,
+    check_reduce: 4,
+    check_integer_means: 3,
+    check_reduce_errors: 3,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_threads(check):
+    run_threads(CHECKS[check], check)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("check", [*CHECKS, check_within_torch_func])  # whose levels all threads of a process share
+def test_on_gloo(gloo, check):
+    gloo(CHECKS.get(check, 3), check)
 
 
 # Without a process group
@@ -484,47 +430,26 @@ class Cluster:
         return self._size
 
 
-class NotAsked(Cluster):
-    """Knows an address, and must not be asked for anything else."""
-
-    def global_rank(self) -> int:
-        raise AssertionError("asked for the rank")
-
-    def world_size(self) -> int:
-        raise AssertionError("asked for the size")
-
-
-def check_connection(rank: int, port: int, asks: bool) -> float:
-    dist.destroy_process_group()
-    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
-    try:
-        if asks:
-            init_dist_connection(Cluster(rank, 2, port), "gloo", timeout=timedelta(seconds=30))
-        else:
-            init_dist_connection(NotAsked(0, 0, port), "gloo", rank, 2)
-        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", str(port))
-        return sync_ddp(torch.tensor(float(rank + 1))).item()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_init_dist_connection(gloo, asks):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert gloo(2, check_connection, port, asks) == [3.0, 3.0]
-
-
-def test_init_dist_connection_when_there_is_nothing_to_do(monkeypatch):
+def test_init_dist_connection(monkeypatch):
+    """Its doctest connects."""
+    given: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.append((backend, more)))
     monkeypatch.setenv("MASTER_ADDR", "before")
+    monkeypatch.setenv("MASTER_PORT", "before")
+    timeout = timedelta(seconds=30)
+    init_dist_connection(Cluster(3, 4, 5), "gloo", timeout=timeout)
+    init_dist_connection(Cluster(-1, -1, 6), "nccl", 1, 2)
+    assert given == [
+        ("gloo", {"rank": 3, "world_size": 4, "timeout": timeout}),
+        ("nccl", {"rank": 1, "world_size": 2}),
+    ]
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "6")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    init_dist_connection(NotAsked(0, 0, 1), "gloo")
-    assert os.environ["MASTER_ADDR"] == "before"
+    init_dist_connection(Cluster(0, 0, 1), "gloo")
+    assert os.environ["MASTER_PORT"] == "6"
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch.distributed is not available"):
-        init_dist_connection(NotAsked(0, 0, 1), "gloo")
+        init_dist_connection(Cluster(0, 0, 1), "gloo")
 
 
 # Hooks
@@ -556,6 +481,7 @@ def gradient(model: nn.Module, rank: int) -> Tensor:
     return model.module.weight.grad
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_hooks_on_torchs_class_off_cuda(rank: int) -> None:
     want = mean_gradient(dist.get_world_size())
@@ -579,6 +505,7 @@ def test_hooks_on_torchs_class_off_cuda(rank: int) -> None:
     assert model._comm_hooks == []
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_pipelines_as_hooks(rank: int) -> None:
     model = DistributedDataParallel(make_model())

@@ -1,7 +1,6 @@
 """Accelerate and the Trainer of transformers themselves, on two gloo ranks."""
 
-import logging
-import pydoc_data.topics
+import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -112,52 +111,28 @@ def with_accelerate(sync: Any, epochs: int = 2, load: str = "", save: str = "") 
     return weights(module), pipelines.handle(model).state
 
 
-def trainer(model: nn.Module, sync: Any, folder: Path, dataset: Dataset, **options: Any) -> Any:
+def with_trainer(sync: Any, folder: Path) -> Tensor:
+    """The stock Trainer where `sync` is None."""
     from transformers import Trainer, TrainingArguments
 
     from fnddp.integrations.huggingface import FnddpTrainerMixin
 
-    class OurTrainer(FnddpTrainerMixin, Trainer):
+    class StockTrainer(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             return SequentialSampler(train_dataset or self.train_dataset)
 
-    class StockTrainer(Trainer):
-        _get_train_sampler = OurTrainer._get_train_sampler
+    class OurTrainer(FnddpTrainerMixin, StockTrainer):
+        pass
 
-    given: dict[str, Any] = {
-        "use_cpu": True,
-        "ddp_backend": "gloo",
-        "per_device_train_batch_size": BATCH,
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        **options,
-    }
+    options: Any = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True}
+    options |= {"save_strategy": "no", "lr_scheduler_type": "constant", "optim": "sgd", "learning_rate": RATE}
+    options |= {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATED}
+    arguments = TrainingArguments(str(folder), max_grad_norm=MAX_NORM, num_train_epochs=2, **options)
     made, more = (StockTrainer, {}) if sync is None else (OurTrainer, {"sync": sync})
-    return made(model=model, args=TrainingArguments(str(folder), **given), train_dataset=dataset, **more)
-
-
-class Rows(Dataset):
-    """Named columns, as a Trainer wants them."""
-
-    def __init__(self, **columns: Tensor) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {name: column[i] for name, column in self.columns.items()}
-
-
-def with_trainer(sync: Any, folder: Path) -> Tensor:
-    x, y = data().tensors
-    options = {"optim": "sgd", "learning_rate": RATE, "max_grad_norm": MAX_NORM}
-    options.update(gradient_accumulation_steps=ACCUMULATED, num_train_epochs=2)
-    made = trainer(Regression(), sync, folder, Rows(x=x, y=y), **options)
-    made.train()
-    return weights(made.model)
+    rows: Any = [{"x": x, "y": y} for x, y in data()]
+    trainer = made(model=Regression(), args=arguments, train_dataset=rows, **more)
+    trainer.train()
+    return weights(trainer.model)
 
 
 @on_ranks(2)
@@ -222,28 +197,11 @@ def test_a_folder_without_a_state_is_told_of(rank: int, tmp_path: Path) -> None:
         with_accelerate(SYNC, 1, save=str(tmp_path))
         (tmp_path / f"fnddp-rank{rank}.pt").unlink()
         torch.distributed.barrier()
-        with telling() as told:
+        case, name = unittest.TestCase(), "fnddp.integrations.huggingface"
+        with case.assertLogs(name) if rank == 0 else case.assertNoLogs(name) as logged:
             state = with_accelerate(SYNC, 0, load=str(tmp_path))[1]
         assert not residual(state).any()
-        assert [message for message in told if "has no state of a fnddp pipeline" in message] == told
-        assert len(told) == (rank == 0)
-
-
-@contextmanager
-def telling() -> Iterator[list[str]]:
-    """What the adapter logs."""
-    told: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
-    logger, listener = logging.getLogger("fnddp.integrations.huggingface"), Listener()
-    logger.addHandler(listener)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(listener)
+        assert logged is None or ["has no state of a fnddp pipeline" in line for line in logged.output] == [True]
 
 
 @on_ranks(2)
@@ -276,48 +234,6 @@ def test_what_would_be_ignored_raises(rank: int) -> None:
 
         class Wrong(Trainer, FnddpTrainerMixin):
             pass
-
-
-def text(length: int = 32) -> Rows:
-    """Real text, by character: CPython's own documentation."""
-    written = "".join(pydoc_data.topics.topics.values())[: 64 * length]
-    symbols = sorted(set(written))
-    ids = torch.tensor([symbols.index(c) for c in written]).view(-1, length)
-    return Rows(input_ids=ids, labels=ids)
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=16, n_layer=1, n_head=2))
-
-
-@on_ranks(2)
-def test_a_trainer_trains_gpt2_and_resumes(rank: int, tmp_path: Path) -> None:
-    """With dropout, AdamW and a schedule."""
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "learning_rate": 1e-2}
-    options.update(lr_scheduler_type="linear", logging_steps=1)
-    with accelerated(rank):
-        whole = trainer(gpt2(), SYNC, tmp_path / "whole", text(), **options)
-        whole.train()
-        losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
-        assert losses[-1] < losses[0] - 0.3
-
-        checkpoint = tmp_path / "whole" / "checkpoint-4"
-        assert (checkpoint / f"fnddp-rank{rank}.pt").exists()
-        resumed = trainer(gpt2(), repr(SYNC), tmp_path / "resumed", text(), **options)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert torch.equal(weights(resumed.model), weights(whole.model))
-        assert torch.equal(residual(resumed.sync_state), residual(whole.sync_state))
-        assert torch.equal(*everyones(weights(whole.model)))
-        mine, other = everyones(residual(whole.sync_state))
-        assert not torch.equal(mine, other)
-
-        # The stock Trainer reads such a checkpoint, and does something else.
-        stock = trainer(gpt2(), None, tmp_path / "stock", text(), **options)
-        stock.train(resume_from_checkpoint=str(checkpoint))
-        assert not torch.equal(weights(stock.model), weights(whole.model))
 
 
 def test_one_process_has_no_pipeline() -> None:

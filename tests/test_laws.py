@@ -1,4 +1,7 @@
-"""Every law, over every registered name and over random nestings, on 1 to 4 ranks."""
+"""Every law, over every registered name and over random nestings, on 1 to 4 ranks.
+
+The first ring has two and three ranks, and one tree for each example, the other one of two with each number of ranks.
+"""
 
 import copy
 import random
@@ -60,28 +63,23 @@ def test_every_registered_name_has_an_example():
     assert set(EXAMPLES) == ours
 
 
-def trees_for(sync: fnddp.Sync, n: int) -> list[str]:
-    """All for two ranks, one for others: the laws cost most of the suite's time."""
+SIZES = [n if n in (2, 3) else pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2, 3, 4)]
+
+
+def trees_for(sync: fnddp.Sync, n: int, i: int) -> list[str]:
+    """The trees on which example `i` is tried."""
     if "*weight" in repr(sync):
         return ["model"]  # a partition's patterns must match
-    return list(TREES) if n == 2 else ["model" if n == 3 else "mixed"]
+    return list(TREES) if n == 1 else [("model", "mixed")[(i + n) % 2]]
 
 
-def sizes(law: Law) -> tuple[int, ...]:
-    """What ranks make of each other on three and four of them is looked at on gloo, and in random nestings."""
-    if law is law_11_weighted_is_pooled:
-        return (1, 2, 3)
-    return (1, 2) if law in ABOUT_RANKS else (1, 2, 3, 4)
-
-
-@pytest.mark.parametrize(("law", "n"), [(law, n) for law in EAGER for n in sizes(law)])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("law", EAGER)
 def test_registry(law, n):
-    on_gloo = "mixed" if law in ABOUT_RANKS and n == 2 else None  # test_on_gloo_processes: the same, with processes
-    for text in EXAMPLES.values():
+    for i, text in enumerate(EXAMPLES.values()):
         sync = fnddp.parse(text)
-        for tree in trees_for(sync, n):
-            if tree != on_gloo and applies(law, sync):
-                run_threads(n, law, sync, TREES[tree])
+        for tree in trees_for(sync, n, i) if applies(law, sync) else ():
+            run_threads(n, law, sync, TREES[tree])
 
 
 @pytest.mark.thorough
@@ -92,11 +90,11 @@ def test_nestings(law, sync, n, tree):
         run_threads(n, law, sync, TREES[tree])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("text", LOSSLESS + OPS)
 def test_lossless_is_exact(text, n):
     sync = fnddp.parse(text)
-    for tree in trees_for(sync, 2):
+    for tree in TREES if "*weight" not in text else ["model"]:  # patterns must match
         if tree != "mixed" or sync.ops <= {"mean", "sum"}:  # complex numbers have no max
             run_threads(n, law_5_lossless_is_exact, sync, TREES[tree])
 
@@ -137,12 +135,13 @@ def run_lowered(n: int, sync: fnddp.Sync, tree: str, laws: Sequence[Law], donati
     run_threads(n, check_lowered_laws, sync, TREES[tree], laws, options)
 
 
-@pytest.mark.parametrize(("n", "laws"), [(1, LOWERED[:1]), (2, LOWERED[:1]), (3, LOWERED), (4, LOWERED[:1])])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_registry_lowered(n, laws, part):
+def test_registry_lowered(n, part):
     for i, text in list(enumerate(EXAMPLES.values()))[part::PARTS]:
         sync = fnddp.parse(text)
-        for j, tree in enumerate(trees_for(sync, n)):
+        for j, tree in enumerate(trees_for(sync, n, i)):
+            laws = LOWERED if n == 3 else LOWERED[:1]
             run_lowered(n, sync, tree, laws, DONATIONS[(i + j + n) % len(DONATIONS)], seed=i + n)
 
 

@@ -1,6 +1,7 @@
 """Lightning itself, on two gloo ranks: its Trainer, its Fabric, its CLI."""
 
 import json
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,18 @@ def module(manual: bool = False) -> Any:
     return Regression()
 
 
-def trainer(root: Path, strategy: Any, epochs: int, **options: Any) -> Any:
+def fitted(root: Path, sync: Any, epochs: int, resume: Path | None = None, model: Any = None, **options: Any) -> Any:
+    """A module, and the trainer that has trained it; by Lightning's own strategy where `sync` is None."""
     from lightning.pytorch import Trainer
 
-    given: dict[str, Any] = {**quiet(root), "strategy": strategy, "max_epochs": epochs, **options}
-    return Trainer(**given)
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    arguments = options.pop("arguments", {})
+    strategy = "ddp" if sync is None else FnddpStrategy(sync, **arguments)
+    trainer = Trainer(**{**quiet(root), "strategy": strategy, "max_epochs": epochs, **options})
+    model = module() if model is None else model
+    trainer.fit(model, loader(), ckpt_path=resume, weights_only=None if resume is None else True)
+    return model, trainer
 
 
 def quiet(root: Path) -> dict[str, Any]:
@@ -86,138 +94,103 @@ def quiet(root: Path) -> dict[str, Any]:
     }
 
 
+def looking(found: list[Tensor]) -> Any:
+    """A callback that notes the residual with which a fit begins."""
+    from lightning.pytorch import Callback
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            found.append(residual(trainer.strategy.sync_state).clone())
+
+    return Look()
+
+
 @on_ranks(2)
 def test_four_epochs_are_two_and_two_more(rank: int, tmp_path: Path) -> None:
-    from fnddp.integrations.lightning import FnddpStrategy
-
+    saved, forgetful = tmp_path / "half.ckpt", tmp_path / f"forgetful{rank}.ckpt"
     with launched(rank):
-        whole, trained = module(), trainer(tmp_path, FnddpStrategy(SYNC), 4)
-        trained.fit(whole, loader())
-
-        half = trainer(tmp_path, FnddpStrategy(SYNC), 2)
-        half.fit(module(), loader())
-        half.save_checkpoint(tmp_path / "half.ckpt")
-        resumed, rest = module(), trainer(tmp_path, FnddpStrategy(repr(SYNC)), 4)
-        rest.fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-
+        whole, trained = fitted(tmp_path, SYNC, 4)
+        fitted(tmp_path, SYNC, 2)[1].save_checkpoint(saved)
+        resumed, rest = fitted(tmp_path, repr(SYNC), 4, saved)
         assert torch.equal(weights(resumed), weights(whole))
         assert torch.equal(residual(rest.strategy.sync_state), residual(trained.strategy.sync_state))
         mine, other = everyones(residual(rest.strategy.sync_state))
         assert not torch.equal(mine, other)
 
-        forgetful = torch.load(tmp_path / "half.ckpt", weights_only=True)
-        forgetful["fnddp"]["rank0/local/residual.net.0.weight"].zero_()
-        torch.save(forgetful, tmp_path / f"forgetful{rank}.ckpt")
-        resumed = module()
-        trainer(tmp_path, FnddpStrategy(SYNC), 4).fit(
-            resumed, loader(), ckpt_path=tmp_path / f"forgetful{rank}.ckpt", weights_only=True
-        )
-        assert not torch.equal(weights(resumed), weights(whole))
+        checkpoint = torch.load(saved, weights_only=True)
+        checkpoint["fnddp"]["rank0/local/residual.net.0.weight"].zero_()
+        torch.save(checkpoint, forgetful)
+        assert not torch.equal(weights(fitted(tmp_path, SYNC, 4, forgetful)[0]), weights(whole))
 
 
 @on_ranks(2)
 def test_checkpoints_and_lightnings_own_strategy(rank: int, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from fnddp.integrations.lightning import FnddpStrategy
-
+    last, foreign, bare = [tmp_path / f"{name}.ckpt" for name in ("last", "stock", "weights")]
     with launched(rank):
         checkpoints = ModelCheckpoint(tmp_path, filename="last")
-        ours = trainer(tmp_path, FnddpStrategy(SYNC), 1, callbacks=[checkpoints], enable_checkpointing=True)
-        ours.fit(module(), loader())
-        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-        kept = saved["fnddp"]
+        _, ours = fitted(tmp_path, SYNC, 1, callbacks=[checkpoints], enable_checkpointing=True)
+        kept = torch.load(last, weights_only=True)["fnddp"]
         assert kept["pipeline"] == repr(SYNC)
         assert kept["world_size"] == 2
         mine = fnddp.state_dict(ours.strategy.sync_state)
         assert torch.equal(kept[f"rank{rank}/local/residual.net.0.weight"], mine["local/residual.net.0.weight"])
 
-        # Lightning's own reads it, and ours reads what its own has written, or a file of weights.
-        stock = trainer(tmp_path, "ddp", 2)
-        stock.fit(module(), loader(), ckpt_path=tmp_path / "last.ckpt")
+        # Lightning's own reads it, and ours reads a checkpoint of its own, or a file of weights.
+        _, stock = fitted(tmp_path, None, 2, last)
         assert stock.global_step == 2 * ours.global_step
-        stock.save_checkpoint(tmp_path / "stock.ckpt")
-        after = trainer(tmp_path, FnddpStrategy(SYNC), 3)
-        if rank == 0:
-            with pytest.warns(UserWarning, match="begins anew"):
-                after.fit(module(), loader(), ckpt_path=tmp_path / "stock.ckpt")
-        else:
-            after.fit(module(), loader(), ckpt_path=tmp_path / "stock.ckpt")
-        ours.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-        assert "fnddp" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
-
-        other = trainer(tmp_path, FnddpStrategy(error_feedback(powersgd(allreduce, rank=2))), 2)
+        stock.save_checkpoint(foreign)
+        with pytest.warns(UserWarning, match="begins anew") if rank == 0 else nullcontext():
+            fitted(tmp_path, SYNC, 3, foreign)
+        ours.save_checkpoint(bare, weights_only=True)
+        assert "fnddp" not in torch.load(bare, weights_only=True)
         with pytest.raises(
-            ValueError, match="state of error_feedback.*does not fit .*rank=2.*unexpected.*net.0.weight"
+            ValueError, match=r"state of error_feedback.*does not fit .*rank=2.*unexpected.*net.0.weight"
         ):
-            other.fit(module(), loader(), ckpt_path=tmp_path / "last.ckpt")
+            fitted(tmp_path, error_feedback(powersgd(allreduce, rank=2)), 2, last)
 
 
-def _resume_alone(rank: int, path: str, mean: Tensor) -> None:
-    from lightning.pytorch import Callback
-
-    from fnddp.integrations.lightning import FnddpStrategy
-
-    class Look(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            torch.testing.assert_close(residual(trainer.strategy.sync_state), mean)
-
+def _resume_alone(rank: int, path: Path, mean: Tensor) -> None:
+    found: list[Tensor] = []
     with launched(rank):
-        alone = trainer(Path(path).parent, FnddpStrategy(SYNC), 2, callbacks=[Look()])
-        alone.fit(module(), loader(), ckpt_path=path)
-        assert alone.global_step > 0
+        _, alone = fitted(path.parent, SYNC, 2, path, callbacks=[looking(found)])
+    torch.testing.assert_close(found[0], mean)
+    assert alone.global_step > 0
 
 
-def _train_and_save(rank: int, path: str) -> Tensor:
-    from fnddp.integrations.lightning import FnddpStrategy
-
+def _train_and_save(rank: int, path: Path) -> Tensor:
     with launched(rank):
-        two = trainer(Path(path).parent, FnddpStrategy(SYNC), 1)
-        two.fit(module(), loader())
+        _, two = fitted(path.parent, SYNC, 1)
         two.save_checkpoint(path)
         return residual(two.strategy.sync_state)
 
 
 def test_another_number_of_ranks_gets_the_mean_residual(gloo: Any, tmp_path: Path) -> None:
-    one, other = gloo(2, _train_and_save, str(tmp_path / "two.ckpt"))
-    gloo(1, _resume_alone, str(tmp_path / "two.ckpt"), (one + other) / 2)
+    one, other = gloo(2, _train_and_save, tmp_path / "two.ckpt")
+    gloo(1, _resume_alone, tmp_path / "two.ckpt", (one + other) / 2)
 
 
 @on_ranks(2)
 def test_the_plain_mean_is_lightnings_own(rank: int, tmp_path: Path) -> None:
     """With accumulation, clipping, and manual optimization of a static graph."""
-    from fnddp.integrations.lightning import FnddpStrategy
-
-    ways = {
-        "clipped": (False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {}),
-        "manual": (True, {}, {"static_graph": True}),
-    }
+    clipped: Any = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     with launched(rank):
-        for manual, options, arguments in ways.values():
-            ours, stock, squeezed = module(manual), module(manual), module(manual)
-            trainer(tmp_path, FnddpStrategy(**arguments), 2, **options).fit(ours, loader())
-            trainer(tmp_path, "ddp", 2, **options).fit(stock, loader())
-            assert torch.equal(weights(ours), weights(stock))
-            trainer(tmp_path, FnddpStrategy(SYNC, **arguments), 2, **options).fit(squeezed, loader())
-            assert not torch.equal(weights(squeezed), weights(stock))
-            assert torch.equal(*everyones(weights(squeezed)))
+        for manual, options, arguments in ((False, clipped, {}), (True, {}, {"static_graph": True})):
+            ours, stock, squeezed = [
+                weights(fitted(tmp_path, sync, 2, model=module(manual), arguments=arguments, **options)[0])
+                for sync in ("allreduce", None, SYNC)
+            ]
+            assert torch.equal(ours, stock)
+            assert not torch.equal(squeezed, stock)
+            assert torch.equal(*everyones(squeezed))
 
 
 @on_ranks(2)
 def test_the_state_outlives_fit(rank: int, tmp_path: Path) -> None:
-    from lightning.pytorch import Callback
-
-    from fnddp.integrations.lightning import FnddpStrategy
-
-    class Look(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            found.append(residual(trainer.strategy.sync_state).clone())
-
     found: list[Tensor] = []
     with launched(rank):
-        ours, model = trainer(tmp_path, FnddpStrategy(SYNC), 1, callbacks=[Look()]), module()
-        assert ours.strategy.sync_state is None
-        ours.fit(model, loader())
+        model, ours = fitted(tmp_path, SYNC, 1, callbacks=[looking(found)])
         after = residual(ours.strategy.sync_state)
         ours.validate(model, loader(), verbose=False)
         ours.fit_loop.max_epochs = 2
@@ -294,5 +267,6 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
 def test_a_hook_is_refused() -> None:
     from fnddp.integrations.lightning import FnddpStrategy
 
+    assert FnddpStrategy(SYNC).sync_state is None
     with pytest.raises(TypeError, match=r"ddp_comm_hook has no slot here; .*from_hook"):
         FnddpStrategy(SYNC, ddp_comm_hook=print)

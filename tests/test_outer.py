@@ -103,28 +103,10 @@ def test_text_parses_back(name: str):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_is_exchanged_is_equal_on_all_ranks_to_the_bit(name: str):
-    """And what is marked as replicated is, after every call."""
+def test_exchanges_are_those_of_the_plan_and_make_ranks_equal_to_the_bit(name: str):
+    """Parameters where they are exchanged, and what is marked as replicated after every call."""
     step = example(name)
     merges = getattr(step, "alpha", 0) > 0
-
-    def body(rank: int) -> int:
-        params, state, exchanged = start(step), step.init(start(step)), 0
-        for call in range(STEPS):
-            recording = Recording()
-            params, state = step.step(moved(params, rank, call), state, recording)
-            assert agree([part.value for part in parts(state) if part.kind == REPLICATED])
-            exchanged += len(recording.ended)
-            for path, leaf in params.items():
-                assert agree(leaf) == (path in recording.ended and not merges), (call, path)
-        return exchanged
-
-    assert min(run_threads(RANKS, body)) > len(start(step))
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_between_exchanges_nothing_is_sent_and_in_them_what_the_plan_says(name: str):
-    step = example(name)
     plan = outer.lower(step, start(step), world_size=RANKS)
     # Called as a function, an exchange is run where it ends.
     expected = dict.fromkeys(range(1, plan.period + 1), 0)
@@ -134,12 +116,16 @@ def test_between_exchanges_nothing_is_sent_and_in_them_what_the_plan_says(name: 
     def body(rank: int) -> dict[int, int]:
         params, state, sent = start(step), step.init(start(step)), {}
         for call in range(1, plan.lead + 2 * plan.period + 1):
+            recording = Recording()
             with WireCounter() as counter:
-                params, state = step(moved(params, rank, call), state)
+                params, state = step.step(moved(params, rank, call), state, recording)
             if call > plan.lead + plan.period:  # what started before is in it
                 sent[call - plan.lead - plan.period] = counter.wire_bytes
             elif call <= plan.lead and not isinstance(step, outer.des_loc):  # of whose trees some begin earlier
                 assert counter.collectives == 0
+            assert agree([part.value for part in parts(state) if part.kind == REPLICATED])
+            for path, leaf in params.items():
+                assert agree(leaf) == (path in recording.ended and not merges), (call, path)
         return sent
 
     assert run_threads(RANKS, body) == [expected] * RANKS
@@ -211,28 +197,6 @@ def test_leaves_come_back_in_their_places():
 
 
 # What they are
-
-
-def test_every_step_is_data_parallel_sgd_but_for_rounding():
-    """To the bit where nothing is rounded: test_outer_attach.py."""
-    step, lr, steps = outer.diloco(allreduce, every=1, lr=1, momentum=0), 0.1, 30
-
-    def body(rank: int) -> None:
-        def gradient(params: Leaves, call: int) -> Leaves:
-            generator = torch.Generator().manual_seed(10 * rank + call)
-            x, y = torch.randn(4, 3, generator=generator), torch.randn(4, generator=generator)
-            return {"w": (x @ params["w"] - y) @ x / 4}
-
-        apart = together = {"w": torch.tensor([1.0, -2.0, 3.0])}
-        state = step.init(apart)
-        for call in range(steps):
-            apart, state = step({"w": apart["w"] - lr * gradient(apart, call)["w"]}, state)
-            mean, _ = allreduce(gradient(together, call), ())
-            together = {"w": together["w"] - lr * mean["w"]}
-        # Four roundings of values up to 4 in a step, which the descent does not enlarge.
-        torch.testing.assert_close(apart, together, rtol=0, atol=4 * steps * 4 * 2**-24)
-
-    run_threads(2, body)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -312,20 +276,6 @@ def test_a_group_is_that_of_the_largest_period():
     assert seen == [[1, 1, 7, 7], [2, 2, 14, 14], [12, 12, 12, 12]]
 
 
-def test_trees_have_periods_of_their_own():
-    step = outer.des_loc({"params": outer.local_sgd(every=2), "exp_avg": outer.local_sgd(every=3)})
-    simulation = outer.simulate(step, 2)
-    leaves = {"params": {"w": torch.zeros(2)}, "exp_avg": {"w": torch.zeros(2)}}
-    state = simulation.init(leaves)
-    apart: list[tuple[bool, bool]] = []
-    for _ in range(6):
-        leaves = {name: {"w": tree["w"] + torch.tensor([0.0, 1.0])} for name, tree in leaves.items()}
-        leaves, state = simulation(leaves, state)
-        apart.append(tuple(leaves[name]["w"].unique().numel() == 2 for name in leaves))
-    assert [not each for each, _ in apart] == [False, True] * 3
-    assert [not each for _, each in apart] == [False, False, True] * 2
-
-
 # Plans
 
 
@@ -369,21 +319,6 @@ def test_a_plan_of_two_levels_has_their_sizes():
         outer.lower(step, params, world_size=8)
     with pytest.raises(ValueError, match="must give the size of each group of hierarchical_local_sgd.*got {'node': 8}"):
         outer.lower(step, params, world_size={"node": 8})
-
-
-def test_a_plan_of_a_compressed_pipeline_has_its_bytes():
-    params = {"w": torch.empty(128, 128, device="meta")}
-    plan = outer.lower(outer.parse("diloco(quantize(two_shot, bits=4), every=30)"), params, world_size=8)
-    pipeline = fnddp.lower(fnddp.parse("quantize(two_shot, bits=4)"), params, world_size=8)
-    assert plan.wire_bytes == pipeline.wire_bytes
-    assert len(plan.exchanges) == 1
-    assert plan.exchanges[0].starts == plan.exchanges[0].ends == 30
-
-
-def test_a_plan_names_the_exchanges_of_trees():
-    step = outer.des_loc({"params": outer.streaming_diloco(allreduce, every=3, fragments=1, delay=1)})
-    plan = outer.lower(step, {"params": {"w": torch.empty(4, device="meta")}}, world_size=2)
-    assert [(each.name, each.starts, each.ends) for each in plan.exchanges] == [("params/0", 3, 4)]
 
 
 def test_fragments_are_runs_of_about_the_same_size():

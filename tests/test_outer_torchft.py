@@ -5,51 +5,43 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fnddp import outer
 from fnddp.laws import bits
-from tests.forks import forks
-from tests.replica import HEARTBEAT, Network, Training, new_manager
-from tests.replicas import on_processes
+from tests.replica import Network, Training, digest_of, new_manager, read, wait_together, write
+from tests.replicas import Job, on_processes
 
 pytestmark = pytest.mark.thorough
 
 pytest.importorskip("torchft", reason="torchft has no wheel for this platform")
 pytest.importorskip("fnddp.integrations.torchft", reason="this tree is without the wire over torchft's manager")
 
-SECONDS = 90
 
-
-def replica(name: str, address: str, seed: int, dies_at: int | None, file: str) -> None:
-    """Trains until it is told how far; writes a line for each exchange that it asked for."""
+def train_and_die(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """Trains until the file "stop" gives the last step; writes a line for each exchange that it asked for."""
     from fnddp.integrations.torchft import ManagerWire
 
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    training = Training(options["seed"])
     asked: list[bool] = []
 
     class State:
         def state_dict(self) -> dict[str, Any]:
-            return {"model": model.state_dict(), "outer": attached.replicated_state_dict()}
+            return {"training": training.state_dict(), "outer": attached.replicated_state_dict()}
 
         def load_state_dict(self, saved: dict[str, Any]) -> None:
-            model.load_state_dict(saved["model"])
+            training.load_state_dict(saved["training"])
             attached.load_replicated_state_dict(saved["outer"])
 
     manager = new_manager(name, address, State(), seconds=5)
 
     def prepare() -> None:
         manager.start_quorum()
-        if len(asked) == dies_at:
+        if len(asked) == options.get("dies_at"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def commit() -> bool:
@@ -58,69 +50,48 @@ def replica(name: str, address: str, seed: int, dies_at: int | None, file: str) 
 
     step = outer.parse("diloco(error_feedback(quantize(two_shot, bits=4)), every=3)")
     wire: Any = ManagerWire(manager)
-    attached = outer.attach(model, optimizer, step, wire=wire, init_sync=False, prepare=prepare, commit=commit)
-    stop = Path(file).with_name("stop")
+    attached = outer.attach(
+        training.net, training.optimizer, step, wire=wire, init_sync=False, prepare=prepare, commit=commit
+    )
+    stop, generator = folder / "stop", torch.Generator().manual_seed(options["seed"])
     while not stop.exists() or manager.current_step() < int(stop.read_text()):
         seen = len(asked)
-        optimizer.zero_grad()
-        model(torch.randn(5, 6)).square().mean().backward()
-        optimizer.step()
+        training.optimizer.zero_grad()
+        training.net(torch.randn(5, 8, generator=generator)).square().mean().backward()
+        training.optimizer.step()
         time.sleep(0.05)
         if len(asked) > seen:
-            # str: json has no bytes; and what is forked hashes alike
-            digest = str(hash(tuple(bits((attached.state.anchor, attached.state.velocity)))))
+            digest = digest_of(attached.state.anchor, attached.state.velocity)
             line = [name, manager.current_step(), asked[-1], manager.num_participants(), digest]
-            with Path(file).open("a") as out:
+            with (folder / "lines").open("a") as out:
                 out.write(json.dumps(line) + "\n")
-    os._exit(0)  # torchft's threads
 
 
-@pytest.mark.timeout(SECONDS + 30)
-def test_a_replica_that_dies_in_an_exchange_ends_it_for_the_other_and_comes_back(tmp_path: Path):
-    from torchft.coordination import LighthouseServer
+@pytest.mark.timeout(150)
+def test_a_replica_that_dies_in_an_exchange_ends_it_for_the_other_and_comes_back():
+    with Job(2, run=train_and_die) as job:
 
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=500, quorum_tick_ms=50)
-    address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
-    context, file = forks(), tmp_path / "lines.json"
-    started: list[Any] = []
+        def lines() -> list[Any]:
+            return [json.loads(line) for line in (job.path / "lines").read_text().splitlines(True) if line[-1] == "\n"]
 
-    def start(name: str, seed: int, dies_at: int | None = None) -> Any:
-        process = context.Process(target=replica, args=(name, address, seed, dies_at, str(file)), daemon=True)
-        process.start()
-        started.append(process)
-        return process
+        job.start("r0", seed=1)
+        job.start("r1", seed=2, dies_at=4)
+        job.wait_for(lambda: job.killed() == ["r1"], "to die")
+        killed = len(lines())
+        job.start("r1", seed=3)
+        job.wait_for(
+            lambda: sum(name == "r1" and done and n == 2 for name, _, done, n, _ in lines()[killed:]) >= 3,
+            "to be together again",
+        )
+        write(job.path / "stop", str(max(line[1] for line in lines()) + 10))
+        job.wait_for(lambda: all(process.exitcode == 0 for process in job.processes.values()), "to end")
+        check(lines())
 
-    try:
-        survivor, victim = start("a", 1), start("b", 2, dies_at=4)
-        victim.join(SECONDS)
-        assert victim.exitcode == -signal.SIGKILL
-        killed = len(file.read_text().splitlines())
-        late = start("b", 3)
 
-        def lines_since() -> list[Any]:
-            return [
-                json.loads(line) for line in file.read_text().splitlines(keepends=True)[killed:] if line[-1] == "\n"
-            ]
-
-        deadline = time.monotonic() + SECONDS
-        while sum(line[0] == "b" and line[2] and line[3] == 2 for line in lines_since()) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        (tmp_path / "new").write_text(str(max(line[1] for line in lines_since()) + 10))
-        (tmp_path / "new").rename(tmp_path / "stop")
-        for process in (survivor, late):
-            process.join(SECONDS)
-            assert process.exitcode == 0
-    finally:
-        for process in started:
-            with suppress(ValueError):
-                process.kill()
-                process.join()
-        lighthouse.shutdown()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+def check(lines: list[Any]) -> None:
     lost = [line for line in lines if not line[2]]
-    assert [line[0] for line in lost] == ["a"]  # the exchange in which the other died: nothing raised, nothing applied
-    before = next(line for line in lines if line[0] == "a" and line[1] == lost[0][1] and line[2])
+    assert [line[0] for line in lost] == ["r0"]  # the exchange in which the other died: nothing raised, nothing applied
+    before = next(line for line in lines if line[0] == "r0" and line[1] == lost[0][1] and line[2])
     assert before[4] == lost[0][4]
     committed: dict[int, dict[str, str]] = {}
     for name, number, done, _, digest in lines:
@@ -158,16 +129,13 @@ def train_both(name: str, address: str, folder: Path, options: Mapping[str, Any]
     told = folder / "address"
     if name == "r0":
         second = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
-        (folder / "new").write_text(f"http://127.0.0.1:{second.address().rpartition(':')[2]}")
-        (folder / "new").rename(told)
-    while not told.exists():
-        time.sleep(0.02)
+        write(told, f"http://127.0.0.1:{second.address().rpartition(':')[2]}")
     trainings = [Training(0), Training(0)]
     nets = [training.net for training in trainings]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
     managers = [
         new_manager(name, at, training, init_sync=False)
-        for at, training in zip((address, told.read_text()), trainings, strict=True)
+        for at, training in zip((address, read(told)), trainings, strict=True)
     ]
     attach_theirs(options["pair"], managers[0], nets[0], optimizers[0]).__enter__()
     text, steps = PAIRS[options["pair"]]
@@ -180,10 +148,7 @@ def train_both(name: str, address: str, folder: Path, options: Mapping[str, Any]
         prepare=managers[1].start_quorum,
         commit=managers[1].should_commit,
     )
-    time.sleep(HEARTBEAT)
-    (folder / f"{name}.ready").touch()
-    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
-        time.sleep(0.02)
+    wait_together(name, folder)
     for step in range(steps):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * int(name[1]) + step))
         for net, optimizer in zip(nets, optimizers, strict=True):
@@ -194,9 +159,7 @@ def train_both(name: str, address: str, folder: Path, options: Mapping[str, Any]
     assert [manager.current_step() for manager in managers] == [
         steps // (2 if options["pair"] == "streaming" else 3)
     ] * 2
-    (folder / f"{name}.done").touch()
-    while not all((folder / f"r{i}.done").exists() for i in range(2)):  # of whom one is the lighthouse
-        time.sleep(0.02)
+    wait_together(name, folder, point="end")  # one is the lighthouse
 
 
 @pytest.mark.parametrize("pair", PAIRS)

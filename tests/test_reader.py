@@ -1,6 +1,7 @@
 """What a reader of the engine could break: each was wrong once, or would be with one word less."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_step_that_cannot_begin_refuses_the_next(monkeypatch):
         def out_of_memory(*_: Any) -> Tensor:
             raise MemoryError
 
-        engine._current.program.filled = out_of_memory  # pyright: ignore
+        engine._current.program.pools = [SimpleNamespace(take=out_of_memory)]  # pyright: ignore
         with pytest.raises(MemoryError):
             engine.begin()
         with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):

@@ -22,7 +22,19 @@ import fnddp
 from fnddp import RankMismatchError, fp16
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.reducers.all_reduce import allreduce
-from tests.replica import HEARTBEAT, POINTS, Network, Record, Training, Trap, digest_of, new_manager, wrap
+from tests.replica import (
+    POINTS,
+    Network,
+    Record,
+    Training,
+    Trap,
+    digest_of,
+    new_manager,
+    read,
+    wait_together,
+    wrap,
+    write,
+)
 from tests.replicas import Job, on_processes
 
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -56,23 +68,6 @@ def test_of_three_replicas_some_are_killed(traps):
     assert any(r.participants == 3 - len(traps) and r.committed for r in records)
 
 
-@pytest.mark.parametrize(
-    ("sync", "point"),
-    [
-        ("error_feedback(topk(allgather, ratio=0.3))", "collective 1"),
-        ("error_feedback(quantize(two_shot, bits=8, block=16))", "collective 0"),
-        ("error_feedback(fp16(allreduce, check=True))", "collective 0"),  # which has no plan
-        ("warmup(error_feedback(powersgd(fp16(allreduce), rank=1)), steps=5)", "backward"),
-    ],
-    ids=["all_gather", "all_to_all", "eager", "warmup"],
-)
-def test_pipelines_of_every_kind(sync, point):
-    with Job(2, sync=sync) as job:
-        records = job.run({"r1": Trap(point, AT)})
-    assert [r.replica for r in discarded(records)] == ["r0"]
-    assert all(r.is_planned == ("check" not in sync) for r in records)
-
-
 def test_law_8_over_the_committed_steps():
     with Job(2, sync=LOSSY, keeps=True) as job:
         records = job.run({"r1": Trap("collective 1", AT)})
@@ -104,19 +99,6 @@ def test_an_error_of_one_replica_ends_the_step_for_both(point, leaves_out):
     assert "this replica's backward did not finish" in told or "left it out" in told, told
 
 
-@pytest.mark.parametrize("act", ["kill", "raise"])
-def test_gradients_that_were_accumulated_are_there_again(act):
-    with Job(2, sync=LOSSY, accumulates=True) as job:
-        records = job.run({"r1": Trap("collective 1", AT, act)})
-    assert {r.replica for r in discarded(records)} == ({"r0"} if act == "kill" else {"r0", "r1"})
-
-
-def test_the_weight_of_a_step_is_lost():
-    with Job(2, sync=LOSSY, weighs=True) as job:
-        records = job.run({"r1": Trap("vote", AT)})  # the first one tells weights
-    assert [r.replica for r in discarded(records)] == ["r0"]
-
-
 def test_a_replica_is_slower_than_the_timeout():
     def goes_on(job: Job) -> None:
         is_alone = sum(r.participants == 1 and r.committed for r in job.records()) >= 2
@@ -141,18 +123,6 @@ def fails_to_heal(manager: Any, net: Network, options: Mapping[str, Any]) -> tor
     return wrap(manager, net, options)
 
 
-def test_what_has_not_healed_is_in_no_mean():
-    with Job(2, wrap=fails_to_heal, sync="allreduce") as job:
-        records = job.run({})
-    assert {r.replica for r in discarded(records, step=0)} == {"r0", "r1"}
-
-
-def test_an_error_that_is_reported_to_the_manager_ends_the_step_for_both():
-    with Job(2, wrap=reports, sync=LOSSY) as job:
-        records = job.run({})
-    assert {r.replica for r in discarded(records, step=1)} == {"r0", "r1"}
-
-
 def reports(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
     def report(*_: Any) -> None:
         if manager._replica_id == "r1" and manager.current_step() == 1:
@@ -163,12 +133,6 @@ def reports(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.
     return wrap(manager, net, options)
 
 
-def test_two_wrapped_modules_and_the_simple_class():
-    with Job(2, wrap=two_halves, sync=LOSSY) as job:
-        records = job.run({"r1": Trap("backward", AT)})
-    assert [r.replica for r in discarded(records)] == ["r0"]
-
-
 def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
     first, second = net[0], torch.nn.Sequential(net[1], net[2])
     wrapped = (
@@ -176,6 +140,40 @@ def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.
         DistributedDataParallel(manager, second),
     )
     return torch.nn.Sequential(*wrapped)
+
+
+BOTH = {"r0", "r1"}
+SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None, int, set[str]]] = {
+    "all_gather": ({"sync": "error_feedback(topk(allgather, ratio=0.3))"}, Trap("collective 1", AT), AT, {"r0"}),
+    "all_to_all": (
+        {"sync": "error_feedback(quantize(two_shot, bits=8, block=16))"},
+        Trap("collective 0", AT),
+        AT,
+        {"r0"},
+    ),
+    "no plan": ({"sync": "error_feedback(fp16(allreduce, check=True))"}, Trap("collective 0", AT), AT, {"r0"}),
+    "warmup": (
+        {"sync": "warmup(error_feedback(powersgd(fp16(allreduce), rank=1)), steps=5)"},
+        Trap("backward", AT),
+        AT,
+        {"r0"},
+    ),
+    "accumulated gradients": ({"accumulates": True}, Trap("collective 1", AT), AT, {"r0"}),
+    "accumulated gradients, an error": ({"accumulates": True}, Trap("collective 1", AT, "raise"), AT, BOTH),
+    "a weight": ({"weighs": True}, Trap("vote", AT), AT, {"r0"}),  # the first vote is of weights
+    "two modules, and the simple class": ({"wrap": two_halves}, Trap("backward", AT), AT, {"r0"}),
+    "not healed": ({"wrap": fails_to_heal, "sync": "allreduce"}, None, 0, BOTH),
+    "an error reported to the manager": ({"wrap": reports}, None, 1, BOTH),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_step_ends_for_all_that_are_left_and_leaves_nothing(situation):
+    options, trap, step, whose = SITUATIONS[situation]
+    with Job(2, **{"sync": LOSSY, **options}) as job:
+        records = job.run({} if trap is None else {"r1": trap})
+    assert {r.replica for r in discarded(records, step)} == whose
+    assert "wrap" in options or all(r.is_planned == (situation != "no plan") for r in records)
 
 
 def train_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
@@ -192,10 +190,7 @@ def train_functionally(name: str, address: str, folder: Path, options: Mapping[s
         return torch.func.functional_call(training.net, params, (x,)).square().mean()
 
     step = fnddp.value_and_grad(loss_of, sync, wire=ManagerWire(manager))
-    time.sleep(HEARTBEAT)
-    (folder / f"{name}.ready").touch()
-    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
-        time.sleep(0.02)
+    wait_together(name, folder)
     state, lost = sync.init(params), 0
     while manager.current_step() < AT + 3:
         manager.start_quorum()
@@ -221,15 +216,11 @@ def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[
     told, stepped = folder / "address", folder / "stepped"
     if name == "r1":  # is the lighthouse
         own = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
-        (folder / "new").write_text(f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
-        (folder / "new").rename(told)
-        while not stepped.exists():
-            time.sleep(0.02)
+        write(told, f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
+        read(stepped)
         os.kill(os.getpid(), signal.SIGKILL)
-    while not told.exists():
-        time.sleep(0.02)
     training = Training(seed=0)
-    manager = new_manager(name, told.read_text(), training, quorum_timeout=timedelta(seconds=3))
+    manager = new_manager(name, read(told), training, quorum_timeout=timedelta(seconds=3))
     model = DistributedDataParallel(manager, training.net)
     manager.start_quorum()
     model(torch.ones(1, 8)).sum().backward()
@@ -254,8 +245,8 @@ def join_with_another(name: str, address: str, folder: Path, options: Mapping[st
     """The second replica joins with another pipeline: it alone is told, and the first one goes on."""
     training = Training(seed=0)
     refused = folder / "refused"
-    while name == "r1" and not (folder / "begun").exists():
-        time.sleep(0.02)
+    if name == "r1":
+        read(folder / "begun")
     manager = new_manager(name, address, training)
     model = DistributedDataParallel(manager, training.net, sync=fnddp.parse(LOSSY) if name == "r0" else allreduce)
     if name == "r1":
@@ -282,16 +273,11 @@ def begin_with_another(name: str, address: str, folder: Path, options: Mapping[s
     training = Training(seed=0)
     manager = new_manager(name, address, training, init_sync=False)
     model = DistributedDataParallel(manager, training.net, sync=fp16(allreduce) if name == "r0" else allreduce)
-    time.sleep(HEARTBEAT)
-    (folder / f"{name}.ready").touch()
-    while not all((folder / f"r{i}.ready").exists() for i in range(2)):
-        time.sleep(0.02)
+    wait_together(name, folder)
     with pytest.raises(RankMismatchError, match="of the replicas of quorum 1, ranks disagree about pipeline"):
         manager.start_quorum()
     assert model.plan is not None
-    (folder / f"{name}.told").touch()
-    while not all((folder / f"r{i}.told").exists() for i in range(2)):
-        time.sleep(0.02)
+    wait_together(name, folder, point="end")
 
 
 def test_replicas_begin_with_different_pipelines():

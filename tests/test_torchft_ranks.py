@@ -5,7 +5,6 @@ If one rank is lost, so is its replica: what started it starts all of its ranks 
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fn
 import fnddp
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire
 from fnddp.laws import bits
-from tests.replica import HEARTBEAT, Network, Trap, meet, new_manager
+from tests.replica import Network, Trap, meet, new_manager, read, wait_together, write
 from tests.replicas import Job, on_processes
 
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -81,10 +80,7 @@ def train_sharded(name: str, address: str, folder: Path, options: Mapping[str, A
         DistributedDataParallel(manager, nn.Sequential(training.net))
     sync = fnddp.parse(LOSSY)
     step, state = fnddp.jit(sync, wire=ManagerWire(manager)), sync.init(training.shards())
-    time.sleep(HEARTBEAT)
-    (folder / f"{name}.ready").touch()
-    while not all((folder / f"r{i}.ready").exists() for i in range(4)):
-        time.sleep(0.02)
+    wait_together(name, folder, 4)
     lost = 0
     while manager.current_step() < AT + 3:
         manager.start_quorum()
@@ -105,16 +101,12 @@ def train_sharded(name: str, address: str, folder: Path, options: Mapping[str, A
         state = after
         for path, shard in training.shards().items():
             shard.sub_(0.1 * mean[path])
-        (folder / f"{name}.new").write_text(str(bits(training.shards())))
-        (folder / f"{name}.new").rename(folder / f"{name}-{number}")
-        told = folder / f"r{int(name[1]) ^ 2}-{number}"  # the same rank of the other replica
-        while number < AT and not told.exists():
-            time.sleep(0.02)
-        assert number >= AT or told.read_text() == str(bits(training.shards()))
+        write(folder / f"{name}-{number}", str(bits(training.shards())))
+        other = folder / f"r{int(name[1]) ^ 2}-{number}"  # the same rank of the other replica
+        assert number >= AT or read(other) == str(bits(training.shards()))
     assert lost == 1
     assert manager.num_participants() == 1
-    while not all((folder / f"r{i}-{number}").exists() for i in range(2)):  # rank 0 serves both of them until then
-        time.sleep(0.02)
+    read(*(folder / f"r{i}-{number}" for i in range(2)))  # rank 0 serves both of them until then
 
 
 def test_shards_over_the_wire():

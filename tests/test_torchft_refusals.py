@@ -1,6 +1,5 @@
 """What torchft's classes over pipelines refuse, and what they are before a quorum: without any process."""
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,12 +117,3 @@ def test_what_is_local_begins_at_zero_in_a_replica_that_joins():
     for key, value in fnddp.state_dict(healed.sync_state).items():
         theirs = fnddp.state_dict(other.sync_state)[key]
         assert bits(value) == bits(theirs if key.startswith("replicated/") else torch.zeros_like(theirs))
-
-
-def test_modules_that_are_gone():
-    manager = StandIn()
-    DistributedDataParallel(manager, Network(0))
-    gc.collect()
-    manager.start_quorum()  # of which nobody is told
-    with pytest.raises(RuntimeError, match="keep it as long as the manager"):
-        manager._user_state_dicts["fnddp.sync_state.0"]()

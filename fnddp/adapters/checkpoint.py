@@ -11,13 +11,13 @@ from fnddp.core.sync import LOCAL, State, Sync
 from fnddp.core.tree import is_inexact
 from fnddp.wire import groups
 
-WORLD_SIZE = "world_size"  # the key under which a checkpoint says how many ranks have saved it
-_PARTS = "parts"  # what they have saved
-_PIPELINE = "pipeline"  # and of which one it is
+WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
+_PARTS = "parts"
+_PIPELINE = "pipeline"
 
 
 class HasSync(Protocol):
-    """What keeps a pipeline and its state."""
+    """An object that has a pipeline and its state."""
 
     sync_state: State
 
@@ -30,14 +30,14 @@ class HasSync(Protocol):
 class Checkpoint:
     """A `torch.distributed.checkpoint.stateful.Stateful` for the state of `owner`.
 
-    What is replicated is saved once, and what is local once for each rank. Loaded by as many ranks as have saved it,
-    training goes on to the bit. Other numbers of ranks get shares of the local parts (see `shares`).
+    Replicated parts are saved once, local parts once for each rank. Loaded by as many ranks as saved it, training
+    continues to the bit. Other numbers of ranks get shares of the local parts (see `shares`).
 
     Args:
         owner: Its `sync_state` is saved and set.
         group: Name of its process group.
-        saved_world_size: How many ranks have saved what is loaded; None for as many as there are.
-        prefix: Of all keys, where ranks outside of the group have states of their own.
+        saved_world_size: The number of ranks that saved what is loaded; None for as many as there are.
+        prefix: Prefix of all keys, where ranks outside of the group have states of their own.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Checkpoint:
         self._shares = shares(groups.rank(group), size, self._saved_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, of tensors, ints and lists of text; also called to say what to load, into memory of its own."""
+        """Return tensors, ints and lists of text to save, or to load into, in memory of their own."""
         saved = state_dict(self._owner.sync_state)
         kinds = {part.key: part.kind for part in parts(self._owner.sync_state)}
         replicated = {key: value for key, value in saved.items() if kinds[key] != LOCAL}
@@ -59,15 +59,15 @@ class Checkpoint:
         return {self._prefix + key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
 
     def about(self) -> dict[str, Any]:
-        """What of `state_dict` says who has saved what: enough for `require_fitting`."""
+        """Return the entries of `state_dict` that describe it: enough for `require_fitting`."""
         return {self._prefix + key: value for key, value in self._about([]).items()}
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
-        """How many ranks have saved it."""
+        """Return the number of ranks that saved it."""
         return saved[self._prefix + WORLD_SIZE]
 
     def require_fitting(self, saved: Mapping[str, Any]) -> None:
-        """Raises a ValueError if it is of another pipeline or other parameters."""
+        """Raise a ValueError if it is of another pipeline or other parameters."""
         have = saved[self._prefix + _PARTS]
         want = [part.key for part in parts(self._owner.sync_state)]
         if set(have) != set(want):
@@ -75,10 +75,10 @@ class Checkpoint:
             raise self._unfitting(saved, f"missing {missing}, unexpected {unexpected}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets the state.
+        """Set the state.
 
         Raises:
-            ValueError: It is of another pipeline or other parameters, or of another number of ranks than was said.
+            ValueError: It is of another pipeline or other parameters, or not of `saved_world_size` ranks.
         """
         saved_by = self.saved_by(state_dict)
         if saved_by != self._saved_size:
@@ -110,10 +110,10 @@ class Checkpoint:
 
 
 def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
-    """How much of which saved rank's residual becomes this one's, so that the mean over ranks is what it was.
+    """Return the share of each saved rank's residual that this rank takes, so that the mean over ranks is as before.
 
-    Ranks are laid out on a line of length 1, before and after; a rank takes what it covers. So twice as many ranks each
-    get a copy, half as many the mean of two, and no residual grows.
+    Ranks divide a line of length 1, before and after; a rank takes what it covers. So twice as many ranks each get a
+    copy, half as many the mean of two, and no residual grows.
 
     >>> shares(0, 4, 2), shares(0, 2, 4), shares(1, 3, 2)
     ({0: 1.0}, {0: 0.5, 1: 0.5}, {0: 0.5, 1: 0.5})
@@ -125,12 +125,12 @@ def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
 
 
 def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
-    """A rank's share of a local part. Of numbers that are no fractions it is that of the largest share."""
+    """Return a rank's share of a local part; of integers, the one with the largest share."""
     if len(values) == 1 or not all(isinstance(v, Tensor) and is_inexact(v) for v in values.values()):
         return values[max(shares, key=shares.__getitem__)]
     return torch.stack([share * values[r] for r, share in shares.items()]).sum(0)
 
 
 def of_rank(rank: int, key: str) -> str:
-    """The key of a local part of `rank`."""
+    """Return the key of a local part of `rank`."""
     return f"rank{rank}/{key}"

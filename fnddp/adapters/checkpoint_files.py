@@ -1,4 +1,4 @@
-"""A pipeline's state in the files of others: gathered in one that the first rank writes, or in one of each rank."""
+"""A pipeline's state in other tools' checkpoints: gathered in the first rank's file, or in a file of each rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,17 +15,10 @@ from fnddp.wire import control, groups
 
 
 def gathered(owner: HasSync, group: str | None) -> dict[str, Any]:
-    """The state of all ranks in one flat dict on the CPU: for files that the first rank writes for all.
+    """Return the state of all ranks in one flat dict on the CPU, on the first rank; on the others an empty one.
 
-    All ranks must call it. Only local parts travel, none if there are none. The wrong choice where they do not fit into
-    the first rank's memory, as many times as there are ranks: let `torch.distributed.checkpoint` write a `Checkpoint`.
-
-    Args:
-        owner: Whose state it is.
-        group: Name of its process group.
-
-    Returns:
-        On the first rank what `load_gathered` takes, of tensors, ints and text; on the others nothing.
+    All ranks must call it. Only local parts travel. The wrong choice where they do not fit into the first rank's
+    memory, as many times as there are ranks: let `torch.distributed.checkpoint` write a `Checkpoint`.
     """
     mine = _on_cpu(owner, group)
     everyone = [mine]
@@ -37,7 +30,7 @@ def gathered(owner: HasSync, group: str | None) -> dict[str, Any]:
 
 
 def load_gathered(owner: HasSync, group: str | None, saved: Mapping[str, Any]) -> None:
-    """Sets the state of `owner` to what `gathered` gave, on as many ranks or on others: see `shares`.
+    """Set the state of `owner` to the result of `gathered`, on as many ranks or on others: see `shares`.
 
     Raises:
         ValueError: It is of another pipeline or other parameters.
@@ -46,24 +39,23 @@ def load_gathered(owner: HasSync, group: str | None, saved: Mapping[str, Any]) -
 
 
 def save_file(owner: HasSync, group: str | None, folder: str | Path, name: str) -> None:
-    """Writes this rank's state to `folder/name-rank<r>.pt`. All ranks call it; nothing is sent."""
+    """Write this rank's state to `folder/name-rank<r>.pt`. All ranks call it; nothing is sent."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.save(_on_cpu(owner, group), _path(folder, name, groups.rank(group)))
 
 
 def load_files(owner: HasSync, group: str | None, folder: str | Path, name: str) -> bool:
-    """Sets the state of `owner` to what as many ranks, or others, have written with `save_file`; see `shares`.
+    """Set the state of `owner` to what as many ranks, or others, have written with `save_file`; see `shares`.
 
     All ranks call it. As many ranks need each its own file; others need a folder that all of them see.
 
     Returns:
-        Whether there is any, on any rank.
+        False if there is no file, on any rank.
 
     Raises:
-        FileNotFoundError, ValueError: On all ranks, if one finds no file or that of another pipeline; those that find
-            what they need raise `RankMismatchError`, which says so.
+        FileNotFoundError, ValueError: A file is missing or of another pipeline; the other ranks raise a
+            RankMismatchError.
     """
-
     saved: dict[str, Any] = {}
 
     def read() -> dict[str, str]:
@@ -72,12 +64,12 @@ def load_files(owner: HasSync, group: str | None, folder: str | Path, name: str)
         wanted = shares(groups.rank(group), groups.world_size(group), first[WORLD_SIZE])
         saved.update({key: value for r in wanted for key, value in _read(_path(folder, name, r)).items()})
         Checkpoint(owner, group).require_fitting(saved)
-        return {"how many ranks have saved": str(first[WORLD_SIZE])}
+        return {"the number of ranks that saved": str(first[WORLD_SIZE])}
 
     found = any(Path(folder).glob(f"{name}-rank*.pt"))
     if b"\1" not in control.all_gather_bytes(bytes([found]), group):
         return False
-    agree(read, group)  # before any state is another one
+    agree(read, group)  # before any state is set
     load_gathered(owner, group, saved)
     return True
 

@@ -11,30 +11,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
-from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.hooks import WeakHook
-from fnddp.adapters.module.world import World
-from fnddp.core.agreement import agree, agree_on_state, description
+from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
-from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.sync import Sync, require_sync
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
-from fnddp.run.stats import SyncStats, stats
 from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
 
 
-class Handle:
-    """What `register` returns: the pipeline that runs in a DDP model and its state.
+class Handle(PipelineHandle):
+    """The pipeline that `register` has put into a DDP model, and its state.
 
-    Attributes:
-        group: The name of the model's process group; None for the default one.
+    It cannot be replaced: DDP has one hook slot, for good. Wrap the module again, or use fnddp's class.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
-        self.group = group_name(model.process_group)
-        self._wire = wire
+        group = group_name(model.process_group)
         self._writes_all = model.find_unused_parameters and sync.gives_later
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
@@ -42,59 +39,22 @@ class Handle:
         self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         leaves = {name: LeafSpec.of(p) for name, p in self._parameters.items()}
-        self._engine = Engine(
+        engine = Engine(
             sync,
             leaves,
             state=sync.init(self._parameters),
             donation=Donation(gradients="at_end", state=True),
             learns_order=False,
-            groups=[self.group],
+            groups=[group],
             wire=wire,
             backend=backend,
         )
+        super().__init__(engine, group, wire)
         fix = "wrap the module and register the pipeline again"
-        self._world = World(self.group, "register: the pipeline was registered", fix)
+        self._world = Membership(group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
         self._failure: Exception | None = None
         self._looks_between = False
-
-    @property
-    def sync(self) -> Sync:
-        """The pipeline that runs: it names the model's process group where it named none, unless that is the default.
-
-        It cannot be set: DDP has one hook slot, for good. Wrap the module again, or use fnddp's class.
-        """
-        return self._engine.sync
-
-    @property
-    def state(self) -> State:
-        """The pipeline's state after the last step: a pytree keyed by the parameter names of `model.module`.
-
-        Set it on all ranks: see `fnddp.DistributedDataParallel.sync_state`.
-        """
-        return self._engine.state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        agree_on_state(self.sync, self._engine.state, state, self.group, self._wire)
-        self._engine.state = state
-
-    @property
-    def sync_state(self) -> State:
-        """`state`, by the name that it has in `fnddp.DistributedDataParallel`."""
-        return self.state
-
-    @sync_state.setter
-    def sync_state(self, state: State) -> None:
-        self.state = state
-
-    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """The state for torch.distributed.checkpoint; see `fnddp.DistributedDataParallel.sync_checkpoint`."""
-        return Checkpoint(self, self.group, saved_world_size)
-
-    def sync_stats(self) -> SyncStats:
-        """What the last step sent and took. See `fnddp.DistributedDataParallel.sync_stats`."""
-        return stats(self._engine)
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:

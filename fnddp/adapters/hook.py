@@ -1,4 +1,4 @@
-"""The other way: any torch DDP communication hook as a leaf of a pipeline."""
+"""Any torch DDP communication hook as a reducer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,21 +17,19 @@ from fnddp.core.tree import Leaves, Tree, require_leaves
 # Not registered: a hook is an object, not text, so parse cannot make one.
 @dataclass(frozen=True, repr=False)
 class from_hook(Sync):
-    """A torch DDP communication hook as a reducer.
+    """A torch DDP communication hook as a reducer. The wrong choice where there is a transform for it.
 
     Floating-point gradients of one dtype and device make one bucket (a duck-typed `dist.GradBucket`), in registration
-    order, as in DDP's first step; the buckets' numbers never change, so stateful hooks may start at once. Other
-    leaves are not touched by hooks: they raise.
+    order, as in DDP's first step; the buckets' numbers never change, so stateful hooks may start at once.
 
-    A hook is not pure: what it keeps, it keeps in `state` (the object given here), which is neither checkpointed nor
-    rolled back, and in which a failed step leaves traces. Nor does it say what it sent: `sent` is the mean, so
-    `error_feedback(from_hook(...))` remembers `input - mean`, as torch's PowerSGD hook does by itself. torch's PowerSGD
-    hooks wait inside callbacks and may abort on gloo; `powersgd` does not. Wrong where there is a transform for it.
+    A hook is not pure: its `state` is neither checkpointed nor rolled back when a step fails. As it does not report
+    what it sent, `sent` is the mean: `error_feedback(from_hook(...))` remembers `input - mean`, as torch's PowerSGD
+    hook does by itself. torch's PowerSGD hooks wait inside callbacks and may abort on gloo; `powersgd` does not.
 
     Args:
         hook: `hook(state, bucket) -> Future[Tensor]`.
         state: Its first argument: a process group for torch's default hooks, or a `PowerSGDState`. The hook uses the
-            process group it finds there: `over` has no effect.
+            process group in it: `over` has no effect.
         parameters: For hooks that ask a bucket for them: the parameters of the gradients, by leaf path.
 
     Raises:
@@ -108,7 +106,7 @@ class from_hook(Sync):
 
 
 class Bucket:
-    """What a hook sees: the methods of `dist.GradBucket`, which Python cannot construct."""
+    """A duck-typed `dist.GradBucket`, which Python cannot construct."""
 
     def __init__(
         self,

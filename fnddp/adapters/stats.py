@@ -6,31 +6,27 @@ from fnddp.run.stats import SyncStats
 
 
 class Measured(Protocol):
-    """What has statistics: `DistributedDataParallel`, or the `Handle` of `register`."""
+    """A model with statistics: `DistributedDataParallel`, or the handle of `register`."""
 
     def sync_stats(self) -> SyncStats: ...
 
 
 class Writer(Protocol):
-    """What takes scalars: `torch.utils.tensorboard.SummaryWriter`."""
+    """A writer of scalars: `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> Any: ...
 
 
 def log_sync_stats(writer: Writer, model: Measured, *, step: int | None = None, prefix: str = "fnddp/") -> SyncStats:
-    """Writes the statistics of `model` to TensorBoard, or to anything with its `add_scalar`.
+    """Write the statistics of `model` to TensorBoard, or to anything with its `add_scalar`, and return them.
 
-    Call it on one rank, as often as you log: reading them waits for the device. The wrong choice for other loggers:
-    give them the dict, `logger.log(model.sync_stats())`.
+    Call it on one rank: reading them waits for the device. For other loggers: `logger.log(model.sync_stats())`.
 
     Args:
         writer: A `SummaryWriter`.
-        model: What is trained.
-        step: The number to write them under; None for the steps that have ended well.
+        model: The model, or the handle of `register`.
+        step: The number to write them under; None for the number of committed steps.
         prefix: Of each name.
-
-    Returns:
-        What it has written, and None for what is not known.
 
     >>> import torch, fnddp
     >>> class Printer:

@@ -1,6 +1,6 @@
 """The seven names of Lightning 1.x's `pytorch_lightning.utilities.distributed`, which Lightning 2 no longer has.
 
-They take the same arguments, and their results are new tensors. What differs from Lightning, each docstring says.
+They take the same arguments and return new tensors. Each docstring lists the differences from Lightning.
 """
 
 from fnddp.distributed.connection import init_dist_connection

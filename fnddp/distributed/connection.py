@@ -1,51 +1,29 @@
-"""Joining the other processes."""
+"""Initialization of torch.distributed from a cluster environment."""
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 
-class ClusterEnvironment(Protocol):
-    """What `init_dist_connection` asks of a cluster environment: Lightning's have it since 1.6."""
-
-    @property
-    def main_address(self) -> str:
-        """The host of rank 0."""
-        ...
-
-    @property
-    def main_port(self) -> int:
-        """A free port there."""
-        ...
-
-    def global_rank(self) -> int:
-        """This process's rank."""
-        ...
-
-    def world_size(self) -> int:
-        """The number of processes."""
-        ...
-
-
 def init_dist_connection(
-    cluster_environment: ClusterEnvironment,
+    cluster_environment: Any,
     torch_distributed_backend: str,
     global_rank: int | None = None,
     world_size: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Initializes torch.distributed with what a cluster environment knows.
+    """Initialize torch.distributed with the address, rank and world size of a cluster environment.
 
-    Does nothing if it is initialized. Sets the environment variables MASTER_ADDR and MASTER_PORT, for good. The wrong
-    choice under torchrun, which has set them and the ranks: `torch.distributed.init_process_group()`.
+    Does nothing if it is initialized. Sets the environment variables MASTER_ADDR and MASTER_PORT. The wrong choice
+    under torchrun, which has set them and the ranks: `torch.distributed.init_process_group()`.
 
     Differs from Lightning: it logs nothing, and takes the properties `main_address` and `main_port` only, not the
     methods `master_address()` and `master_port()` of Lightning before 1.6.
 
     Args:
-        cluster_environment: Any object with `main_address` and `main_port`; `global_rank()` and `world_size()` are
-            called where the next arguments are None.
+        cluster_environment: Lightning's, or any object with `main_address` and `main_port`; `global_rank()` and
+            `world_size()` are called where the next arguments are None.
         torch_distributed_backend: "gloo", "nccl", or another of `init_process_group`.
         global_rank: This process's rank.
         world_size: The number of processes.

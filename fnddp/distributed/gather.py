@@ -1,4 +1,4 @@
-"""Gathering: every rank gets every rank's tensor."""
+"""Gathers: all ranks receive the tensors of all ranks."""
 
 import math
 import struct
@@ -16,15 +16,13 @@ from fnddp.wire import control, groups
 
 
 def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:
-    """Gathers a tensor from every rank, also where their shapes differ.
+    """Gather a tensor from every rank, also where their shapes differ. Every rank of the group must call this.
 
-    For results of an evaluation, of which ranks have different numbers. No gradient flows: the wrong choice in a loss,
-    for which there is `all_gather_ddp_if_available` with `sync_grads`. Every rank of the group must call it. It costs
-    two small gathers, of a digest and of the shapes, and one of the tensors as long as the longest.
+    No gradient flows: the wrong choice in a loss, for which there is `all_gather_ddp_if_available` with `sync_grads`.
+    It costs two small gathers, of a digest and of the shapes, and one of the tensors as long as the longest.
 
-    Differs from Lightning: without a process group it returns `[result]`, where Lightning raises a ValueError, so one
-    script runs with and without a launcher. Ranks that disagree about dtype or number of dimensions are told so, where
-    Lightning hangs or gives wrong values. Shorter tensors are padded at their end, not in each dimension.
+    Differs from Lightning: without a process group it returns `[result]`, where Lightning raises a ValueError. Ranks
+    that disagree about dtype or number of dimensions raise, where Lightning hangs or returns wrong values.
 
     Args:
         result: Any shape and any dense dtype, of the same dtype and number of dimensions on all ranks.
@@ -58,11 +56,11 @@ def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:
 
 
 def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads: bool = False) -> Tensor:
-    """Stacks the tensors of all ranks along a new first dimension, with gradients if asked for.
+    """Stack the tensors of all ranks along a new first dimension.
 
     Every rank of the group must call it and, with `sync_grads`, run backward through it. The wrong choice where shapes
-    differ between ranks: `gather_all_tensors`. Each call first compares shapes and dtypes, in one gather of 32 bytes
-    for which the host waits.
+    differ: `gather_all_tensors`. Each call first compares shapes and dtypes, in a gather of 32 bytes that the host
+    waits for.
 
     Differs from Lightning: uneven shapes raise on all ranks, where Lightning returns uninitialized memory; gradients
     are right in subgroups, and can be differentiated again.
@@ -70,7 +68,7 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads:
     Args:
         tensor: Any shape and any dense dtype, the same on all ranks.
         group: The ranks that take part; None for the default group.
-        sync_grads: Whether gradients flow, as `AllGatherGrad` says.
+        sync_grads: Let gradients flow: see `AllGatherGrad`.
 
     Returns:
         `[ranks, *shape]`, in the order of the group's ranks. Without torch.distributed `tensor` itself: the same
@@ -99,23 +97,13 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads:
 class AllGatherGrad(torch.autograd.Function):
     """`AllGatherGrad.apply(tensor, group=None)`: gathers and stacks; backward sums what the ranks send back.
 
-    Rank r computes its loss from all tensors; the gradient here is that of the sum of all ranks' losses with respect
-    to this rank's tensor. So every rank must run backward. Divide the loss by the number of ranks if it is a mean over
+    Each rank computes its loss from all tensors; the gradient is that of the sum of all ranks' losses with respect to
+    this rank's tensor. So every rank must run backward. Divide the loss by the number of ranks if it is a mean over
     them. Differentiable again, and within torch.func's grad, vjp, jvp and vmap.
 
     Differs from Lightning: the slice that backward returns is that of this rank in the *group*, where Lightning takes
-    the rank in the world; and the sum is scattered, not sent whole to all. Uneven shapes raise on all ranks. Without
-    torch.distributed it is the stack of one tensor, where Lightning fails.
-
-    Args of `apply`:
-        tensor: Any shape and any dense dtype, the same on all ranks.
-        group: The ranks that take part; None for the default group.
-
-    Returns `[ranks, *shape]`, in the order of the group's ranks.
-
-    Raises:
-        RankMismatchError: On all ranks, if shapes or dtypes differ.
-        TypeError: `tensor` is not a dense tensor. The other ranks raise a RankMismatchError.
+    the rank in the world; and the sum is scattered, not sent whole to all. Without torch.distributed it is the stack of
+    one tensor, where Lightning fails. Arguments, result and errors are those of `all_gather_ddp_if_available`.
 
     Source: `AllGatherGrad` of Lightning 1.x; here an all-gather and a reduce-scatter, each the other's transpose.
 
@@ -149,7 +137,7 @@ class AllGatherGrad(torch.autograd.Function):
 
 
 class _SumAndScatter(torch.autograd.Function):
-    """The transpose of `AllGatherGrad`: of `[ranks, *shape]`, summed over ranks, each gets the slice of its own."""
+    """The transpose of `AllGatherGrad`: sums `[ranks, *shape]` over ranks, and returns this rank's slice."""
 
     @staticmethod
     def forward(grads: Tensor, group: Group) -> Tensor:
@@ -174,11 +162,7 @@ class _SumAndScatter(torch.autograd.Function):
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor`, if it is a tensor with memory of its own.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return `tensor`; raise a TypeError unless it is a dense tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, got a {type(tensor).__name__}; wrap it with torch.as_tensor")
     if tensor.layout != torch.strided:
@@ -187,7 +171,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def _gather_shapes(shape: torch.Size, group: str | None) -> list[tuple[int, ...]]:
-    """Of all ranks, with the same number of dimensions."""
+    """Return the shapes of all ranks, which have the same number of dimensions."""
     if not shape:
         return [()] * groups.world_size(group)
     layout = f"<{len(shape)}q"

@@ -1,8 +1,8 @@
-"""Communication hooks into models."""
+"""Registration of communication hooks."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,28 +17,19 @@ Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Tensor]]
 """`hook(state, bucket)`, for torch's DDP."""
 
 
-class TakesHook(Protocol):
-    """A model with a hook slot: torch's `DistributedDataParallel` and fnddp's."""
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Puts `hook` in, which is called with `state` and a bucket of gradients."""
-        ...
-
-
 def register_ddp_comm_hook(
-    model: TakesHook,
+    model: Any,
     ddp_comm_state: object = None,
     ddp_comm_hook: Hook | Sync | None = None,
     ddp_comm_wrapper: Callable[[Hook], Hook] | None = None,
 ) -> Handle | None:
-    """Puts a communication hook, or a pipeline, into a DDP model.
+    """Register a communication hook, or a pipeline, in a DDP model.
 
-    The wrong choice for fp16, bf16 or PowerSGD compression, for which torch has hooks too: as a pipeline it keeps its
-    state by parameter name, can be saved, and runs off CUDA (torch refuses `bf16_compress_hook` there).
+    The wrong choice for torch's fp16, bf16 and PowerSGD hooks: as a pipeline these keep their state by parameter name,
+    can be saved, and run off CUDA (torch refuses `bf16_compress_hook` there).
 
     Differs from Lightning: hooks may be any callable, such as a `functools.partial` or an object with `__call__`, where
-    torch wants a function; a pipeline may stand for a hook; nothing is logged. Lightning's own strategies never call
-    theirs off CUDA.
+    torch wants a function; a pipeline may stand for a hook; nothing is logged.
 
     Args:
         model: torch's `DistributedDataParallel`, or another with `register_comm_hook(state, hook)`.
@@ -53,7 +44,7 @@ def register_ddp_comm_hook(
     Raises:
         RankMismatchError: On all ranks, if they disagree about a pipeline.
         RuntimeError: The model has a hook already.
-        TypeError: A pipeline for another model than these two; what torch says about a hook that it refuses.
+        TypeError: A pipeline for another model than these two; or torch refuses the hook.
         ValueError: A pipeline with a state or a wrapper.
 
     Source: `register_ddp_comm_hook` of Lightning 1.x.
@@ -75,9 +66,7 @@ def register_ddp_comm_hook(
     return None
 
 
-def _register_pipeline(
-    model: TakesHook, state: object, sync: Sync, wrapper: Callable[[Hook], Hook] | None
-) -> Handle | None:
+def _register_pipeline(model: Any, state: object, sync: Sync, wrapper: Callable[[Hook], Hook] | None) -> Handle | None:
     if state is not None or wrapper is not None:
         raise ValueError(
             f"register_ddp_comm_hook: {sync!r} is a pipeline, which takes no ddp_comm_state and no ddp_comm_wrapper; "
@@ -95,7 +84,7 @@ def _register_pipeline(
 
 
 def _as_function(hook: Hook) -> Hook:
-    """`hook` as a function with the names, the parameter and the annotations that DDP insists on."""
+    """Return `hook` as a function with the names, the parameter and the annotations that DDP insists on."""
 
     def run(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)

@@ -1,4 +1,4 @@
-"""Reducing: every rank gets the sum, mean, maximum, minimum or product of all ranks' tensors."""
+"""Reductions: the sum, mean, maximum, minimum or product of all ranks' tensors."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,10 +13,10 @@ _OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "max": "max", "min": "min",
 
 
 def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str | None = None) -> Tensor:
-    """Reduces a tensor over the ranks, into a new one.
+    """Reduce a tensor over the ranks, into a new one. Every rank of the group must call this.
 
     For metrics and counters. No gradient flows: the wrong choice in a loss. Each call first compares shapes, dtypes and
-    operations in one gather of 32 bytes, where Lightning waits at a barrier. Every rank of the group must call it.
+    operations in one gather of 32 bytes, where Lightning waits at a barrier.
 
     Differs from Lightning: `result` is not written to. None means the sum, where Lightning raises. The mean of integers
     is of their dtype, rounded to the nearest (halves up), where Lightning truncates it or makes it float, by version:
@@ -55,23 +55,10 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str
 
 
 def sync_ddp_if_available(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str | None = None) -> Tensor:
-    """`sync_ddp` where torch.distributed is initialized, and `result` itself where it is not.
+    """Return `sync_ddp(...)` where torch.distributed is initialized, and `result` itself where it is not.
 
-    The wrong choice where a missing process group is a mistake: `sync_ddp` raises under a launcher.
-    Differs from Lightning as `sync_ddp` does.
-
-    Args:
-        result: Any shape and any dense dtype, the same on all ranks.
-        group: The ranks that take part; None for the default group.
-        reduce_op: As for `sync_ddp`.
-
-    Returns:
-        The reduction, in a new tensor; without torch.distributed the same object.
-
-    Raises:
-        RankMismatchError: On all ranks, if shapes, dtypes or operations differ.
-        TypeError: `result` is not a dense tensor. The other ranks raise a RankMismatchError.
-        ValueError: `reduce_op` is unknown; the maximum or minimum of complex numbers.
+    The wrong choice where a missing process group is a mistake: `sync_ddp` raises under a launcher. Arguments, errors
+    and differences from Lightning are those of `sync_ddp`.
 
     Source: `sync_ddp_if_available` of Lightning 1.x.
 

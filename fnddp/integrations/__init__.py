@@ -1,1 +1,1 @@
-"""Where people train: `lightning`, `huggingface`, `fsdp`, `checkpoint`, `torchft`. Only who uses one imports it."""
+"""Integrations: `lightning`, `huggingface`, `fsdp`, `checkpoint`, `torchft`. Import the ones that you use."""

@@ -22,11 +22,9 @@ _MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more"
 
 
 class HasCheckpoint(Protocol):
-    """What keeps a pipeline: a `fnddp.DistributedDataParallel`, what `register` or `compress_replicas` has returned."""
+    """A `fnddp.DistributedDataParallel`, or the result of `register` or `compress_replicas`."""
 
-    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """Its state for torch.distributed.checkpoint."""
-        ...
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint: ...
 
 
 def save(
@@ -38,18 +36,18 @@ def save(
     more: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes one checkpoint of all ranks: what is replicated once, what is local for each rank, shards as they are.
+    """Write one checkpoint of all ranks: replicated state once, local state of each rank, shards as they are.
 
     Args:
-        folder: Where; all ranks see it.
+        folder: A folder that all ranks see.
         model: A `fnddp.DistributedDataParallel`, torch's, or one that FSDP has sharded.
         optimizers: Of its parameters.
-        sync: What keeps the pipeline: what `register` or `compress_replicas` has returned; None for `model` itself.
-        more: What else to save, by name: numbers, tensors, what has a `state_dict`, such as a scheduler.
+        sync: The result of `register` or `compress_replicas`; None where `model` itself has the pipeline.
+        more: More to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler.
         group: The ranks that save, all of which call it; None for all ranks.
 
     Raises:
-        TypeError: Nothing keeps a pipeline.
+        TypeError: There is no pipeline in `sync` or `model`.
 
     >>> import tempfile, torch, fnddp
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -75,18 +73,17 @@ def async_save(
     group: dist.ProcessGroup | None = None,
     in_process: bool = False,
 ) -> Future[Any]:
-    """`save`, which returns when all is copied to the CPU, and writes while training goes on.
+    """Like `save`, but return when all is copied to the CPU, and write while training continues.
 
-    Ranks agree about what they write on a process group of their own, which the first call makes for the ranks that
-    save, named after theirs: what they say there cannot meet the collectives of training.
+    Its messages have a process group of their own, made in the first call, apart from the collectives of training.
 
     Args:
         folder, model, optimizers, sync, more, group: See `save`.
-        in_process: Write in a process beside, not in a thread. Its first call takes seconds, and the script must be
+        in_process: Write in another process, not in a thread. The first call takes seconds, and the script must be
             guarded by `if __name__ == "__main__"`.
 
     Returns:
-        Its `result()` waits until all is written, and raises what went wrong.
+        A future: `result()` waits until all is written, and raises errors.
     """
     state = _state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
@@ -104,15 +101,14 @@ def load(
     more: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Reads what `save` or `async_save` has written, by as many ranks or by others. All ranks must call it.
+    """Read a checkpoint of `save` or `async_save`, on as many ranks or on others. All ranks must call it.
 
-    As many ranks go on to the bit. Others take shares of what is local (`fnddp.adapters.checkpoint.shares`), so that
-    nothing which was yet to be sent is lost; how many have saved is in the checkpoint.
+    As many ranks continue to the bit. Others take shares of local state (`fnddp.adapters.checkpoint.shares`), so that
+    no residual is lost.
 
     Args:
-        folder: Where.
-        model, optimizers, sync: As they were saved; they are written to.
-        more: Names of what else was saved. What has a `load_state_dict` is written to.
+        folder, model, optimizers, sync: As they were saved; model, optimizers and state are written to.
+        more: The names in `more` of `save`. Objects with a `load_state_dict` are written to.
         group: The ranks that load, all of which call it; None for all ranks.
 
     Returns:
@@ -120,7 +116,7 @@ def load(
 
     Raises:
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
-        TypeError: Nothing keeps a pipeline.
+        TypeError: There is no pipeline in `sync` or `model`.
     """
     keeper = _keeper(model, sync)
     checkpoint = keeper.sync_checkpoint()
@@ -154,8 +150,8 @@ def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:
     keeper: Any = model if sync is None else sync
     if not hasattr(keeper, "sync_checkpoint"):
         raise TypeError(
-            f"a {type(keeper).__name__} keeps no pipeline; give what fnddp.register or compress_replicas has returned "
-            "as `sync`"
+            f"a {type(keeper).__name__} has no pipeline; pass the result of fnddp.register or compress_replicas as "
+            "`sync`"
         )
     return keeper
 

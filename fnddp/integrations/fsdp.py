@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,23 +13,23 @@ from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.hooks import WeakHook, end_with_backward
-from fnddp.core.agreement import agree, agree_on_state, description
+from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse
-from fnddp.core.sync import State, Sync
+from fnddp.core.sync import Sync
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.wire import control
 
 
-class Replicas:
-    """What `compress_replicas` returns: the pipeline between the replicas of a model, and its state.
+class Replicas(PipelineHandle):
+    """The pipeline between the replicas of a model, with its state for this rank's shards: see `compress_replicas`.
 
     Args:
-        parameters: What is synchronized, by name.
+        parameters: Those that are trained, by name.
         frozen: The parameters that require no gradient.
         sync: The pipeline.
         group: Name of the replicas' process group.
@@ -44,12 +44,9 @@ class Replicas:
         group: str | None,
         shards: DeviceMesh,
     ) -> None:
-        self._frozen = frozen
-        self._group = group
-        self._shards = shards
-        self._parameters = parameters
+        self._frozen, self._shards, self._parameters = frozen, shards, parameters
         local = {name: p.to_local() for name, p in parameters.items()}
-        self._engine = Engine(
+        engine = Engine(
             sync,
             {name: LeafSpec.of(part) for name, part in local.items()},
             state=sync.init(local),
@@ -58,58 +55,26 @@ class Replicas:
             groups=[group],
             beside=[group_name((shards, dim)) for dim in range(shards.ndim)],
         )
+        super().__init__(engine, group)
         self._synchronizes = self._is_armed = True
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # that `.grad` holds
         self._before: dict[str, DTensor] = {}  # such, while others are made
         self._failure: Exception | None = None
 
-    @property
-    def sync(self) -> Sync:
-        """The pipeline that runs: it names the replicas' process group."""
-        return self._engine.sync
-
-    @property
-    def state(self) -> State:
-        """The pipeline's state for this rank's shard: a pytree keyed by the names of the model's parameters.
-
-        Set it on all replicas: see `fnddp.DistributedDataParallel.sync_state`.
-        """
-        return self._engine.state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        agree_on_state(self.sync, self._engine.state, state, self._group)
-        self._engine.state = state
-
-    @property
-    def sync_state(self) -> State:
-        """`state`, by the name that it has in `fnddp.DistributedDataParallel`."""
-        return self.state
-
-    @sync_state.setter
-    def sync_state(self, state: State) -> None:
-        self.state = state
-
-    @property
-    def plan(self) -> Plan | None:
-        """What the last backward ran between replicas; None before the first, and for what cannot be lowered."""
-        return self._engine.plan
-
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """The state for torch.distributed.checkpoint, under a prefix for each shard, which all ranks write.
+        """Return the state for torch.distributed.checkpoint, under a prefix for each shard, which all ranks write.
 
         Args:
-            saved_world_size: To load what another number of replicas has saved. The number of shards must be the same.
+            saved_world_size: The number of replicas that saved it. The number of shards must be the same.
         """
         index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
-        return Checkpoint(self, self._group, saved_world_size, f"shard{index}of{self._shards.size()}/")
+        return Checkpoint(self, self.group, saved_world_size, f"shard{index}of{self._shards.size()}/")
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Gradients of forwards within it are sharded and add up; a backward outside of it synchronizes the sum.
+        """Add up sharded gradients of forwards within it; a backward outside of it synchronizes the sum.
 
-        It keeps a shard of the gradients. FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at
-        all, and keeps whole gradients.
+        FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at all, and keeps whole gradients.
         """
         before, self._synchronizes = self._synchronizes, False
         try:
@@ -141,7 +106,7 @@ class Replicas:
         self._start()
 
     def _set_aside(self) -> None:
-        """What is synchronized is not sent again: gradients that are made now add up apart from it."""
+        """Remove synchronized gradients from `.grad`, so that those of this backward add up apart from them."""
         means = {name: grad for name, grad in self._gradients().items() if grad is self._means.get(name)}
         if not self._is_armed and any(mean.to_local().count_nonzero() for mean in means.values()):
             raise RuntimeError(
@@ -200,9 +165,10 @@ class Replicas:
             p, grad = self._parameters[name], gradients.get(name)
             if name not in mean:  # no update in this step
                 p.grad = None
-            elif grad is None:  # absent here
-                p.grad = _like(p, mean[name].clone())
-            elif grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
+                continue
+            if grad is None:  # absent here
+                p.grad = grad = cast("DTensor", torch.empty_like(p))
+            if grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
                 grad.to_local().copy_(mean[name])
         self._put_back()
         self._means.update(self._gradients())
@@ -220,18 +186,17 @@ class Replicas:
 
 
 def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh) -> Replicas:
-    """Synchronizes the gradients of the replicas of a sharded model with a pipeline.
+    """Synchronize the gradients of the replicas of a sharded model with a pipeline. All ranks must call this.
 
-    Shard the model over one dimension of a mesh, and give the other one here: a 2 x 4 mesh of "replicate" and "shard"
-    is HSDP, with the pipeline in the place of its all-reduce between nodes. FSDP hands each shard of a gradient over
-    when it has reduced it, and the pipeline's collectives run behind the rest of backward. A leaf is this rank's shard
-    of a parameter, so it has a name, and rows of a matrix are a matrix still. `allreduce` gives what HSDP gives, to the
-    bit where both add in one order, as with two replicas. The wrong choice where shards meet on slow links too, since
-    what they send is FSDP's.
+    Shard the model over one dimension of a mesh, and pass the other one here: a 2 x 4 mesh of "replicate" and "shard"
+    is HSDP, with the pipeline in the place of its all-reduce between nodes. The pipeline's collectives start when FSDP
+    has reduced a shard of a gradient, and overlap with the rest of backward. A leaf is this rank's shard of a
+    parameter, by name; rows of a matrix are a matrix still. `allreduce` has the results of HSDP, to the bit where both
+    add in one order, as with two replicas. The wrong choice where shards meet on slow links too: FSDP sends those.
 
-    Replicas begin with the parameters of the first one. All ranks must call it. What fails in the pipeline fails on all
-    ranks, of all shards; an error of the user's in the middle of one rank's backward leaves the others of its shards
-    in FSDP's collectives until these time out.
+    Replicas begin with the parameters of the first one. What fails in the pipeline fails on all ranks, of all shards;
+    a user's error in the middle of one rank's backward leaves the others of its shards in FSDP's collectives until
+    these time out.
 
     Args:
         model: After `fully_shard(..., mesh=mesh["shard"])`, of the model as a whole too.
@@ -278,7 +243,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
 
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
-    """The parameters that are trained, and the mesh over which all are sharded."""
+    """Return the parameters that are trained, and the mesh over which all are sharded."""
     parameters: dict[str, DTensor] = {}
     replicas = set(replicate.mesh.flatten().tolist())
     shards: DeviceMesh | None = None
@@ -302,14 +267,3 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
     if shards is None or not parameters:
         raise TypeError("compress_replicas: the model has no parameter that requires a gradient")
     return parameters, shards
-
-
-def _like(parameter: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

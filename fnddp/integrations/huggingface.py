@@ -25,12 +25,7 @@ _TRAINER_METHODS = (
 
 
 class Pipelines:
-    """What Accelerate asks how it is to wrap a model, in the place of its `DistributedDataParallelKwargs`.
-
-    Args:
-        sync: The pipeline of each model.
-        wrapping: What Accelerate asked before; torch's class gets its arguments.
-    """
+    """The pipelines of an accelerator, in the place of its `DistributedDataParallelKwargs`: see `prepare`."""
 
     def __init__(self, sync: Sync, wrapping: DistributedDataParallelKwargs | None) -> None:
         self.sync = sync
@@ -38,11 +33,7 @@ class Pipelines:
         self._handles: weakref.WeakKeyDictionary[DistributedDataParallel, Handle] = weakref.WeakKeyDictionary()
 
     def handle(self, model: nn.Module) -> Handle:
-        """The pipeline that runs in what `accelerator.prepare` returned, with its state.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Return the pipeline, with its state, of a model of `accelerator.prepare`; raise a ValueError without one."""
         found = self._find(model)
         if found is not None:
             return found
@@ -52,23 +43,23 @@ class Pipelines:
         )
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Accelerate calls it: arguments of torch's class."""
+        """Return arguments of torch's class, for Accelerate."""
         return {} if self._wrapping is None else self._wrapping.to_kwargs()
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Accelerate calls it with each model that it has wrapped."""
+        """Register the pipeline in a model that Accelerate has wrapped."""
         self._handles[model] = register(model, self.sync)
 
     def save(self, models: Sequence[nn.Module], _: Any, folder: str) -> None:
-        """Writes a file for each rank and each model. `accelerator.save_state` calls it."""
+        """Write a file for each rank and each model, in `accelerator.save_state`."""
         for name, handle in self._named(models):
             save_file(handle, handle.group, folder, name)
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
-        """Reads what `save` has written; another number of ranks takes shares. `accelerator.load_state` calls it.
+        """Read the files of `save`, in `accelerator.load_state`; another number of ranks takes shares.
 
         Raises:
-            ValueError: On all ranks: it is of another pipeline.
+            ValueError: On all ranks: a file is of another pipeline.
         """
         for name, handle in self._named(models):
             found = load_files(handle, handle.group, folder, name)
@@ -82,26 +73,25 @@ class Pipelines:
                 yield f"{_NAME}-{index}" if index else _NAME, found
 
     def _find(self, model: nn.Module) -> Handle | None:
-        """By what Accelerate returned, or by the module within, which is what it keeps; compiled or not."""
+        """Find the handle of what Accelerate returned or of the module within, compiled or not."""
         parts = set(model.modules())
         found = [handle for wrapped, handle in self._handles.items() if {wrapped, wrapped.module} & parts]
         return found[-1] if found else None
 
 
 def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
-    """Has `accelerator` synchronize the gradients of all models with `sync`. Call it before `accelerator.prepare`.
+    """Synchronize the gradients of all models of `accelerator` with `sync`. Call this before `accelerator.prepare`.
 
-    Models are wrapped in torch's class, as Accelerate does it, and the pipeline is registered in it. `save_state`
-    writes the pipeline's state, a file for each rank, and `load_state` reads it, so resuming is exact to the bit. The
-    wrong choice where Accelerate does not wrap models in that class, as with FSDP. With one process it wraps nothing,
-    and no pipeline runs.
+    The pipeline is registered in torch's class, in which Accelerate wraps models. `save_state` writes the pipeline's
+    state, a file for each rank, and `load_state` reads it, so resuming is exact to the bit. The wrong choice where
+    Accelerate wraps models otherwise, as with FSDP. With one process it wraps nothing, and no pipeline runs.
 
     Args:
         accelerator: One that has prepared no model yet.
         sync: The pipeline, or its text.
 
     Returns:
-        Where the pipeline and the state of each model are found: `.handle(model)`.
+        An object whose `.handle(model)` has the pipeline and the state of each model.
 
     Raises:
         TypeError: Accelerate wraps models in something else, or has a communication hook for them.
@@ -141,18 +131,18 @@ def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
 
 
 class FnddpTrainerMixin:
-    """`class OurTrainer(FnddpTrainerMixin, Trainer)`: a Trainer of transformers, or one made of it, with a pipeline.
+    """A mixin for a Trainer of transformers: `class OurTrainer(FnddpTrainerMixin, Trainer)`.
 
-    `OurTrainer(model, args, ..., sync=...)` trains as before, with the gradients that the pipeline gives. Checkpoints
-    have the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` goes on to the bit. The
-    wrong choice for several GPUs in one process, and for what `prepare` refuses.
+    `OurTrainer(model, args, ..., sync=...)` trains with the gradients of the pipeline. Checkpoints have the pipeline's
+    state, a file for each rank, and `train(resume_from_checkpoint=...)` continues to the bit. The wrong choice for
+    several GPUs in one process, and for what `prepare` refuses.
 
     Args:
         *args, **kwargs: As of the Trainer.
         sync: The pipeline, or its text.
 
     Attributes:
-        pipelines: What `prepare` returned.
+        pipelines: The result of `prepare`.
 
     Raises:
         TypeError: See `prepare`; there are several GPUs and one process.
@@ -180,15 +170,11 @@ class FnddpTrainerMixin:
 
     @property
     def sync_state(self) -> State:
-        """The pipeline's state.
-
-        Raises:
-            ValueError: Nothing has been trained, or there is one process alone.
-        """
+        """The pipeline's state; a ValueError before training, or with one process alone."""
         return self.pipelines.handle(self.model_wrapped).state
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer calls it before it wraps anything."""
+        """Prepare the Trainer's accelerator before it wraps anything."""
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
         if self.args.n_gpu > 1:
             raise TypeError(

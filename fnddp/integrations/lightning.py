@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
@@ -19,20 +19,19 @@ from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import State, Sync
 
 KEY = "fnddp"
-"""Where a checkpoint of Lightning has the pipeline's state."""
+"""Key of the pipeline's state in a checkpoint of Lightning."""
 
 
 class FnddpStrategy(DDPStrategy):
     """Lightning's "ddp", whose gradients a pipeline synchronizes: `Trainer(strategy=FnddpStrategy(sync=...))`.
 
-    Checkpoints hold the pipeline's state of all ranks under "fnddp", so `fit(ckpt_path=...)` goes on to the bit, on
+    Checkpoints hold the pipeline's state of all ranks under "fnddp", so `fit(ckpt_path=...)` continues to the bit, on
     another number of ranks with the shares of `fnddp.adapters.checkpoint.shares`; Lightning's own strategies read them
-    as well. The first rank gathers residuals to write them: the wrong choice where its memory does not hold them as
-    many times as there are ranks. With `start_method="spawn"` or "fork" a state ends with the processes of its `fit`,
-    and only a checkpoint keeps it.
+    as well. The first rank gathers residuals to write them: the wrong choice where they do not fit into its memory, as
+    many times as there are ranks. With `start_method="spawn"` or "fork" only a checkpoint keeps a state after `fit`.
 
     Args:
-        sync: The pipeline, or its text, as a config file has it.
+        sync: The pipeline, or its text.
         **kwargs: As of Lightning's `DDPStrategy`, so of `fnddp.DistributedDataParallel` too.
 
     Raises:
@@ -71,13 +70,13 @@ class FnddpStrategy(DDPStrategy):
         """There is no hook: the wrapped module has its pipeline."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes it, on the first rank, with the pipeline's state unless it holds weights only. All ranks call it."""
+        """Write it, on the first rank, with the pipeline's state unless it holds weights only. All ranks call it."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
             checkpoint = {**checkpoint, KEY: gathered(self, None)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads it; the pipeline's state in it is that of the `fit` which begins."""
+        """Read it, with the pipeline's state for the `fit` that begins."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -85,7 +84,7 @@ class FnddpStrategy(DDPStrategy):
         return checkpoint
 
     def teardown(self) -> None:
-        """Unwraps the module. The state is kept, on the CPU as the module, for the next `fit` of the same module."""
+        """Unwrap the module, and keep the state on the CPU for the next `fit` of the same module."""
         if isinstance(self.model, DistributedDataParallel):
             self._kept = self.model.module, tree.map_tensors(Tensor.cpu, self.model.sync_state)
             self.model = self.lightning_module
@@ -94,7 +93,7 @@ class FnddpStrategy(DDPStrategy):
 
 
 class FnddpFabricStrategy(FabricDDPStrategy):
-    """`FnddpStrategy` for `lightning.Fabric(strategy=...)`; `fabric.save` and `fabric.load` know the state.
+    """`FnddpStrategy` for `lightning.Fabric(strategy=...)`; `fabric.save` and `fabric.load` include the state.
 
     Args:
         sync: The pipeline, or its text.
@@ -113,37 +112,33 @@ class FnddpFabricStrategy(FabricDDPStrategy):
         self.sync = _pipeline(sync)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Wraps the module; see `wrapped_in`."""
+        """Wrap the module; see `wrapped_in`."""
         return _wrapped(module, self.sync, self._determine_ddp_device_ids(), self._ddp_kwargs)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Writes it, on the first rank, with the state of the pipeline of each module. All ranks call it."""
-        saved = {name: gathered(model, None) for name, model in state.items() if _is_ours(model)}
+        """Write it, on the first rank, with the state of the pipeline of each module. All ranks call it."""
+        ours = {name: model for name, model in state.items() if isinstance(model, DistributedDataParallel)}
+        saved = {name: gathered(model, None) for name, model in ours.items()}
         super().save_checkpoint(path, {**state, KEY: saved} if saved else state, storage_options, filter)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads what is named in `state`, the pipelines' states of its modules too, and returns the rest."""
+        """Load the entries of `state`, with the pipelines' states of its modules, and return the rest."""
         rest = super().load_checkpoint(path, state, strict, weights_only)
-        if not isinstance(state, dict):
-            return rest
-        saved = rest.pop(KEY, {})
-        for name, model in state.items():  # pyright: ignore[reportUnknownVariableType]
-            if _is_ours(model):
-                _restore(model, saved.get(name, {}))  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(state, dict):
+            saved, loaded = rest.pop(KEY, {}), cast("dict[str, Any]", state)
+            for name, model in loaded.items():
+                if isinstance(model, DistributedDataParallel):
+                    _restore(model, saved.get(name, {}))
         return rest
 
 
 def wrapped_in(model: nn.Module) -> DistributedDataParallel:
-    """The wrapped module in what `fabric.setup` returned: it has `sync`, `sync_state`, `plan` and `weight`."""
+    """Return the `fnddp.DistributedDataParallel` in the result of `fabric.setup`."""
     return next(part for part in model.modules() if isinstance(part, DistributedDataParallel))
-
-
-def _is_ours(model: Any) -> bool:
-    return isinstance(model, DistributedDataParallel)
 
 
 def _pipeline(sync: str | Sync) -> Sync:

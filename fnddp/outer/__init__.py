@@ -8,8 +8,7 @@ from fnddp.outer.diloco import diloco
 from fnddp.outer.hierarchical_local_sgd import hierarchical_local_sgd
 from fnddp.outer.local_sgd import local_sgd, post_local_sgd
 from fnddp.outer.plan import OuterPlan, lower
-from fnddp.outer.simulate import OuterSimulation, simulate
-from fnddp.outer.simulate_training import simulate_training
+from fnddp.outer.simulate import OuterSimulation, simulate, simulate_training
 from fnddp.outer.streaming_diloco import streaming_diloco
 
 __all__ = [

@@ -35,25 +35,24 @@ def attach(
 ) -> "Attached":
     """Run `outer` after each step of `optimizer`, on the parameters of `model`. All ranks call this.
 
-    Exchanges that end in a later call than they begin continue in between. If one fails, `optimizer.step()` raises on
-    all ranks, `StepFailedError` where another rank has failed: parameters and state are then those after the local
-    step, and the next step exchanges again.
+    If an exchange fails, `optimizer.step()` raises on all ranks, `StepFailedError` where another rank has failed:
+    parameters and state are then those after the local step, and the next step exchanges again.
 
-    Each rank counts its own steps, so all must take the same number, or the last exchanges wait for missing ranks.
-    Where a step is sometimes left out, as by a `GradScaler`, pass no optimizer, and call `Attached.step` each time.
+    All ranks must take the same number of steps. Where a step is sometimes left out, as by a `GradScaler`, pass no
+    optimizer, and call `Attached.step` each time.
 
     Args:
         model: Its parameters that require gradients are exchanged. It must not average gradients over the same ranks.
         optimizer: The outer step runs after its steps; None if the caller runs `Attached.step`.
-        outer: The outer step. `des_loc` finds trees other than "params" in the optimizer's state by their names.
+        outer: The outer step.
         wire: Moves bytes; torch.distributed by default.
         group: The ranks that train together, where the pipelines of `outer` name none; None for the default group.
-        init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's; False if they are.
-        prepare: Called before a step in which an exchange starts, and before anything is read; it may load parameters
-            and state, such as `start_quorum` of a torchft manager.
-        commit: Called when an exchange has ended or failed, before anything is written, such as `should_commit`. If it
-            returns False, parameters and state stay as they are, only an error of this rank itself is raised, and the
-            next step exchanges again.
+        init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's.
+        prepare: Called before a step that starts an exchange, and may load parameters and state, such as
+            `start_quorum` of a torchft manager.
+        commit: Called before the result of an exchange is written, or when it has failed, such as `should_commit`. If
+            it returns False, parameters and state stay as they are, only an error of this rank itself is raised, and
+            the next step exchanges again.
 
     Raises:
         ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them.
@@ -85,7 +84,7 @@ def attach(
         control.broadcast(tensors, group_name(group), wire=wire)
     else:
         described()
-    return Attached(outer, model, parameters, optimizer, Overlapped(wire), prepare, commit)
+    return Attached(outer, model, parameters, optimizer, wire, prepare, commit)
 
 
 @dataclass(eq=False, repr=False)
@@ -96,17 +95,18 @@ class Attached:
     _model: nn.Module
     _parameters: Mapping[str, nn.Parameter]
     _optimizer: torch.optim.Optimizer | None
-    _exchanges: Overlapped
+    _wire: Wire
     _prepare: Callable[[], object] | None
     _commit: Callable[[], bool] | None
 
     def __post_init__(self) -> None:
         self._state = self._fresh()
+        self._exchanges = Overlapped(self._wire, self._require_known)
         self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     @property
     def state(self) -> State:
-        """The outer step's state, which later steps do not write over. Set it on all ranks to go on from another."""
+        """The outer step's state, which later steps do not write over. Set it on all ranks, to continue from it."""
         return self._state
 
     @state.setter
@@ -122,9 +122,9 @@ class Attached:
         """Run the outer step after a local one: called by the optimizer, if there is one. See `attach` for failures.
 
         Raises:
-            RuntimeError: A parameter of the model that requires a gradient did not when `attach` was called.
+            RuntimeError: In an exchange: a parameter of the model that requires a gradient did not when `attach` was
+                called.
         """
-        self._require_known()
         ahead = self._ahead()
         if self._prepare is not None and ahead.starts:
             self._prepare()
@@ -148,20 +148,20 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a flat dict, like `fnddp.state_dict`. Every rank saves its own, at any time.
 
-        For an open exchange this holds the exchange's input: after loading, it is exchanged again.
+        It holds the input of each open exchange, which is exchanged again after loading.
         """
         return state_dict(self._state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on, on all ranks, from a `state_dict` of the same outer step; load the model and the optimizer too."""
+        """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
         self._state = load_state_dict(self._state, saved)
 
     def replicated_state_dict(self) -> dict[str, Any]:
-        """Return the part of `state_dict` that is equal on all ranks: a rank that joins loads it from another one."""
+        """Return the part of `state_dict` that is equal on all ranks, for a rank that joins."""
         return {part.key: part.value for part in parts(self._state) if part.kind == REPLICATED}
 
     def load_replicated_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from another rank's `replicated_state_dict`; this rank's own part, such as residuals, begins anew."""
+        """Load another rank's `replicated_state_dict`; this rank's own part, such as residuals, begins anew."""
         fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
 
@@ -177,7 +177,7 @@ class Attached:
         if new:
             raise RuntimeError(
                 f"outer.attach: {', '.join(new)} did not require a gradient when it was called, or came later, so "
-                "ranks would train it apart for good; detach(), and call outer.attach again"
+                "it would never be exchanged; detach(), and call outer.attach again"
             )
 
     def _fresh(self) -> State:

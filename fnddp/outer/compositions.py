@@ -23,8 +23,7 @@ def sparse_loco(
 ) -> Outer:
     """Return SparseLoCo: the largest differences of each chunk, in few bits; decaying memory replaces outer momentum.
 
-    Leaves are laid out one after the other and then cut into chunks. The bytes that a rank receives grow with the
-    number of ranks: it is meant for few ranks with slow links.
+    The bytes that a rank receives grow with the number of ranks: it is meant for few ranks with slow links.
 
     Args:
         every, lr: See `diloco`.
@@ -56,8 +55,7 @@ def muloco(
 ) -> Outer:
     """Return MuLoCo's outer half: DiLoCo on differences of few bits, with memory. The other half is a local Muon.
 
-    Train with `torch.optim.Muon`. It takes matrices only, so scripts have a second optimizer for all other leaves:
-    attach to the one that steps last.
+    `torch.optim.Muon` takes matrices only, so scripts have a second optimizer: attach to the one that steps last.
 
     Args:
         every, lr, momentum: See `diloco`.

@@ -1,7 +1,7 @@
-"""Outer steps: how ranks that train apart combine their parameters, once in several local steps.
+"""Outer steps: ranks that train apart combine their parameters, once in several local steps.
 
 A pipeline (`fnddp.Sync`) is called with gradients, before the optimizer; an outer step is called with parameters, after
-it. In most calls it does nothing; in some it exchanges parameters, or differences of them, over a pipeline.
+it. In some calls it exchanges parameters, or differences of them, over a pipeline.
 """
 
 import abc
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Exchanges:
-    """Runs the exchanges of an outer step, named by fragment or tree: here each at once, where it ends."""
+    """Runs the exchanges of an outer step, by name of fragment or tree. This class runs each where it ends."""
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Announce an exchange of `leaves`, which may start now; a later call of `end` gets the same arguments."""
@@ -52,7 +52,7 @@ class Outer(Expression, abc.ABC):
 
     @abc.abstractmethod
     def step(self, params: Leaves, state: State, exchanges: Exchanges) -> tuple[Leaves, State]:
-        """Return the parameters to go on with after a local step, by path, and the next state.
+        """Return the parameters after the outer step, by path, and the next state.
 
         It must compute element by element, so that simulation can pass a row for each rank where the state has one for
         all. Only Python ints of the state may decide which exchanges begin and end.
@@ -70,7 +70,7 @@ class Outer(Expression, abc.ABC):
 
     @property
     def groups(self) -> frozenset[str | None] | None:
-        """The names of the process groups that its pipelines reduce over; None if one of them does not say."""
+        """Names of the process groups that its pipelines reduce over; None if one of them is not known."""
         inner: list[frozenset[str | None] | None] = [child.groups for child in self._children()]
         return frozenset(name for names in inner for name in names or ()) if None not in inner else None
 
@@ -94,7 +94,7 @@ class Outer(Expression, abc.ABC):
             state: From `init` or the previous call.
 
         Returns:
-            The parameters to go on with, in the tree of `params`, and the next state.
+            The parameters after it, in the tree of `params`, and the next state.
 
         Raises:
             TypeError, ValueError: A leaf is not a dense tensor, or the state belongs to another tree.

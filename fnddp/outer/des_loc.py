@@ -26,10 +26,9 @@ class DesLocState(NamedTuple):
 class des_loc(Outer):
     """Run an outer step for each of several trees: the parameters, and moments of the local optimizer.
 
-    `des_loc({"params": local_sgd(every=16), "exp_avg": local_sgd(every=48), "exp_avg_sq": local_sgd(every=96)})` is
-    called with `{"params": ..., "exp_avg": ..., "exp_avg_sq": ...}`; `attach` finds the moments of its optimizer by
-    these names. A tree that is not named is left alone. Exchanges that fall into one step are several messages. The
-    wrong choice where ranks may keep moments of their own, which costs nothing: `diloco` does.
+    It is called with a tree of trees, `{"params": ..., "exp_avg": ..., "exp_avg_sq": ...}`; `attach` finds the moments
+    of its optimizer by these names. Exchanges in one step are several messages. The wrong choice where ranks may keep
+    moments of their own, which costs nothing: `diloco` does.
 
     Args:
         trees: The outer step of each tree, by its name.
@@ -97,7 +96,7 @@ def _of(name: str, leaves: Leaves) -> Leaves:
     found = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
     if not found:
         has = sorted({path.partition(".")[0] for path in leaves})
-        raise ValueError(f"des_loc: there is no tree {name!r} among {has}; give it, or leave it out of the step")
+        raise ValueError(f"des_loc: there is no tree {name!r} among {has}; pass it, or leave it out of the step")
     return found
 
 

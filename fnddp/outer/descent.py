@@ -37,10 +37,8 @@ class Descending(Outer):
         leaves, _ = tree.flatten(params)
         for path, leaf in leaves.items():
             if not tree.is_inexact(leaf):
-                owner = type(self).__name__
-                raise TypeError(
-                    f"{owner}: leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the tree"
-                )
+                problem = f"leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the tree"
+                raise TypeError(f"{type(self).__name__}: {problem}")
         anchor = {path: leaf.detach().clone() for path, leaf in leaves.items()}
         return anchor, {path: torch.zeros_like(leaf) for path, leaf in anchor.items() if self.momentum}
 

@@ -25,10 +25,10 @@ class diloco(Descending):
     """Every `every` local steps, take one step of SGD with Nesterov momentum by how far ranks have moved on average.
 
     With a the parameters after the last exchange and x this rank's now: d = mean(a - x), over the pipeline;
-    v = momentum v + d; a = a - lr (d + momentum v); x = a. So all ranks go on from the same parameters to the bit,
-    however much the pipeline loses; one that compresses far needs memory, `error_feedback(...)`.
+    v = momentum v + d; a = a - lr (d + momentum v); x = a. So all ranks continue from the same parameters to the bit,
+    with lossy pipelines too; one that compresses far needs memory, `error_feedback(...)`.
 
-    It costs two copies of the parameters, one without momentum. The local optimizer's state stays each rank's own. The
+    It costs two copies of the parameters, one without momentum. The local optimizer's state is each rank's own. The
     wrong choice where the link keeps up with the gradients: the same tokens seldom train as well.
 
     Args:

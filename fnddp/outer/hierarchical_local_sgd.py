@@ -1,4 +1,4 @@
-"""Local SGD on several levels: near ranks average often, far ones seldom."""
+"""Local SGD on several levels: near ranks average often, far ranks seldom."""
 
 import math
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ class hierarchical_local_sgd(Outer):
     """Average the parameters over the group of the largest period that divides the number of steps.
 
     `hierarchical_local_sgd({2: all_reduce("node"), 16: allreduce})`: inside a node after every second step, over all
-    ranks after every sixteenth. After an average over a group, its parameters are equal to the bit; over all ranks, all
-    are. The wrong choice with `simulate` for pipelines with replicated state, which differs by group.
+    ranks after every sixteenth. Parameters are then equal to the bit on the ranks of that group. The wrong choice with
+    `simulate` for pipelines with replicated state, which differs by group.
 
     Args:
         levels: Pipelines that take the mean, by period. The largest period is that of all ranks.

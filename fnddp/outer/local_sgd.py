@@ -21,9 +21,9 @@ class LocalSGDState(NamedTuple):
 class local_sgd(Outer):
     """Average the parameters every `every` local steps.
 
-    The pipeline is given parameters, not differences: a lossy one loses digits of the parameters themselves. For
-    compressed exchanges take `diloco(sync, every, lr=1, momentum=0)`, which sends differences. It keeps no copy of the
-    parameters. The wrong choice for many local steps with adaptive optimizers, where `diloco` does better.
+    It keeps no copy of the parameters. The wrong choice for lossy pipelines, which lose digits of the parameters
+    themselves: `diloco(sync, every, lr=1, momentum=0)` sends differences; and for many local steps with adaptive
+    optimizers, where `diloco` does better.
 
     Args:
         every: Local steps from one average to the next; at least 1.
@@ -61,9 +61,8 @@ class local_sgd(Outer):
 class post_local_sgd(Outer):
     """Average the parameters every `every` steps from step `start` on; until then ranks average their gradients.
 
-    The outer step is the second half. The first half is a pipeline for gradients, `gradients`: the mean over all ranks
-    until `start`, and from then on `intra`, such as the mean over the ranks of a node. The wrong choice where early
-    steps cost as much as late ones: `local_sgd` saves them all.
+    Synchronize gradients with `gradients`: the mean over all ranks until `start`, then `intra`, such as the mean over
+    the ranks of a node. The wrong choice where early steps cost as much as late ones: `local_sgd` saves them all.
 
     Args:
         start: The first step, counted from 0, whose gradients are not averaged over all ranks.

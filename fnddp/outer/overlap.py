@@ -17,12 +17,12 @@ from fnddp.wire.protocol import Wire
 class Overlapped(Exchanges):
     """Exchanges over any wire: lowered, run in the background between calls, and ended on all ranks alike.
 
-    An error on one rank ends an exchange on all of them: that rank raises it, the others `StepFailedError`. Parameters
-    and state are then unchanged, and the next call exchanges again.
+    An error on one rank, or in its `check` as an exchange begins, ends an exchange on all of them: that rank raises it,
+    the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, wire: Wire, check: Callable[[], None]) -> None:
+        self._wire, self._check = wire, check
         self._engines: dict[tuple[str, Sync], Engines] = {}
         self._open: dict[str, _Open] = {}
 
@@ -44,6 +44,7 @@ class Overlapped(Exchanges):
         engine = self._engines[name, sync].of(leaves, state)
         step = engine.begin(state)
         self._open[name] = _Open(engine, step, leaves)
+        self._open[name].advance(self._check)
         self._open[name].advance(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:

@@ -18,11 +18,10 @@ from fnddp.wire.groups import WorldSize, within
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One exchange of an outer step, and the plan of its pipeline.
+class PlannedExchange:
+    """An exchange that starts after local step `starts` of a period, counted from 1, and ends after step `ends`.
 
-    It starts after local step `starts` of a period, counted from 1, and ends after local step `ends`, which is above
-    the period if that is in the next one.
+    `ends` is above the period if the exchange ends in the next one.
     """
 
     name: str
@@ -44,7 +43,7 @@ class OuterPlan:
     outer: Outer
     period: int
     lead: int
-    exchanges: tuple[Planned, ...]
+    exchanges: tuple[PlannedExchange, ...]
     nbytes: int
 
     @property
@@ -59,7 +58,7 @@ class OuterPlan:
 
     @property
     def peak_bytes_per_step(self) -> int:
-        """Bytes of the exchanges that start after one local step, where they are most."""
+        """Largest number of bytes in the exchanges that start after one local step."""
         starts = {each.starts for each in self.exchanges}
         return max(sum(each.plan.wire_bytes for each in self.exchanges if each.starts == start) for start in starts)
 
@@ -70,7 +69,10 @@ class OuterPlan:
         lead = f", from step {self.lead + 1} on" if self.lead else ""
         lines = [repr(self.outer), f"a period of {count(self.period, 'local step')}{lead}", ""]
         events = [(each.starts, 0, _starts(each)) for each in self.exchanges]
-        events += [(each.ends, 1, _ends(each, self.period)) for each in self.exchanges if each.ends > each.starts]
+        for each in self.exchanges:
+            late = f" ({each.ends - self.period} of the next period)" if each.ends > self.period else ""
+            if each.ends > each.starts:
+                events.append((each.ends, 1, f"step {each.ends}{late}: end {each.name}"))
         lines += [line for _, _, line in sorted(events, key=lambda event: event[:2])]
         whole = self.period * self.nbytes
         reduction = f"{whole / self.wire_bytes:,.1f}x as much" if self.wire_bytes else "none here"
@@ -95,7 +97,7 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
 
     Raises:
         LoweringError: A pipeline reads values or runs foreign code, so it has no static schedule.
-        ValueError: `world_size` does not give the size of each group.
+        ValueError: `world_size` has no size for a group.
 
     >>> from fnddp import outer, quantize, two_shot
     >>> params = {f"layers.{i}.weight": torch.empty(256, 256, device="meta") for i in range(4)}
@@ -115,7 +117,7 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
         for noted.step in range(1, outer.lead + 3 * outer.period + 1):
             _, state = outer.step(leaves, state, noted)
     exchanges = [
-        Planned(
+        PlannedExchange(
             name,
             starts - outer.lead,
             ends - outer.lead,
@@ -149,7 +151,7 @@ class Noted(Exchanges):
         return leaves, state
 
 
-def _starts(each: Planned) -> str:
+def _starts(each: PlannedExchange) -> str:
     elements = sum(math.prod(leaf.shape) for leaf in each.plan.leaves.values())
     what = "start" if each.ends > each.starts else "exchange"
     collectives = count(len(each.plan.collectives), "collective")
@@ -159,8 +161,3 @@ def _starts(each: Planned) -> str:
         f"step {each.starts}: {what} {each.name}: {leaves}, {elements:,} parameters, {collectives}{rounds}, "
         f"{each.plan.wire_bytes:,} B"
     )
-
-
-def _ends(each: Planned, period: int) -> str:
-    late = f" ({each.ends - period} of the next period)" if each.ends > period else ""
-    return f"step {each.ends}{late}: end {each.name}"

@@ -1,9 +1,10 @@
-"""Simulation of outer steps on n virtual ranks, whose parameters differ: a row for each."""
+"""Simulation of outer steps on n virtual ranks, whose parameters differ: a row for each; and training with them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.state import parts
@@ -11,6 +12,7 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer
 from fnddp.simulate.simulate import Simulation, of_rank, require_rows, with_rows
+from fnddp.simulate.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
 from fnddp.torch_private import without_autocast
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, Ranks
@@ -19,8 +21,8 @@ from fnddp.wire.simulated import Division, Ranks
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
     """Return `outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
 
-    Its pipelines run as `fnddp.simulate` runs them, with the same bits for carriers, and raise the same errors, at
-    their exchange; the rest is computed element by element, for all ranks at once. For `groups` see there.
+    Its pipelines run in `fnddp.simulate`, with the same bits for carriers, the same errors, at their exchange, and the
+    same `groups`; the rest is computed element by element, for all ranks at once.
 
     >>> from fnddp import allgather, outer
     >>> sim = simulate(outer.local_sgd(every=1, sync=allgather), world_size=2)
@@ -34,10 +36,7 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
 
 @dataclass(frozen=True)
 class OuterSimulation(Exchanges):
-    """An outer step on n virtual ranks: see `simulate`. It also runs the exchanges of the step.
-
-    States are those of the step, except that `Local` tensors are `[n, *shape]`, a row for each rank.
-    """
+    """An outer step on n virtual ranks: see `simulate`. `Local` tensors of states have a row for each rank."""
 
     outer: Outer
     world_size: int
@@ -61,7 +60,7 @@ class OuterSimulation(Exchanges):
         with torch.no_grad(), without_autocast():
             stepped, after = self.outer.step(leaves, state, self)
         for part, before in zip(parts(after), parts(state), strict=True):
-            if isinstance(part.value, torch.Tensor) and part.value.shape != before.value.shape:
+            if isinstance(part.value, Tensor) and part.value.shape != before.value.shape:
                 problem = f"{part.path!r} differs between ranks now, as the pipeline reduces over some of them"
                 raise ValueError(f"simulate: {problem}; local_sgd and hierarchical_local_sgd have no such state")
         rows = dict(leaves)
@@ -77,3 +76,70 @@ class OuterSimulation(Exchanges):
     def of_rank(self, state: State, rank: int) -> State:
         """Return the state that `rank` would have."""
         return of_rank(state, rank)
+
+
+def simulate_training(
+    loss_fn: Callable[..., Tensor],
+    params: Tree,
+    batches: Iterable[tuple[Tensor, ...]],
+    outer: Outer,
+    *,
+    world_size: int,
+    optimizer: MakeOptimizer,
+    elementwise: bool = False,
+    sync: Sync | None = None,
+    ranks_at_once: int | None = None,
+    groups: Mapping[str, Division] | None = None,
+) -> Trained:
+    """Train on `world_size` virtual ranks, each with its own parameters and optimizer, with `outer` after each step.
+
+    Args:
+        loss_fn, params, batches, world_size, optimizer, ranks_at_once, groups: See `fnddp.simulate_training`.
+        outer: The outer step. `des_loc` needs `elementwise`.
+        elementwise: Use one optimizer for all ranks, on `[n, *shape]` tensors: faster, and right for optimizers that
+            treat each element by itself (SGD, Adam; not Muon).
+        sync: Pipeline for the gradients of each step, such as `post_local_sgd(...).gradients`; None for no exchange.
+
+    Raises:
+        ValueError: A batch has no row for each rank; `outer` needs `elementwise`; or see `fnddp.simulate`.
+
+    >>> from functools import partial
+    >>> from fnddp import allreduce, outer
+    >>> def loss_fn(params, x, y):
+    ...     return (x @ params["w"] - y).square().mean()
+    >>> x = torch.randn(4, 16, 3, generator=torch.Generator().manual_seed(0))  # 4 ranks, 16 samples each
+    >>> batches = [(x, x @ torch.tensor([1.0, -2.0, 3.0]))] * 200
+    >>> params, step = {"w": torch.zeros(3)}, outer.diloco(allreduce, every=10, momentum=0.5)
+    >>> sgd = partial(torch.optim.SGD, lr=0.02)
+    >>> done = simulate_training(loss_fn, params, batches, step, world_size=4, optimizer=sgd)
+    >>> done.losses.shape, bool(done.losses[0].mean() > 1), bool(done.losses[-1].mean() < 1e-3)
+    (torch.Size([200, 4]), True, True)
+    """
+    if outer.wants_moments and not elementwise:
+        raise ValueError(
+            "simulate_training: the outer step exchanges moments, so one optimizer must serve all ranks; give "
+            "elementwise=True, which is right for SGD and Adam"
+        )
+    leaves, spec = tree.flatten(params)
+    leaves = {path: leaf.detach().expand(world_size, *leaf.shape).clone() for path, leaf in leaves.items()}
+    local = LocalOptimizers(optimizer, leaves, by_rank=not elementwise)
+    simulation = simulate(outer, world_size, groups=groups)
+    state: State = simulation.init(outer.leaves_of(leaves, None))
+    gradients = None if sync is None else Simulation(sync, world_size, dict(groups or {}))
+    sync_state: State = None if gradients is None else gradients.init(leaves)
+
+    def step(leaves: Leaves, grads: Leaves) -> Leaves:
+        nonlocal state, sync_state
+        if gradients is not None:
+            mean, sync_state = gradients(grads, sync_state)
+            grads = {path: mean[path].expand_as(leaf) for path, leaf in leaves.items()}
+        local.step(grads)
+        before = outer.leaves_of(leaves, local.state if outer.wants_moments else None)
+        stepped, state = simulation(before, state)
+        for path, leaf in before.items():
+            if stepped[path] is not leaf:
+                leaf.copy_(stepped[path])
+        return leaves
+
+    losses, leaves = train_ranks(loss_fn, spec, leaves, 0, batches, step, world_size, ranks_at_once)
+    return Trained(losses, tree.unflatten(spec, leaves), state)

@@ -34,16 +34,16 @@ class StreamingDiLoCoState(NamedTuple):
 class streaming_diloco(Descending):
     """Run DiLoCo on fragments: each is exchanged once in `every` steps, at a time of its own, for `delay` steps.
 
-    The exchange of a fragment starts with the differences of one call and ends in the call `delay` steps later; ranks
-    train meanwhile. `attach` runs its collectives in between; called as a function, the step runs the whole exchange
-    where it ends, with the same numbers. `fnddp.outer.lower` shows what starts and ends when.
+    The exchange of a fragment starts with the differences of one call and ends in the call `delay` steps later. With
+    `attach` its collectives overlap with the steps in between; called as a function, the step runs the whole exchange
+    where it ends, with the same numbers. `fnddp.outer.lower` prints the starts and ends.
 
-    Then the fragment is (1 - alpha) * its anchor, equal on all ranks to the bit, + alpha * this rank's parameters,
-    which include the local steps taken meanwhile. With `alpha=0` those are discarded, and after an exchange the
-    fragment is equal on all ranks. The paper takes 0.5 with a delay.
+    Then the fragment is (1 - alpha) * its anchor, equal on all ranks to the bit, + alpha * this rank's parameters. With
+    `alpha=0` the local steps in between are discarded, and the fragment is equal on all ranks. The paper takes 0.5 with
+    a delay.
 
     It costs two copies of the parameters, and a third with a delay. The wrong choice where messages are small: each
-    fragment pays the link's latency by itself.
+    fragment pays the link's latency.
 
     Args:
         sync: Takes the mean of the differences.
@@ -79,8 +79,8 @@ class streaming_diloco(Descending):
     def __post_init__(self) -> None:
         super().__post_init__()
         owner = "streaming_diloco"
-        object.__setattr__(self, "fragments", _checked(self.fragments))
         require_options(self, delay=0)
+        self._check_fragments()
         if self.every < self._number:
             steps = f"{self._number} fragments in every={self.every!r} steps"
             raise ValueError(f"{owner}: {steps} leave none for some of them; take fewer fragments, or more steps")
@@ -112,6 +112,19 @@ class streaming_diloco(Descending):
             state = replaced(state, pending=pending, inner={**state.inner, name: inner})
         return params, state
 
+    def _check_fragments(self) -> None:
+        what, given = "streaming_diloco: fragments", self.fragments
+        if not isinstance(given, list | tuple):
+            if checked_int(what, given) < 1:
+                raise ValueError(f"{what} must be at least 1, got {given!r}")
+            object.__setattr__(self, "fragments", checked_int(what, given))
+            return
+        if not all(isinstance(pattern, str) for pattern in given):
+            raise TypeError(f"{what} must be a number, or patterns of leaf paths, got {given!r}")
+        if not given or len(set(given)) < len(given):
+            raise ValueError(f"{what} must be different patterns, at least one, got {given!r}")
+        object.__setattr__(self, "fragments", tuple(given))
+
     @property
     def _number(self) -> int:
         return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
@@ -124,20 +137,6 @@ class streaming_diloco(Descending):
 
 def _zeros(leaves: Leaves) -> Leaves:
     return {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
-
-
-def _checked(fragments: object) -> Fragments:
-    what = "streaming_diloco: fragments"
-    if not isinstance(fragments, list | tuple):
-        number = checked_int(what, fragments)
-        if number < 1:
-            raise ValueError(f"{what} must be at least 1, got {number!r}")
-        return number
-    if not all(isinstance(pattern, str) for pattern in fragments):
-        raise TypeError(f"{what} must be a number, or patterns of leaf paths, got {fragments!r}")
-    if not fragments or len(set(fragments)) < len(fragments):
-        raise ValueError(f"{what} must be different patterns, at least one, got {fragments!r}")
-    return tuple(fragments)
 
 
 def divided(leaves: Leaves, fragments: Fragments) -> list[Leaves]:

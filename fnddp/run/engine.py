@@ -307,7 +307,8 @@ class Engine(Course):
             self.expect(self.arrival)
             self.arrival = None
         for prepared in self._prepared:
-            if prepared.program.plan is None or self._is_for(prepared.program.plan):
+            plan = prepared.program.plan
+            if plan is None or self._is_for(prepared.program, plan):
                 self._current = prepared
                 return prepared
         if self._has_plans:
@@ -337,12 +338,18 @@ class Engine(Course):
         self._prepared = [self._current]
         return self._current
 
-    def _is_for(self, plan: Plan) -> bool:
+    def _is_for(self, program: Program, plan: Plan) -> bool:
         """Return whether `plan` is one for these numbers, and for groups of these sizes where payloads have rows."""
-        numbers = [self.parts[i] for i in plan.phase.counters] + [self.wire.size(each) for each in plan.phase.groups]
-        return plan.phase.holds(numbers) and all(
-            self.wire.size(c.group) == c.world_size for c in plan.collectives if not c.kind.is_in_place
-        )
+        numbers = [*(self.parts[i] for i in plan.phase.counters), *map(self.wire.size, program.counted)]
+        if numbers != program.numbers:
+            rows = [c for c in plan.collectives if not c.kind.is_in_place]
+            n = len(numbers) - len(rows)
+            if not plan.phase.holds(numbers[:n]) or any(
+                size != c.world_size for size, c in zip(numbers[n:], rows, strict=True)
+            ):
+                return False
+            program.numbers = numbers
+        return True
 
     def _prepare(self, plan: Plan) -> _Prepared:
         groups = tuple(dict.fromkeys([*plan.groups, *self.groups]))

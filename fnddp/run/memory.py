@@ -65,11 +65,27 @@ class Buffer:
         return self._views_apart and any(storage_use_count(view) > 1 for view in self._views.values() if view.numel())
 
 
+class Pool:
+    """The buffers of a collective: more than one where somebody reads the first."""
+
+    def __init__(self, collective: Collective, views_apart: bool) -> None:
+        self._collective, self._views_apart = collective, views_apart
+        self._buffers: list[Buffer] = []
+
+    def take(self) -> Buffer:
+        """Return a buffer that nobody reads. It stays here."""
+        free = next((buffer for buffer in self._buffers if not buffer.is_held), None)
+        if free is None:
+            free = Buffer(self._collective, views_apart=self._views_apart)
+            self._buffers = [*self._buffers[-1:], free]
+        return free
+
+
 class Memory:
     """What plans that follow each other share. Memory that somebody holds is not handed out: there is other, or new."""
 
     def __init__(self) -> None:
-        self._collectives: dict[Collective, list[Buffer]] = {}
+        self._collectives: dict[Collective, Pool] = {}
         self._means: dict[str, list[Tensor]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -83,14 +99,9 @@ class Memory:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def take(self, collective: Collective, *, views_apart: bool) -> Buffer:
-        """A buffer for `collective` that nobody reads. It stays here. Plans that share memory have one backend."""
-        pool = self._collectives.setdefault(collective, [])
-        free = next((buffer for buffer in pool if not buffer.is_held), None)
-        if free is None:
-            free = Buffer(collective, views_apart=views_apart)
-            pool[:] = [*pool[-1:], free]
-        return free
+    def pool(self, collective: Collective, *, views_apart: bool) -> "Pool":
+        """Return the buffers of `collective`. Plans that share memory have one backend."""
+        return self._collectives.setdefault(collective, Pool(collective, views_apart))
 
     def take_mean(self, path: str, leaf: LeafSpec) -> Tensor:
         """Memory for the mean of a leaf that nobody reads. It is the caller's until it is given back."""

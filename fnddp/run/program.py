@@ -96,6 +96,12 @@ class Program:
         means: For each leaf the register of its mean.
         state: For each part of the next state its register, or its value.
         memories: For each leaf the register of memory that is free for its mean in the next step.
+        pools: The memory of each collective.
+        slices: The registers of what is stored there.
+        constants: All registers, with what is known before any step.
+        filled: All registers, with what is stored in the buffers of the last step.
+        counted: The groups on whose sizes the plan depends.
+        numbers: The counters and sizes with which the plan was found to be the right one the last time.
         stream: The side stream of a CUDA device; None on the CPU.
         observer: What is notified of all that steps do.
     """
@@ -108,7 +114,10 @@ class Program:
         self.wire, self.memory, self.leaves = wire, memory, plan.leaves
         segments, self.collectives = segments_of(plan), plan.collectives
         self.wire_bytes = [collective.wire_bytes for collective in self.collectives]
-        self.views_apart = plan.backend == "inductor"
+        views_apart = plan.backend == "inductor"
+        self.pools = [memory.pool(collective, views_apart=views_apart) for collective in self.collectives]
+        self.numbers: list[int] | None = None
+        self.counted = [*plan.phase.groups, *(c.group for c in self.collectives if not c.kind.is_in_place)]
         registers = _Registers(segments)
         names = [(segment.inputs, segment.outputs, segment.frees) for segment in segments]
         self.codes = [
@@ -122,12 +131,12 @@ class Program:
         self.parts = [(register, part.index, part.index in written) for register, part in registers.all(Part)]
         self.results = registers.all(Mean)
         self.ranks = [(register, each.group) for register, each in registers.all(Ranks)]
-        self._slices: list[tuple[int, BufferSlice]] = [
+        self.slices: list[tuple[int, BufferSlice]] = [
             each for kind in (Sent, Received, Span) for each in registers.all(kind)
         ]
         scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
-        self._constants = registers.filled({**plan.constants, **scratch})
-        self._filled_with: tuple[list[Buffer], list[Any]] | None = None
+        self.constants = registers.filled({**plan.constants, **scratch})
+        self.filled: tuple[list[Buffer], list[Any]] | None = None
         device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
         self.stream = None if device is None or not is_static else memory.stream(device)
         self.overwrites = plan.overwrites
@@ -140,15 +149,6 @@ class Program:
         self.segment_of = [needed_by.get(path, len(segments)) for path in plan.leaves]
         self.needed = [*(len(segment.needs) for segment in segments), len(plan.leaves) + 1]
         self.is_polled = device is None and any(one.waits and not one.commits for one in segments)
-
-    def filled(self, buffers: list[Buffer]) -> list[Any]:
-        """Return all registers, with constants and what is stored in these buffers: mostly those of the last step."""
-        if self._filled_with is None or any(a is not b for a, b in zip(buffers, self._filled_with[0], strict=True)):
-            values = self._constants.copy()
-            for register, name in self._slices:
-                values[register] = buffers[name.collective].view(name)
-            self._filled_with = buffers, values
-        return self._filled_with[1].copy()
 
 
 def _input(path: str, leaf: LeafSpec, register: int | None, stream: Any, is_cloned: bool) -> Input:

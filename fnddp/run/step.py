@@ -17,7 +17,7 @@ from fnddp.run.program import Code, Input, Program, failure_of, unexpected
 from fnddp.run.vote import Vote
 from fnddp.run.weighing import Weighing
 from fnddp.show.trace import Ranges, profiled
-from fnddp.torch_private import is_held, is_profiling, storage_use_count, without_autocast, without_modes
+from fnddp.torch_private import has_modes, is_held, is_profiling, storage_use_count, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire, Work, waited
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
@@ -145,9 +145,13 @@ class Step:
         course, program = self._course, self._program
         if self._observer is not None:
             self._observer.begins()
-        take = program.memory.take
-        self._buffers: list[Buffer] = [take(each, views_apart=program.views_apart) for each in program.collectives]
-        values = program.filled(self._buffers)
+        self._buffers: list[Buffer] = [pool.take() for pool in program.pools]
+        if program.filled is None or any(a is not b for a, b in zip(self._buffers, program.filled[0], strict=True)):
+            values = program.constants.copy()
+            for register, name in program.slices:
+                values[register] = self._buffers[name.collective].view(name)
+            program.filled = self._buffers, values
+        values = program.filled[1].copy()
         for register, group in program.ranks:
             values[register] = course.wire.size(group)
         for register, mean in program.results:
@@ -573,7 +577,8 @@ class Step:
         assert collective is not None
         index = collective.index
         buffer = self._buffers[index]
-        count_payload(self._program.wire_bytes[index])
+        if has_modes():
+            count_payload(self._program.wire_bytes[index])
         try:
             with _NOTHING if observer is None else observer.launches(collective, stream), without_modes():
                 self._works[index] = self._program.wire.start(

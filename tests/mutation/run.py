@@ -1,20 +1,18 @@
 """Mutation tests of the library's core: a seeded sample of small changes, each of which some test must notice.
 
-Outside CI (pytest does not collect it). It needs cosmic-ray, whose operators it uses, beside the test dependencies:
+Outside CI (pytest does not collect it). It needs cosmic-ray, whose operators it uses, in addition to the test
+dependencies:
 
     pip install cosmic-ray
-    python tests/mutation/run.py                        # a sample of every folder: some 105 minutes on one core
+    python tests/mutation/run.py                        # a sample of every folder, by the first ring of tests
+    python tests/mutation/run.py --thorough             # by both rings: `-m thorough`, too
     python tests/mutation/run.py plan run --sample 100 --seed 7 --out results.jsonl
     python tests/mutation/run.py --again results.jsonl  # those that survived or ran out of time, once more
 
 One warm process has imported torch; each mutant is a fork of it that imports the changed module and runs the tests of
-its folder up to the first failure, file after file. The gloo pool is forked too, so that the ranks run the mutant. One
-with which `fnddp` cannot be imported says nothing about tests and is left out, and so is one that runs out of time: run
-it again where less else runs. Those that `equivalent.txt` lists change nothing that can be observed and are left out of
-the score, too. What only CUDA runs is changed as well, and survives here.
-
-A mutant dies after 1 to 30 seconds, rarely more; one that survives meets all tests of its folder, which takes 1 to 3.5
-minutes. So 10 mutants of a folder take 1 to 8 minutes, on cores that others use, too.
+its folder up to the first failure, file after file. The gloo pool is forked too, so that the ranks run the mutant. A
+mutant with which `fnddp` cannot be imported is left out, and so is one that runs out of time: run it again on an idle
+machine. Those in `equivalent.txt` change nothing that can be observed, and are left out, too.
 """
 
 import argparse
@@ -24,6 +22,7 @@ import difflib
 import importlib
 import importlib.abc
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -53,111 +52,41 @@ WARM += ["torch.fx.experimental.proxy_tensor", "torch.distributed._functional_co
 
 
 HANGS = 40  # seconds after which ranks are not waited for
+SECONDS = {False: 400, True: 1200}  # that a mutant gets, in one ring and in both
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests of a folder, the quick and the general first, and the seconds that a mutant gets."""
+    """The files of a folder, and its tests, the quick and the general first; doctests come before them."""
 
     files: tuple[str, ...]
-    tests: tuple[str, ...]
-    but: str = ""
-    seconds: float = 400
+    tests: str
+
+    def paths(self) -> list[str]:
+        doctests = [pattern.partition("/*")[0] for pattern in self.files]
+        tests = [name if name.endswith("/") else f"test_{name}.py" for name in self.tests.split()]
+        return doctests + [f"tests/{name}" for name in tests if (ROOT / "tests" / name).exists()]
 
 
-# Doctests of the folder itself come first; then from the quickest files to laws over the whole registry. What `but`
-# leaves out is slow and says nothing more: more ranks, a law over more examples, ranks that die, torch.compile.
-LAWS = ("tests/test_laws.py::test_lossless_is_exact", "tests/test_laws.py::test_registry")
-FEW_LAWS = (
-    "not adam and not other_structures and not test_laws[powersgd and not compile"
-    " and not (test_registry and (-3] or -4])) and not (test_lossless and (-3] or -4]))"
-    " and not (test_registry and -2] and (law_1_ or law_3 or law_9))"
-)
-IN_FEW_STEPS = (
-    "not compile and not other_structures and not (adam and True-2) and not a_rank_that_ends and not skips_a_step"
-    " and not timeout and not does_not_go_on and not never_c and not (test_failures and 3-) and not other_world"
-)
 SUITES = {
     "plan": Suite(
-        (
-            "fnddp/plan/**/*.py",
-            "fnddp/ir/*.py",
-        ),
-        (
-            *("fnddp/plan", "tests/test_mutants.py", "tests/test_plan.py", "tests/test_engine.py"),
-            *("tests/test_period.py", "tests/test_show.py", "tests/test_kinds.py", "tests/test_carriers.py"),
-            *("tests/test_cost.py", "tests/test_step.py", "tests/test_stats.py", "tests/test_powersgd.py"),
-            *("tests/test_backends.py", "tests/test_place.py", "tests/test_plan_cli.py"),
-            *("tests/test_hierarchical.py", "tests/test_execute.py::test_what_cannot_be_traced_has_no_plan_and_runs"),
-            "tests/test_execute.py::test_operations_in_place_on_tensors_of_their_own_have_a_plan",
-            "tests/test_laws.py::test_registry_lowered",
-        ),
-        "not compile and not inductor_gives and not test_laws[ and not (hierarchical and gloo) and not wire_bytes_are"
-        " and not (every_pass and mixed) and not (offline and not (error_feedback or two_shot or allgather))"
-        " and not (registry and (-1- or -3- or -4-))",
+        ("fnddp/plan/**/*.py", "fnddp/ir/*.py"),
+        "mutants plan engine period show kinds carriers cost step stats powersgd backends place plan_cli hierarchical "
+        "execute laws",
     ),
     "run": Suite(
         ("fnddp/run/*.py",),
-        (
-            *("tests/test_engine.py", "tests/test_mutants.py", "tests/test_stats.py", "tests/test_weights.py"),
-            "tests/test_adapters.py",
-            *("tests/test_functional.py", "tests/test_backward.py", "tests/test_step.py", "tests/test_elastic.py"),
-            "tests/test_backends.py",
-            *("tests/test_kinds.py", "tests/test_wire.py", "tests/test_module.py", "tests/test_schedules.py"),
-            *("tests/test_user_collectives.py", "tests/test_debug.py", "tests/test_execute.py", "tests/test_plan.py"),
-            *(
-                "tests/test_failures.py",
-                "tests/drop_in/test_no_sync_and_join.py",
-                "tests/drop_in/test_models_of_all_kinds.py",
-            ),
-        ),
-        f"{IN_FEW_STEPS} and not inductor_gives and not that_dies and not comes_later and not (kinds and 3)"
-        " and not (models_of and not wrapped) and not (test_plan and not (allocate or launch or (held and jit)))"
-        " and not (failing_rank_fails and (at_end or 4])) and not (late_and and (s[3 or s[4)) and not (wire and laws)"
-        " and not own_carriers",
+        "engine mutants adapters stats weights functional backward step elastic backends kinds wire module schedules "
+        "user_collectives debug execute plan failures drop_in/",
     ),
-    "memory": Suite(
-        ("fnddp/memory/*.py",),
-        ("fnddp/memory", "tests/test_memory.py", "tests/test_transforms.py", "tests/test_schedules.py", *LAWS),
-        FEW_LAWS,
-    ),
+    "memory": Suite(("fnddp/memory/*.py",), "memory transforms schedules laws"),
     "transforms": Suite(
-        ("fnddp/transforms/*.py",),
-        (
-            *("fnddp/transforms", "tests/test_transforms.py", "tests/test_powersgd.py", "tests/test_references.py"),
-            *("tests/test_schedules.py", "tests/test_codecs.py", "tests/test_memory.py", *LAWS),
-            "tests/test_carriers.py",
-        ),
-        FEW_LAWS,
+        ("fnddp/transforms/*.py",), "transforms powersgd references schedules codecs memory laws carriers"
     ),
     "module": Suite(
-        ("fnddp/adapters/module/*.py",),
-        (
-            *("tests/test_stats.py", "tests/test_backward.py", "tests/drop_in/test_names.py", "tests/test_mutants.py"),
-            "tests/drop_in/test_changes_after_wrapping.py",
-            *("tests/test_module_refusals.py", "tests/test_elastic.py", "tests/drop_in/test_state.py"),
-            *("tests/test_adapters.py", "tests/test_functional.py", "tests/test_weights.py"),
-            *("tests/drop_in/test_hooks.py", "tests/drop_in/test_arguments.py", "tests/test_module.py"),
-            *("tests/drop_in/test_models_of_all_kinds.py", "tests/drop_in/test_no_sync_and_join.py"),
-            *("tests/test_user_collectives.py", "tests/test_debug.py", "tests/test_state.py"),
-            *("tests/test_agreement.py", "tests/test_checkpoint.py", "tests/test_schedules.py"),
-            "tests/test_failures.py",
-        ),
-        f"{IN_FEW_STEPS} and not another_number_of_ranks",
-    ),
-    "costume": Suite(
-        ("fnddp/adapters/torch_compat/*.py",),
-        (
-            *("tests/drop_in/test_names.py", "tests/drop_in/test_state.py", "tests/drop_in/test_hooks.py"),
-            *("tests/drop_in/test_arguments.py", "tests/drop_in/test_no_sync_and_join.py"),
-            *(
-                "tests/test_module_refusals.py",
-                "tests/drop_in/test_changes_after_wrapping.py",
-                "tests/test_stats.py",
-            ),
-            *("tests/drop_in/test_models_of_all_kinds.py", "tests/test_module.py"),
-        ),
-        "not compile and not same_bits_as_the and not another_number_of_ranks",
+        ("fnddp/adapters/**/*.py",),
+        "stats backward mutants adapters drop_in/ module_refusals elastic functional weights module register "
+        "user_collectives debug state agreement checkpoint schedules failures",
     ),
 }
 
@@ -289,7 +218,7 @@ def forked_gloo() -> None:
     ranks.GlooPool = lambda: pool if pool.alive else make()
 
 
-def run_tests(suite: Suite, mutant: Mutated | None, report: Callable[[str], None]) -> None:
+def run_tests(suite: Suite, mutant: Mutated | None, thorough: bool, report: Callable[[str], None]) -> None:
     if mutant is not None:
         sys.meta_path.insert(0, mutant)
     try:
@@ -303,10 +232,10 @@ def run_tests(suite: Suite, mutant: Mutated | None, report: Callable[[str], None
         report(f"killed {error!r}\n")
         return
     options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--doctest-modules", "--rootdir", str(ROOT)]
-    options += ["-k", suite.but] if suite.but else []
-    for tests in suite.tests:  # one after the other: to collect them all takes longer than most mutants live
+    rings = ["not thorough", "thorough"] if thorough else ["not thorough"]
+    for ring, tests in itertools.product(rings, suite.paths()):  # to collect all at once takes longer than most live
         first = Failure()
-        code = pytest.main([*options, tests], plugins=[first])
+        code = pytest.main([*options, "-m", ring, tests], plugins=[first])
         if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):  # interrupted: a file does not import
             report(f"killed {first.name}\n")
             return
@@ -328,7 +257,7 @@ class Failure:
             self.name = self.name or report.nodeid
 
 
-def in_fork(suite: Suite, mutant: Mutated | None) -> str:
+def in_fork(suite: Suite, mutant: Mutated | None, thorough: bool) -> str:
     """`killed <by what>`, `survived`, `incompetent` or `timed out`."""
     read, write = os.pipe()
     sys.stdout.flush()
@@ -338,10 +267,10 @@ def in_fork(suite: Suite, mutant: Mutated | None) -> str:
         with Path(os.devnull if mutant else "/dev/stderr").open("w") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
-        run_tests(suite, mutant, lambda line: (os.write(write, line.encode()), None)[1])
+        run_tests(suite, mutant, thorough, lambda line: (os.write(write, line.encode()), None)[1])
         os._exit(0)
     os.close(write)
-    ready, _, _ = select.select([read], [], [], suite.seconds)
+    ready, _, _ = select.select([read], [], [], SECONDS[thorough])
     result = os.read(read, 4096).decode().strip() if ready else "timed out"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # its ranks too
@@ -375,6 +304,7 @@ def main() -> None:
     parser.add_argument(
         "--again", type=Path, help="the mutants of this file that no test has killed, instead of a sample"
     )
+    parser.add_argument("--thorough", action="store_true", help="run the second ring of tests, too")
     parser.add_argument("--trusted", action="store_true", help="do not first see whether tests pass without a mutant")
     given = parser.parse_args()
     names = given.suites or list(SUITES)
@@ -391,7 +321,7 @@ def main() -> None:
     else:
         mutants = sample(names, known, given.sample, given.seed)
     for suite in [] if given.trusted else names:
-        passed = in_fork(SUITES[suite], None)
+        passed = in_fork(SUITES[suite], None, given.thorough)
         if passed != "survived":
             raise SystemExit(f"{suite}, without a mutant: {passed}; see the output above")
     counts: Counter[tuple[str, str]] = Counter()
@@ -401,7 +331,10 @@ def main() -> None:
         if mutated is None:
             raise ValueError(f"{mutant}: no such place; the source has changed since it was drawn")
         change, begin = mutant.change(mutated), time.monotonic()
-        result = "equivalent" if change in accepted else in_fork(SUITES[mutant.suite], Mutated(mutant.path, mutated))
+        if change in accepted:
+            result = "equivalent"
+        else:
+            result = in_fork(SUITES[mutant.suite], Mutated(mutant.path, mutated), given.thorough)
         seconds = time.monotonic() - begin
         print(f"{result}  [{seconds:.0f} s]  line {mutant.line}  {mutant.operator}  {change}", flush=True)
         counts[mutant.suite, result.split()[0]] += 1

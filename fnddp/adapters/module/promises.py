@@ -13,6 +13,7 @@ class Promises:
 
     Attributes:
         is_static: All steps so far have used the same parameters, promised or not.
+        first: The parameters that no rank has used in the first step.
     """
 
     def __init__(self, names: Sequence[str], *, static_graph: bool, skips_unused: bool) -> None:
@@ -23,7 +24,7 @@ class Promises:
     def begin(self) -> None:
         """Count the next step as the first one."""
         self.is_static = True
-        self._first: frozenset[str] | None = None
+        self.first: frozenset[str] | None = None
 
     def check(self, unused: frozenset[str]) -> None:
         """Note which parameters no rank has used in a step, on all ranks alike, before the step has any effect.
@@ -31,12 +32,12 @@ class Promises:
         Raises:
             RuntimeError: A promise is broken. With `static_graph` the next step counts as the first one.
         """
-        first = self._first = unused if self._first is None else self._first
+        first = self.first = unused if self.first is None else self.first
         self.is_static = self.is_static and unused == first
         if unused == first or not (self.static_graph or self.skips_unused):
             return
         promise = "static_graph" if self.static_graph else "skip_all_reduce_unused_params"
-        self._first = None if self.static_graph else first
+        self.first = None if self.static_graph else first
         # In the words of torch, which its own tests look for.
         if first - unused:
             raise RuntimeError(

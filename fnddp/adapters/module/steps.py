@@ -19,7 +19,6 @@ from fnddp.adapters.hooks import FastPath, WeakHook, accumulates, asked_for, end
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
-from fnddp.adapters.module.world import World
 from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
@@ -32,6 +31,7 @@ from fnddp.run.program import UnexpectedGradient
 from fnddp.run.step import Step, Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import has_other_hooks, optimizers_in_backward
+from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import Weight
 
@@ -138,10 +138,11 @@ class Steps:
         self.told: Weight | None = None
         self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
-        self._world = World(group, f"{OWNER}: the module was wrapped", "wrap the module again")
+        self._world = Membership(group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._wire, self._log = wire, log
         self._at_end = at_end
         self._promises = promises
+        self._sums = "sum" in pipeline.ops
         self._always_sparse = dict.fromkeys(sparse, 1)
         self._backward: _Backward | None = None  # of the open step, or of the last one
         self._grads_before: Gradients | None = None  # by the last backward, where its step may turn out to be none
@@ -583,7 +584,7 @@ class Steps:
 
     def _require_summed_once(self, prior: set[str]) -> None:
         """Fail the step, on all ranks, if it would add up once more what an earlier one has added up."""
-        if "sum" not in self.sync.ops:
+        if not self._sums:
             return
         kept = prior - self.unsynchronized
         grads = {name: parameter.grad for name, parameter in self.parameters.items() if name in kept}
@@ -615,11 +616,12 @@ class Steps:
             if len(unused) == len(self.parameters):
                 step.give_up()
                 return Synchronized({}, unused)
-            try:
-                self._promises.check(unused)
-            except RuntimeError:  # on all ranks
-                step.give_up(failed=True)
-                raise
+            if unused != self._promises.first:
+                try:
+                    self._promises.check(unused)
+                except RuntimeError:  # on all ranks
+                    step.give_up(failed=True)
+                    raise
             done = step.commit()
         if learns and self._promises.skips_unused:
             self.engine.drop(unused)

@@ -410,7 +410,7 @@ class DistributedDataParallel(TorchNames):
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
             # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
             is_seen = False
-            for tensor in tensors_in(output):
+            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
                     is_seen = True
                     behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]

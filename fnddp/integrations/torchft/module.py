@@ -1,7 +1,7 @@
 """torchft's two wrapped modules, over any pipeline."""
 
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -28,16 +28,16 @@ _BYTE = 2.0**-20  # in MiB
 
 
 class DistributedDataParallel(wrapper.DistributedDataParallel):
-    """torchft's class with any pipeline, which survives what torchft's does not: a replica that dies within a step.
+    """torchft's class with any pipeline, which survives a replica that dies within a step.
 
     Use it as torchft's: `manager.start_quorum()` before a step and `manager.should_commit()` after its backward, as
     `torchft.Optimizer(manager, optimizer)` does in `zero_grad` and `step`. It follows both calls of the manager.
 
-    A replica that dies, or is slower than the timeouts, ends the step for the others: nothing raises, `should_commit()`
-    is False, and gradients, parameters, optimizer and the pipeline's state are as before. The next step goes on with
-    those who are left. So it is for an error in one replica's backward, which that replica raises. A replica that joins
-    gets the pipeline's replicated state from another one, along with what the manager's `state_dict` gives (which must
-    hold the model's parameters and the optimizer); what is local, such as residuals, begins at zero.
+    If a replica dies, is slower than the timeouts, or raises in its backward, the step ends for the others: nothing
+    raises there, `should_commit()` is False, and gradients, parameters, optimizer and the pipeline's state are as
+    before. The next step runs on those that are left. A replica that joins gets the pipeline's replicated state from
+    another one, along with the manager's `state_dict` (which must hold the model's parameters and the optimizer); its
+    local part, such as residuals, begins at zero.
 
     The wrong choice where nothing dies: each step asks for a quorum, and keeps the old state until it is committed.
 
@@ -45,8 +45,8 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         manager: With `use_async_quorum=False`. Its `state_dict` and `load_state_dict` are for model and optimizer.
         module: What to wrap. Replicas may begin with different parameters: the manager makes them equal.
         sync: The pipeline. It names no process group.
-        **kwargs: As of `fnddp.DistributedDataParallel`, but for groups, and what is made equal at the start: each
-            replica keeps its own buffers, as in torchft.
+        **kwargs: As of `fnddp.DistributedDataParallel`, except groups and initial broadcasts: each replica keeps its
+            own buffers, as in torchft.
 
     Attributes:
         manager: The manager.
@@ -55,7 +55,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it names a process group, its
             state is one for a fixed number of ranks, or it needs a collective that the manager's process group lacks.
         TypeError: `kwargs` has an argument that a manager decides; a parameter is a DTensor.
-        RankMismatchError: In `start_quorum`, on the replica that joins: it has another pipeline or other parameters.
+        RankMismatchError: In `start_quorum`, on a replica that joins with another pipeline or other parameters.
         QuorumError: In `start_quorum`: there is no quorum.
 
     Source: `torchft/ddp.py`. Deviations: collectives overlap with backward; no gradient is written where a step fails.
@@ -103,13 +103,14 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         if plan is not None:
             self._replicas.require([collective.kind for collective in plan.collectives])
         self._kept: State = None  # the pipeline's state at the start of a step that is not committed
-        self._is_under_way = False  # such a step
-        self._begun = 0  # steps of the engine until then
+        self._is_uncommitted = False
+        self._begun = 0  # steps of the engine before that step
         self._epoch: int | None = None  # of the quorum whose members have agreed
         key = f"{_KEY}.{sum(known.startswith(_KEY) for known in self.manager._user_state_dicts)}"
-        manager.register_state_dict_fn(key, _weakly(self._heal), _weakly(self._shared))
-        _follow(manager, "start_quorum", self._start_quorum)
-        _follow(manager, "should_commit", self._should_commit)
+        manager.register_state_dict_fn(key, self._heal, self._shared)
+        # A manager has no hooks.
+        self.manager.start_quorum = partial(self._start_quorum, manager.start_quorum)
+        self.manager.should_commit = partial(self._should_commit, manager.should_commit)
 
     def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
         _require_elastic(sync, self._trained.gradients())
@@ -130,27 +131,27 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
                 "the manager has no state_dict, so a replica that joins would get no parameters; give Manager "
                 "state_dict and load_state_dict for the model and the optimizer"
             )
-        if self._is_under_way:
+        if self._is_uncommitted:
             self._leave_out()
         try:
             start(*args, **kwargs)
         except Exception as error:
             asked = self.manager._quorum_future
-            if asked is None or asked.exception() is not error:  # it is of what loads the state
+            if asked is None or asked.exception() is not error:  # raised by loading the state
                 raise
             raise QuorumError(f"replica {self.manager._replica_id!r} is in no quorum: {error}") from error
         if self._replicas.epoch != self._epoch:
             self._agree()
-        self._kept, self._begun, self._is_under_way = self.sync_state, self._engine.begun, True
+        self._kept, self._begun, self._is_uncommitted = self.sync_state, self._engine.begun, True
 
     def _leave_out(self) -> None:
-        """Ends a step that nobody has asked to commit, in the quorum in which the others wait for it."""
+        """End a step without `should_commit`, in the quorum in which the others wait for it."""
         error = RuntimeError("this replica has not finished its backward, or left it out")
         if self._engine.begun == self._begun:
             self._engine.fail_next(error)
         self._steps.fail(error)
         self._replicas.report(error)
-        self.manager.should_commit()  # False, which makes another quorum, and tells the other ranks of this replica
+        self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks
 
     def _should_commit(self, ask: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         if self._engine.is_open:
@@ -161,19 +162,19 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         try:
             is_committed = ask(*args, **kwargs)
         finally:
-            if self._is_under_way:
+            if self._is_uncommitted:
                 self._steps.settle_on(is_committed)
                 if not is_committed:
                     self.sync_state = self._kept
-            self._is_under_way, self._kept = False, None
+            self._is_uncommitted, self._kept = False, None
         return is_committed
 
     def _agree(self) -> None:
-        """The members of a new quorum tell each other what they run."""
+        """Compare pipelines, leaves and state among the members of a new quorum."""
         mine = description(self.sync, self._trained.gradients(), self.sync_state)
         try:
             everyone = gather_over(self._replicas, mine, None, self.device)
-        except RuntimeError as error:  # the step is none, and the next one has another quorum
+        except RuntimeError as error:  # this step fails, and the next one has another quorum
             self._replicas.report(error)
             return
         if any(other != mine for other in everyone):
@@ -181,7 +182,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         self._epoch = self._replicas.epoch
 
     def _shared(self) -> dict[str, Any]:
-        """What a replica that joins gets from this one."""
+        """Return what a replica that joins gets from this one."""
         return {
             "description": description(self.sync, self._trained.gradients(), None),
             "state": {part.key: part.value for part in states.parts(self.sync_state) if part.kind == REPLICATED},
@@ -191,29 +192,18 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         grads = self._trained.gradients()
         mine = description(self.sync, grads, None)
         if mine != theirs["description"]:
-            said = first_difference([theirs["description"], mine])
-            raise RankMismatchError(f"this replica (rank 1) cannot heal from another one (rank 0): {said}")
+            differs = first_difference([theirs["description"], mine])
+            raise RankMismatchError(f"this replica (rank 1) cannot heal from another one (rank 0): {differs}")
         fresh = self.sync.init(grads)
         self.sync_state = states.load_state_dict(fresh, {**states.state_dict(fresh), **theirs["state"]})
 
 
 class PureDistributedDataParallel(DistributedDataParallel):
-    """torchft's class of that name: the same, with a message for each parameter and not for each bucket of them.
+    """torchft's class of that name: `DistributedDataParallel` with a message for each parameter.
 
-    The wrong choice but for looking at what goes on: many small messages are slow.
-
-    Args:
-        manager: See `DistributedDataParallel`.
-        module: What to wrap.
-        sync: The pipeline.
-
-    Raises:
-        ValueError: See `DistributedDataParallel`.
+    For debugging: many small messages are slow. Arguments and errors are those of `DistributedDataParallel`.
 
     Source: `torchft/ddp.py`, whose class never waits for a collective, so that replicas differ.
-
-    >>> PureDistributedDataParallel.__mro__[1].__name__
-    'DistributedDataParallel'
     """
 
     def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync = allreduce) -> None:
@@ -221,7 +211,7 @@ class PureDistributedDataParallel(DistributedDataParallel):
 
 
 def _require_elastic(sync: Sync, grads: Leaves) -> None:
-    """Raises a ValueError unless `sync` runs over a number of replicas that changes."""
+    """Raise a ValueError unless `sync` runs over a number of replicas that changes."""
     for group in groups_of(sync):
         if group is not None:
             raise ValueError(
@@ -238,34 +228,10 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
         path = next(path for path in [*two, *three] if two.get(path) != three.get(path))
         raise ValueError(
             f"{sync!r}: {path!r} of its state is {two.get(path)} for two replicas and {three.get(path)} for three, so "
-            "it cannot go on when one leaves; use one whose state has one shape (two_shot without server_memory)"
+            "it cannot continue when one leaves; use one whose state has one shape (two_shot without server_memory)"
         )
 
 
 def _described(sync: Sync, grads: Leaves, replicas: int) -> dict[str, str]:
     with within(World(size=replicas)):
         return {part.path: describe(part.value) for part in states.parts(sync.init(grads))}
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, without keeping its object alive."""
-    known = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = known()
-        if found is None:
-            raise RuntimeError("the module that was wrapped for this manager is gone; keep it as long as the manager")
-        return found(*args)
-
-    return call
-
-
-def _follow(manager: Any, name: str, method: Callable[..., Any]) -> None:
-    """Has `method` run around the manager's method `name`, which it is given: a manager has no hooks."""
-    known, inner = weakref.WeakMethod(method), getattr(manager, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        around = known()
-        return inner(*args, **kwargs) if around is None else around(inner, *args, **kwargs)
-
-    setattr(manager, name, call)

@@ -1,4 +1,4 @@
-"""torchft's manager as a wire: its quorum is who takes part in a step, and a rank that is lost ends no process."""
+"""torchft's manager as a wire: a step's ranks are its quorum, and a lost rank ends no process."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,13 @@ class QuorumError(RuntimeError):
 
 
 class ManagerWire(Elastic):
-    """The wire between replicas that a torchft manager counts, for any pipeline.
+    """The wire between the replicas of a torchft manager, for any pipeline.
 
-    `size` is the number of participants of the quorum, so that is what means divide by. A collective that fails,
-    because a replica has died or is too slow, raises nothing: the manager is told, its result is zero, later ones of
-    the step are not started, and `manager.should_commit()` is False. Who ends steps by a vote (`value_and_grad`, `jit`)
-    raises `CollectiveError` then, and works again in the next quorum. Who calls the pipeline itself must ask the
-    manager.
+    `size` is the number of participants of the quorum: the divisor of means. A collective that fails, because a
+    replica has died or is too slow, raises nothing: its error is reported to the manager, its result is zero, later
+    ones of the step are not started, and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end
+    steps by a vote, raise `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must
+    ask the manager.
 
     The wrong choice for a module: `DistributedDataParallel` of this package also rolls back and heals the pipeline's
     state. The wrong choice inside a replica: its ranks have torch.distributed.
@@ -80,17 +80,17 @@ class ManagerWire(Elastic):
         return isinstance(other, ManagerWire) and other._manager is self._manager
 
     def __hash__(self) -> int:
-        return hash((ManagerWire, id(self._manager)))  # engines over one manager take turns
+        return hash((ManagerWire, id(self._manager)))
 
     @property
     def epoch(self) -> int:
-        """The number of the quorum: torchft takes another one when members change, and after a failed step."""
+        """Number of the quorum: torchft forms another one when members change, and after a failed step."""
         return self._manager._quorum_id
 
     def size(self, group: str | None) -> int:
-        """The replicas of this step. Before the first quorum, for plans made ahead: the fewest there may be."""
+        """Return the number of replicas in this step; before the first quorum, for plans made ahead, the minimum."""
         _require_unnamed(group)
-        with without_modes():  # torchft's calls are operations to a profiler, and so to who traces
+        with without_modes():  # torchft's calls are operations to a profiler, and so to a trace
             return self._manager.num_participants() or self._manager._min_replica_size
 
     def rank(self, group: str | None) -> int:
@@ -117,7 +117,7 @@ class ManagerWire(Elastic):
             self._reported = error
 
     def hang_up(self) -> None:
-        """Ends what others of this epoch still wait for: in a ring not all of them have the lost one beside them."""
+        """Abort what others of this epoch wait for: in a ring not all of them are neighbours of the lost one."""
         self._manager._pg.abort()
 
     @property
@@ -126,13 +126,13 @@ class ManagerWire(Elastic):
         return self._lost.get(self.epoch)
 
     def lose(self, error: Exception) -> None:
-        """A collective has failed with `error`."""
+        """Note that a collective has failed with `error`."""
         if self.lost is None:
             self._lost = {self.epoch: error}
         self.report(error)
 
     def require(self, kinds: Iterable[Kind]) -> None:
-        """Raises a ValueError unless the manager's process group carries `kinds`."""
+        """Raise a ValueError unless the manager's process group carries `kinds`."""
         name: str = self._manager._pg.getBackendName()
         if REDUCE_SCATTER in kinds and name.startswith("torchft") and name.endswith("gloo"):
             raise ValueError(
@@ -151,7 +151,7 @@ class ManagerWire(Elastic):
             return None
 
     def _heed_manager(self) -> None:
-        """What a replica has that could not heal, or that reports an error, is in nobody's mean."""
+        """Keep a replica that could not heal, or that reports an error, out of all means."""
         known = self._manager.errored()
         if known is not None and known.original_exception is not self._reported and self.lost is None:
             self.lose(known.original_exception)
@@ -159,7 +159,7 @@ class ManagerWire(Elastic):
 
 
 class _Collective:
-    """A collective that does not raise: what it was to fill is zero if the step has failed."""
+    """A collective that does not raise: its result is zero if the step has failed."""
 
     def __init__(self, wire: ManagerWire, work: Any, receive: Tensor) -> None:
         self._wire, self._work, self._receive = wire, work, receive
@@ -182,7 +182,7 @@ class _Collective:
 
 
 class _Vote(_Collective):
-    """The one that does."""
+    """A collective that raises if anything of the step has failed."""
 
     def wait(self) -> bool:
         if self._has_failed():
