@@ -33,6 +33,7 @@ PIPELINES = {
     "codec": "error_feedback(quantize(two_shot, bits=4, block=16))",
     "no plan": "fp16(allreduce, check=True)",
 }
+WITH_STATE = ["memory", "phases", "skips", "codec"]
 SMALL = 0.001  # MiB: several buckets
 
 
@@ -252,7 +253,7 @@ def check_resuming(rank: int, adapter: str, text: str) -> None:
     assert bits(held) == before
 
 
-@pytest.mark.parametrize("text", [PIPELINES[name] for name in ("memory", "phases", "skips", "codec")], ids=str)
+@pytest.mark.parametrize("text", [PIPELINES[name] for name in WITH_STATE], ids=WITH_STATE)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_state_is_saved_and_set(gloo, adapter, text):
     run(2, adapter, gloo, check_resuming, text)

@@ -134,13 +134,10 @@ def test_parameters_that_were_frozen_at_set_up_are_not_silently_left_out(rank: i
 
 
 class Lost(C10d):
-    """Has no connection from the second step on."""
-
-    steps = 0
+    is_lost = False
 
     def start(self, *given: Any, **options: Any) -> Any:
-        self.steps += 1
-        if self.steps > 1:
+        if self.is_lost:
             raise RuntimeError("no connection")
         return super().start(*given, **options)
 
@@ -150,9 +147,10 @@ class Lost(C10d):
 def test_an_error_that_others_do_not_hear_of_never_mixes_steps(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     ddp = DistributedDataParallel(make_model(), process_group=group)
-    handle = fnddp.register(ddp, error_feedback(allreduce), wire=Lost() if rank == 0 else C10d())
+    wire = Lost()
+    handle = fnddp.register(ddp, error_feedback(allreduce), wire=wire)
     loss_of(ddp(batch(rank, 0))).backward()
-    before = bits(handle.state)
+    wire.is_lost, before = rank == 0, bits(handle.state)
     if rank == 0:
         with pytest.raises(CollectiveError, match="no connection"):
             loss_of(ddp(batch(rank, 0))).backward()
