@@ -122,14 +122,10 @@ class Vote:
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
-        with _named_failures(), self._on_device():
+        with _named_failures(), on(self._device):
             for group in self.groups:
                 value = first_over(self.wire, value, group, self._device)
         return value
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """NCCL sends objects from the current device, which need not be the model's."""
-        return torch.cuda.device(self._device) if self._on_cuda else nullcontext()
 
     def _start(self, flags: Tensor, group: str | None) -> None:
         self._flags, self._work = self.wire.vote(flags, group)
@@ -153,7 +149,7 @@ class Vote:
     def _explanation(self, error: BaseException | None) -> str:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
-        with _named_failures(), self._on_device():
+        with _named_failures(), on(self._device):
             for group in self.groups:
                 told = gather_over(self.wire, reasons, group, self._device)
                 named = {(i if who is None else who, why) for i, some in enumerate(told) for who, why in some}
@@ -176,3 +172,8 @@ def _named_failures() -> Generator[None]:
             f"the ranks could not end the step together: {error}. Another rank has failed, left, or not called "
             "backward; see its own error"
         ) from error
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one: NCCL sends control messages from there, which need not be the module's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -19,6 +19,7 @@ from fnddp.adapters.hooks import FastPath, WeakHook, accumulates, asked_for, end
 from fnddp.adapters.module.gradients import Gradients
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
+from fnddp.adapters.torch_compat.buffers import Futures
 from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
@@ -95,7 +96,7 @@ class Steps:
         promises: What is checked in each step.
         log: What is measured goes there.
         sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
-        at_end: Called when a step is over.
+        futures: Of hooks of buffers, which the end of a backward waits for.
 
     Attributes:
         is_armed: Whether the next backward is one that synchronizes.
@@ -118,7 +119,7 @@ class Steps:
         promises: Promises,
         log: Log,
         sparse: Collection[str],
-        at_end: Callable[[], None],
+        futures: Futures,
     ) -> None:
         self.parameters = trained.parameters
         self.engine = Engine(
@@ -140,7 +141,7 @@ class Steps:
         self.unsynchronized: set[str] = set()
         self._world = Membership(group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._wire, self._log = wire, log
-        self._at_end = at_end
+        self._futures = futures
         self._promises = promises
         self._sums = "sum" in pipeline.ops
         self._always_sparse = dict.fromkeys(sparse, 1)
@@ -300,7 +301,7 @@ class Steps:
     def participate_with_zeros(self) -> None:
         """Take part in a step in which this rank has no gradients, and keep nothing of it but the state."""
         self._step({}, None)
-        self._at_end()
+        self._wait_for_futures()
 
     def synchronize(self, grads: Mapping[str, Tensor], told: Weight | None) -> Leaves:
         """The means of gradients that are all there, of a step outside of backward's hooks; see `start_of`."""
@@ -539,8 +540,12 @@ class Steps:
         else:
             self.unsynchronized = set()
             self._write(done, backward)
-        self._at_end()
+        self._wait_for_futures()
         self._log.step_ends(self.engine, done.unused)
+
+    def _wait_for_futures(self) -> None:
+        if self._futures:
+            self._futures.wait()
 
     def _write(self, done: Synchronized, backward: _Backward) -> None:
         """Write means to `.grad`."""

@@ -22,7 +22,6 @@ from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
 from fnddp.adapters.torch_compat.arguments import Arguments, BucketSizes
 from fnddp.adapters.torch_compat.buffers import HookLocation
-from fnddp.adapters.torch_compat.join import on
 from fnddp.adapters.torch_compat.names import TorchNames
 from fnddp.adapters.torch_compat.parameters import sparse_parameters
 from fnddp.adapters.torch_compat.reducer import Reducer
@@ -34,6 +33,7 @@ from fnddp.core.sync import State, Sync, require_sync
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.stats import SyncStats, stats
+from fnddp.run.vote import on
 from fnddp.torch_private import is_transforming
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -289,7 +289,7 @@ class DistributedDataParallel(TorchNames):
             ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; the
                 pipeline takes no mean.
         """
-        if self._joins:
+        if self._join_config.enable:
             raise _weighed_within_join()
         if self._steps.block is not None:
             raise RuntimeError(
@@ -389,7 +389,7 @@ class DistributedDataParallel(TorchNames):
         with on(self.device):
             Join.notify_join_context(self)
             self._sync_buffers(HookLocation.PRE_FORWARD)
-            self._steps.scale = self._inputs.scale(self._synchronizes) if self._joins else 1.0
+            self._steps.scale = self._inputs.scale(self._synchronizes) if self._join_config.enable else 1.0
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             (inputs,), (kwargs,) = torch_private.to_kwargs(inputs, kwargs, device)
@@ -423,7 +423,7 @@ class DistributedDataParallel(TorchNames):
         if dist.is_initialized():
             self._steps.require_same_world()
         try:
-            self._buffers_of_module.sync(self._inputs.source_of_buffers() if self._joins else 0)
+            self._buffers_of_module.sync(self._inputs.source_of_buffers() if self._join_config.enable else 0)
         except RuntimeError as error:
             self._steps.refuse(error)
             raise CollectiveError(
@@ -447,7 +447,7 @@ class DistributedDataParallel(TorchNames):
         if not self._synchronizes or not any(t.requires_grad or is_differentiated(t) for t in swapped.values()):
             self._require_no_replaced(swapped)
             return {}
-        if self._joins:
+        if self._join_config.enable:
             raise RuntimeError(
                 f"{OWNER}: within join, ranks that have run out of inputs cannot follow torch.func or parameters that "
                 f"are not those it was wrapped with: {', '.join(swapped)}"
@@ -531,7 +531,7 @@ class DistributedDataParallel(TorchNames):
             promises=self._promises,
             log=self._log,
             sparse=[name for name, parameter in self._trained.parameters.items() if parameter in have_sparse],
-            at_end=self._buffers_of_module.futures.wait,
+            futures=self._buffers_of_module.futures,
         )
         self.reducer = Reducer(self._promises, self._steps.arm)
 

@@ -1,10 +1,5 @@
 """Uneven inputs: the collectives that ranks with and without inputs have in common, within `join`."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
-
 from fnddp.wire import control, groups
 
 
@@ -27,8 +22,3 @@ class UnevenInputs:
         """Return the factor of this rank's gradients."""
         left = control.total(int(synchronizes), self._group)
         return 1.0 if self.divides_by_initial_world_size or not left else groups.world_size(self._group) / left
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one: NCCL sends control messages from there, which need not be the module's."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -17,11 +17,12 @@ from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import Trained
 from fnddp.adapters.torch_compat.arguments import Arguments
 from fnddp.adapters.torch_compat.buffers import Buffers, HookLocation
-from fnddp.adapters.torch_compat.join import UnevenInputs, on
+from fnddp.adapters.torch_compat.join import UnevenInputs
 from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
 from fnddp.adapters.torch_compat.parameters import sparse_parameters
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.vote import on
 from fnddp.transforms.cast import fp16
 from fnddp.wire import control, groups
 
@@ -139,10 +140,6 @@ class TorchNames(nn.Module, Joinable):
             kept = [tensor.detach() for name, tensor in named.items() if name not in self.parameters_to_ignore]
             control.broadcast(kept, self._group, source=source)
         self._join_config = torch_private.JoinConfig.construct_disabled_join_config()
-
-    @property
-    def _joins(self) -> bool:
-        return self._join_config.enable
 
     # Hooks
 
