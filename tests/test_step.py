@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fnddp import Compute, Link, Plan, allreduce, lower, measure_backward, measure_segments, parse
-from fnddp.cost import compute as measured
+from fnddp.run import measure as measured
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
 

@@ -21,7 +21,7 @@ from fnddp.run.backends import segments_of
 from fnddp.run.inbox import Inbox
 from fnddp.run.memory import Buffer, Memory
 from fnddp.run.runner import unexpected
-from fnddp.show.trace import Observer, Ranges
+from fnddp.show.trace import Observer
 from fnddp.torch_private import is_held, storage_use_count, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
@@ -90,7 +90,7 @@ class Planned:
     ) -> None:
         self.plan = plan
         self._wire, self._memory, self._clones_shared = wire, memory, clones_shared
-        self._observer: Observer = observer or Ranges()
+        self._observer = observer or Observer()
         self._segments, self._collectives = segments_of(plan), plan.collectives
         self._wire_bytes = [collective.wire_bytes for collective in self._collectives]
         registers = _Registers(self._segments)

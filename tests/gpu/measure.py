@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 import fnddp
 from fnddp import Sync
+from fnddp.columns import columns
 from fnddp.core import tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import lower
 from fnddp.run.memory import Memory
 from fnddp.run.planned import Planned
 from fnddp.show.meter import Meter
-from fnddp.show.trace import Metered, plain_table
+from fnddp.show.trace import Observer
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import world_size
 from tests.gpu.nccl import run_ranks
@@ -112,7 +113,7 @@ def parts(sizes: Sizes) -> list[Row]:
     state = sync.init(grads)
     plan = lower(sync, grads, state=state, donation=Donation("yes", True))
     meter = Meter()
-    runner = Planned(plan, C10D, Memory(), observer=Metered(meter))
+    runner = Planned(plan, C10D, Memory(), observer=Observer(meter))
     other = {path: torch.empty_like(grad) for path, grad in grads.items()}
     encode: list[float] = []
     decode: list[float] = []
@@ -258,7 +259,7 @@ def show(title: str, rows: list[Row]) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        print("\n" + plain_table(title, rows, ""), flush=True)
+        print(f"\n{title}\n{columns(rows)}", flush=True)
         return
     table = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in table.columns[1:]:
