@@ -13,7 +13,7 @@ from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, pars
 from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
-from fnddp.show import timeline
+from fnddp.show import drawing, timeline
 from fnddp.show.timeline import CHARACTER, MARGIN, WIDEST
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
@@ -195,9 +195,9 @@ def test_a_wide_picture_is_wrapped_and_its_arrows_meet_what_they_point_at(sync):
 def test_dark_pages_have_dark_pictures():
     picture = plan_of().to_svg()
     assert "prefers-color-scheme: dark" in picture
-    for name in ("ink", "soft", "line", "paper"):
-        assert f".fnddp-plan .{name} {{" in picture
-        assert f'class="{name}"' in picture
+    for light, dark in drawing.ON_DARK.items():
+        assert f'="{light}"' in picture
+        assert f'="{light}"] {{fill: {dark}}}' in picture
 
 
 def test_bars_are_as_long_as_what_they_stand_for():

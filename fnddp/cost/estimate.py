@@ -58,13 +58,9 @@ def estimate(
 
     Args:
         collectives: A plan's, in the order in which they are issued.
-        link: Of all groups, or by the group's name (None is the default group). Groups share one link in time even
-            where they have links of their own: an upper bound.
-        backward_seconds: Without it nothing is hidden.
-        overhead_seconds: Encode and decode that backward does not hide.
-
-    Raises:
-        ValueError: A group has no link, or a collective is of an unknown kind.
+        link: Of all groups, or by the group's name. Groups share one link in time even where they have links of their
+            own: an upper bound.
+        backward_seconds, overhead_seconds: See `Plan.estimate`, also for the errors.
 
     >>> import torch
     >>> from fnddp import Link, allreduce, lower

@@ -97,8 +97,7 @@ class Link(Expression):
         """Return a link of a rate and, after a colon, a latency (none: 0).
 
         Prefixes are decimal. Bits: "200mbit", "1gbit", "25 Gbit/s", in any case, and "10Gbps", with a capital letter as
-        on data sheets; bytes: "115.4GB/s", with a capital B.
-        The rate is used as given: headers of TCP over Ethernet take 4.4 % of it (1448 bytes of 1514 are payload).
+        on data sheets; bytes: "115.4GB/s", with a capital B. Headers count: of TCP over Ethernet they take 4.4 %.
 
         Raises:
             ValueError: `text` is not of this form. "mbps" is refused: some read it as bits, tc as bytes.
@@ -135,10 +134,9 @@ class Link(Expression):
         >>> Link.parse("1gbit").seconds("all_gather", 1_000_000, world_size=8)
         0.056
         """
-        kind = _checked(kind, wire_bytes, world_size)
-        (within, g), (across, n) = self._levels(kind, wire_bytes, world_size)
+        kind, (within, g), (across, n) = self._levels(kind, wire_bytes, world_size)
         seconds = 0.0
-        for each in self._carried_out_as(kind).passes(n):
+        for each in self._run_as(kind).passes(n):
             messages = n - 1 if each.is_direct else _MESSAGES[self.algorithm](n)
             seconds_per_byte = max(1 / self.bandwidth, self.gamma if each.adds else 0.0)
             seconds += messages * self.latency + each.share * across * seconds_per_byte
@@ -153,40 +151,30 @@ class Link(Expression):
         >>> Link.parse("1gbit").link_bytes("all_reduce", 1000, world_size=4)  # 2 * 3/4
         1500
         """
-        kind = _checked(kind, wire_bytes, world_size)
-        _, (across, n) = self._levels(kind, wire_bytes, world_size)
-        return math.ceil(self._carried_out_as(kind).link_bytes(across, n))
+        kind, _, (across, n) = self._levels(kind, wire_bytes, world_size)
+        return math.ceil(self._run_as(kind).link_bytes(across, n))
 
-    def _carried_out_as(self, kind: Kind) -> Kind:
+    def _run_as(self, kind: Kind) -> Kind:
         return ALL_REDUCE if kind is REDUCE_SCATTER and self.algorithm == "gloo" else kind
 
-    def _levels(self, kind: Kind, payload: float, n: int) -> tuple[tuple[float, int], tuple[float, int]]:
-        """Return payload and ranks of the collective inside a node, and of the one across nodes."""
-        g = self.ranks_per_node
+    def _levels(self, kind: Kind | str, payload: float, n: int) -> tuple[Kind, tuple[float, int], tuple[float, int]]:
+        """Return the kind, and payload and ranks of it inside a node, and across nodes."""
+        if n < 1 or payload < 0:
+            raise ValueError(f"Link: no collective has {payload} bytes on {n} ranks")
+        kind, g = named(kind), self.ranks_per_node
         if n <= g:
-            return (payload, n), (payload, 1)
+            return kind, (payload, n), (payload, 1)
         if n % g:
             raise ValueError(
                 f"Link: {n} ranks do not fill nodes of {g}; give the group a link of its own: estimate(..., "
                 "{None: link, name: other})"
             )
         within, across = kind.levels(payload, g, n // g)
-        return (within, g), (across, n // g)
+        return kind, (within, g), (across, n // g)
 
     def __str__(self) -> str:
         text = f"{scaled(8 * self.bandwidth, 'bit/s')}, {duration(self.latency)} a message"
         return text if self.inner is None else f"{text}; in nodes of {self.ranks_per_node}: {self.inner}"
-
-
-def messages(algorithm: str, world_size: int) -> int:
-    """Return the number of messages of an all_reduce that follow one another."""
-    return 2 * _MESSAGES[algorithm](world_size)
-
-
-def _checked(kind: Kind | str, wire_bytes: float, world_size: int) -> Kind:
-    if world_size < 1 or wire_bytes < 0:
-        raise ValueError(f"Link: no collective has {wire_bytes} bytes on {world_size} ranks")
-    return named(kind)
 
 
 def scaled(value: float, unit: str) -> str:
@@ -198,11 +186,7 @@ def scaled(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` with four digits, in s, ms or us.
-
-    >>> duration(0.0351)
-    '35.1 ms'
-    """
+    """Return `seconds` with four digits, in s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.4g} {unit}"

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 import torch
@@ -40,7 +41,7 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
         calls: Number of timed repetitions, at least 1.
 
     Returns:
-        Medians; its `segments` are None: see `measure_segments`. A leaf that gets no gradient arrives at the end.
+        Medians, without `segments`: see `measure_segments`. A leaf that gets no gradient arrives at the end.
 
     >>> params = {"w": torch.ones(3), "unused": torch.ones(2)}
     >>> compute = measure_backward(lambda params, x: (params["w"] * x).sum(), params, torch.ones(3))
@@ -51,15 +52,12 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
     variables = {path: leaf.detach().requires_grad_() for path, leaf in leaves.items()}
     ready: dict[str, float] = {}
 
-    def noting(path: str) -> Callable[[Tensor], None]:
-        def note(leaf: Tensor) -> None:
-            leaf.grad = None
-            ready[path] = _now(leaf.device)
-
-        return note
+    def note(path: str, leaf: Tensor) -> None:
+        leaf.grad = None
+        ready[path] = _now(leaf.device)
 
     for path, variable in variables.items():
-        variable.register_post_accumulate_grad_hook(noting(path))
+        variable.register_post_accumulate_grad_hook(partial(note, path))
     rows: list[list[float]] = []  # forward, backward, and the arrival of each leaf
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
     for _ in range(_checked(calls) + 1):
@@ -116,7 +114,7 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
         runner.drain()
         runner.wait()
         runner.commit()
-        rows.append([*chain(*meter.taken(0).segments)])
+        rows.append([*chain(*meter.taken(len(plan.collectives)).segments)])
     return _medians(rows[1:])
 
 

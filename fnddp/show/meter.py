@@ -3,14 +3,12 @@
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fnddp.ir.program import Collective, Segment
-
 Mark: TypeAlias = "float | torch.cuda.Event"
-Span: TypeAlias = tuple[Mark, Mark]
+Piece: TypeAlias = Literal["computes", "launches", "waits"]
 
 
 class Taken(NamedTuple):
@@ -27,19 +25,14 @@ class Taken(NamedTuple):
     exposed: list[float]
 
     @property
-    def computed(self) -> list[float]:
-        """All segments before each collective is issued, since the one before; and all after them."""
-        return [sum(seconds) for seconds in self.segments]
-
-    @property
     def encode_seconds(self) -> float:
         """All segments before the last collective is issued."""
-        return sum(self.computed[:-1])
+        return sum(map(sum, self.segments[:-1]))
 
     @property
     def decode_seconds(self) -> float:
         """All segments after that."""
-        return self.computed[-1]
+        return sum(self.segments[-1])
 
     @property
     def exposed_seconds(self) -> float:
@@ -48,47 +41,39 @@ class Taken(NamedTuple):
 
 
 class Meter:
-    """Measures the last step. Its contexts enclose what an `Observer`'s do."""
+    """Measures the last step."""
 
     def __init__(self) -> None:
         self.begins()
 
     def begins(self) -> None:
         """Forget the last step."""
-        self._computed: list[list[Span]] = [[]]  # a list for each collective, before it is issued, and one for the rest
-        self._issued: dict[int, Mark] = {}
-        self._waited: dict[int, Span] = {}
+        self._pieces: list[tuple[Piece, int, Mark, Mark]] = []
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> Generator[None]:
+    def times(self, piece: Piece, index: int, stream: torch.cuda.Stream | None) -> Generator[None]:
+        """Time a segment, or starting or waiting for the collective of that index."""
         begun = _mark(stream)
         yield
-        self._computed[-1].append((begun, _mark(stream)))
+        self._pieces.append((piece, index, begun, _mark(stream)))
         self._stream = stream
-
-    @contextmanager
-    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
-        self._issued[collective.index] = _mark(stream)
-        self._computed.append([])
-        yield
-
-    @contextmanager
-    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
-        begun = _mark(stream)
-        yield
-        self._waited[collective.index] = begun, _mark(stream)
 
     def taken(self, collectives: int) -> Taken:
         """Return the times of the last step, which had so many collectives. On CUDA it waits for the device."""
         if self._stream is not None:
             self._stream.synchronize()
-        waited = [self._waited.get(index) for index in range(collectives)]
-        return Taken(
-            [[_seconds(span) for span in spans] for spans in self._computed],
-            [0.0 if span is None else _seconds((self._issued[i], span[1])) for i, span in enumerate(waited)],
-            [0.0 if span is None else _seconds(span) for span in waited],
-        )
+        segments, wire, exposed = [list[float]()], [0.0] * collectives, [0.0] * collectives
+        issued: dict[int, Mark] = {}
+        for piece, index, begin, end in self._pieces:
+            if piece == "computes":
+                segments[-1].append(_seconds(begin, end))
+            elif piece == "launches":
+                issued[index] = begin
+                segments.append([])
+            else:
+                wire[index], exposed[index] = _seconds(issued[index], end), _seconds(begin, end)
+        return Taken(segments, wire, exposed)
 
 
 def _mark(stream: torch.cuda.Stream | None) -> Mark:
@@ -99,8 +84,7 @@ def _mark(stream: torch.cuda.Stream | None) -> Mark:
     return event
 
 
-def _seconds(span: Span) -> float:
-    begin, end = span
+def _seconds(begin: Mark, end: Mark) -> float:
     if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return begin.elapsed_time(end) / 1e3
     assert isinstance(begin, float)

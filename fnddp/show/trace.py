@@ -12,7 +12,7 @@ from fnddp.columns import columns
 from fnddp.ir.program import Collective, Segment
 from fnddp.ir.schedule import Schedule
 from fnddp.show import names
-from fnddp.show.meter import Meter
+from fnddp.show.meter import Meter, Piece
 from fnddp.show.text import show, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
@@ -58,18 +58,20 @@ class Observer:
 
     def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Enclose the computation of a segment."""
-        named = profiled(names.range_of, segment)
-        return named if self._meter is None else _both(named, self._meter.computes(segment, stream))
+        return self._watches(profiled(names.range_of, segment), "computes", -1, stream)
 
     def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Enclose the start of a collective."""
-        named = profiled(names.launch_of, collective)
-        return named if self._meter is None else _both(named, self._meter.launches(collective, stream))
+        return self._watches(profiled(names.launch_of, collective), "launches", collective.index, stream)
 
     def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Enclose the wait for a collective."""
-        named = profiled(names.wait_for, collective)
-        return named if self._meter is None else _both(named, self._meter.waits(collective, stream))
+        return self._watches(profiled(names.wait_for, collective), "waits", collective.index, stream)
+
+    def _watches(
+        self, named: AbstractContextManager[object], piece: Piece, index: int, stream: torch.cuda.Stream | None
+    ) -> AbstractContextManager[object]:
+        return named if self._meter is None else _both(named, self._meter.times(piece, index, stream))
 
     def begins(self) -> None:
         """Note that a step begins."""
@@ -108,7 +110,7 @@ def _table(plan: Schedule, meter: Meter) -> str:
     taken = meter.taken(len(plan.collectives))
     rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
     for c in plan.collectives:
-        times = taken.computed[c.index], taken.wire[c.index], taken.exposed[c.index]
+        times = sum(taken.segments[c.index]), taken.wire[c.index], taken.exposed[c.index]
         rows.append((c.name, str(c.slot), size(c.wire_bytes), *map(_ms, times)))
     return (
         f"{columns(rows)}\nencode {_ms(taken.encode_seconds)}, decode {_ms(taken.decode_seconds)}, "
