@@ -123,16 +123,16 @@ def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
     The wrong model where ranks share cores and `compute` was measured by one alone, where encoding runs at the same
     time as backward (on CUDA it has a stream of its own: an upper bound there), and for the wire's own processor time.
 
-    Args:
-        plan: As `lower` makes it.
-        link: Of all groups, or by the group's name.
-        compute: How long computation takes.
-
-    Raises:
-        ValueError: `compute` is of another plan, or has an arrival that is not within backward; or a group has no
-            link.
+    For arguments and errors see `Plan.predict`.
     """
-    seconds, arrivals = _segment_seconds(plan, compute), _arrivals(plan, compute)
+    seconds, arrivals = compute.segments, _arrivals(plan, compute)
+    if seconds is None:
+        seconds = (0.0,) * len(plan.segments)
+    elif len(seconds) != len(plan.segments):
+        raise ValueError(
+            f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
+            "measure those of this plan: measure_segments(plan)"
+        )
     queue, clock = Queue(link), _Clock(compute)
     encode = decode = 0.0
     for index, (segment, own) in enumerate(zip(plan.segments, seconds, strict=True)):
@@ -184,16 +184,6 @@ class _Clock:
     def spans(self) -> tuple[Span, ...]:
         forward = Span("forward", 0, 0.0, self._begin)
         return (forward, Span("backward", 0, self._begin, self._backward_end - self._begin), *self._spans)
-
-
-def _segment_seconds(plan: Schedule, compute: Compute) -> tuple[float, ...]:
-    seconds = (0.0,) * len(plan.segments) if compute.segments is None else compute.segments
-    if len(seconds) != len(plan.segments):
-        raise ValueError(
-            f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
-            "measure those of this plan: measure_segments(plan)"
-        )
-    return seconds
 
 
 def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:
