@@ -5,7 +5,7 @@ from typing import Any
 
 from fnddp.cost.step import Span, Step
 from fnddp.ir.schedule import Schedule
-from fnddp.show import names
+from fnddp.show.names import PREFIX, range_of
 from fnddp.show.text import collective
 
 COMPUTE, WIRE = 0, 1  # tracks
@@ -45,9 +45,9 @@ def _described(plan: Schedule, step: Step, span: Span) -> tuple[str, dict[str, A
     if span.does == "segment":
         segment = plan.segments[span.index]
         about = {"needs": segment.needs, "waits": [f"c{index}" for index in segment.waits]}
-        return names.PREFIX + names.range_of(segment), {**about, "operations": len(segment.operations)}
+        return PREFIX + range_of(segment), {**about, "operations": len(segment.operations)}
     c, cost = plan.collectives[span.index], step.collectives[span.index]
     if span.does != "wire":
-        return names.PREFIX + (names.launch_of if span.does == "launch" else names.wait_for)(c), {}
+        return f"{PREFIX}{c.name} {span.does}", {}
     about = {"does": collective(c, plan), "wire_bytes": cost.wire_bytes, "link_bytes": cost.link_bytes}
-    return f"{names.PREFIX}{c.name} {c.kind.name}", about
+    return f"{PREFIX}{c.name} {c.kind.name}", about

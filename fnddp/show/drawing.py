@@ -43,8 +43,7 @@ def to_svg(plan: Schedule, link: Links | None = None) -> str:
     shapes = [
         *(_text(MARGIN, MARGIN + 14 + 20 * i, line, 13, SOFT if i else INK) for i, line in enumerate(title)),
         *_frame(plan, layout, lanes),
-        *_gradients(plan, layout, lanes),
-        *_compute(layout, lanes),
+        *_boxes(plan, layout, lanes),
         *_collectives(plan, layout, lanes),
         *_arrows(layout, lanes),
         *(_text(MARGIN, bottom + 20 + 20 * i, line, 12, SOFT) for i, line in enumerate(facts)),
@@ -94,25 +93,18 @@ def _frame(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
         yield _text(x + 6, top - 8, f"slot {slot}" if slot in arriving else f"slot {slot}: drain", 12, SOFT)
 
 
-def _gradients(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
-    bucket_of = plan.buckets
+def _boxes(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for box in layout.boxes:
-        if box.run.needs:
-            first, last = bucket_of[box.run.needs[0]], bucket_of[box.run.needs[-1]]
+        run, y = box.run, lanes.top_of(box.row) + INSET
+        if run.needs:
+            first, last = plan.buckets[run.needs[0]], plan.buckets[run.needs[-1]]
             label = f"bucket {first}" if first == last else f"buckets {first}-{last}"
-            hover = some([text(path) for path in box.run.needs], "gradients")
-            nbytes = size(sum(plan.leaves[path].nbytes for path in box.run.needs))
-            y = lanes.top_of(box.row)
-            yield _box((box.left, y + INSET), box.width, _colour(first), (label, nbytes), hover)
-            start = box.left + 16, y + INSET + BOX
-            yield _arrow(start, (start[0], y + LANE + INSET), _colour(first))
-
-
-def _compute(layout: Timeline, lanes: Lanes) -> Iterator[str]:
-    for box in layout.boxes:
-        label = box.run.kind, count(len(box.run.operations), "operation")
-        corner = box.left, lanes.top_of(box.row) + LANE + INSET
-        yield _box(corner, box.width, _colour(box.bucket), label, "; ".join(conditions_of(box.run)))
+            nbytes = size(sum(plan.leaves[path].nbytes for path in run.needs))
+            hover = some([text(path) for path in run.needs], "gradients")
+            yield _box((box.left, y), box.width, _colour(first), (label, nbytes), hover)
+            yield _arrow((box.left + 16, y + BOX), (box.left + 16, y + LANE), _colour(first))
+        label = run.kind, count(len(run.operations), "operation")
+        yield _box((box.left, y + LANE), box.width, _colour(box.bucket), label, "; ".join(conditions_of(run)))
 
 
 def _box(corner: Point, width: float, colour: str, label: tuple[str, str], hover: str) -> str:

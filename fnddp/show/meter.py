@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -49,20 +49,21 @@ class Meter:
     def begins(self) -> None:
         """Forget the last step."""
         self._pieces: list[tuple[Piece, int, Mark, Mark]] = []
-        self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def times(self, piece: Piece, index: int, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """Time a segment, or starting or waiting for the collective of that index."""
-        begun = _mark(stream)
-        yield
-        self._pieces.append((piece, index, begun, _mark(stream)))
-        self._stream = stream
+    def times(
+        self, named: AbstractContextManager[object], piece: Piece, index: int, stream: torch.cuda.Stream | None
+    ) -> Generator[None]:
+        """Time, within `named`, a segment, or the start of or the wait for the collective of that index."""
+        with named:
+            begun = _mark(stream)
+            yield
+            self._pieces.append((piece, index, begun, _mark(stream)))
 
     def taken(self, collectives: int) -> Taken:
         """Return the times of the last step, which had so many collectives. On CUDA it waits for the device."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._pieces and isinstance(last := self._pieces[-1][-1], torch.cuda.Event):
+            last.synchronize()
         segments, wire, exposed = [list[float]()], [0.0] * collectives, [0.0] * collectives
         issued: dict[int, Mark] = {}
         for piece, index, begin, end in self._pieces:
@@ -84,9 +85,5 @@ def _mark(stream: torch.cuda.Stream | None) -> Mark:
     return event
 
 
-def _seconds(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return begin.elapsed_time(end) / 1e3
-    assert isinstance(begin, float)
-    assert isinstance(end, float)
-    return end - begin
+def _seconds(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin

@@ -53,30 +53,9 @@ def dtype(collective: Collective) -> str:
     return "bytes" if len(dtypes) > 1 else str(dtypes.pop()).removeprefix("torch.")
 
 
-def amount(collective: Collective) -> str:
-    """Return dtype and elements of the payloads, as in "float16[512]"."""
-    kind = dtype(collective)
-    return f"{kind}[{collective.wire_bytes if kind == 'bytes' else collective.numel}]"
-
-
-def action(collective: Collective) -> str:
-    """Return kind and operation, as in "all_reduce sum"."""
-    return collective.kind.name if collective.op is None else f"{collective.kind.name} {collective.op}"
-
-
 def range_of(segment: Segment) -> str:
     """Return the name of a segment on a profiler's clock, as in "slot 0 encode"."""
     return f"slot {segment.slot} {'decode' if segment.commits else 'encode'}"
-
-
-def launch_of(collective: Collective) -> str:
-    """Return the name of the start of a collective there, as in "c0 launch"."""
-    return f"{collective.name} launch"
-
-
-def wait_for(collective: Collective) -> str:
-    """Return the name of the wait for a collective there, as in "c0 wait"."""
-    return f"{collective.name} wait"
 
 
 def _argument(argument: Any) -> str:

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from fnddp.ir.program import Collective
 from fnddp.ir.schedule import Schedule
-from fnddp.show.names import action, amount, line, text
+from fnddp.show.names import dtype, line, text
 from fnddp.show.runs import Run, runs
 
 
@@ -55,10 +55,11 @@ def conditions_of(run: Run) -> list[str]:
 
 def collective(c: Collective, plan: Schedule) -> str:
     """Return a line on what `c` does, with how much, over which ranks, and when."""
-    labels = [text(payload.label) for payload in c.payloads]
+    labels, kind = [text(payload.label) for payload in c.payloads], dtype(c)
+    does = f"{c.kind.name}{'' if c.op is None else f' {c.op}'} {kind}"
     return (
-        f"{c.name}: {action(c)} {amount(c)} over {_ranks(c.world_size, c.group)}, {c.wire_bytes:,} B, "
-        f"round {c.depth + 1} of {plan.rounds}: {some(labels, 'payloads')}"
+        f"{c.name}: {does}[{c.wire_bytes if kind == 'bytes' else c.numel}] over {_ranks(c.world_size, c.group)}, "
+        f"{c.wire_bytes:,} B, round {c.depth + 1} of {plan.rounds}: {some(labels, 'payloads')}"
     )
 
 

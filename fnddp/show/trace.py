@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.profiler import record_function
@@ -11,8 +10,8 @@ from torch.profiler import record_function
 from fnddp.columns import columns
 from fnddp.ir.program import Collective, Segment
 from fnddp.ir.schedule import Schedule
-from fnddp.show import names
-from fnddp.show.meter import Meter, Piece
+from fnddp.show.meter import Meter
+from fnddp.show.names import PREFIX, range_of
 from fnddp.show.text import show, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
@@ -32,11 +31,9 @@ def debug_level() -> int:
     return int(text)
 
 
-def profiled(name: str | Callable[..., str], *of: object) -> AbstractContextManager[object]:
-    """Enclose a range of an active profiler of torch, `fnddp NAME`: `name` itself, or the result of `name(*of)`."""
-    if not is_profiling():
-        return _NONE
-    return record_function(names.PREFIX + (name if isinstance(name, str) else name(*of)))
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Enclose a range of torch's profiler, `fnddp NAME`, if one is active."""
+    return record_function(PREFIX + name) if is_profiling() else _NONE
 
 
 _NONE = nullcontext()
@@ -58,20 +55,18 @@ class Observer:
 
     def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Enclose the computation of a segment."""
-        return self._watches(profiled(names.range_of, segment), "computes", -1, stream)
+        named = profiled(range_of(segment))
+        return named if self._meter is None else self._meter.times(named, "computes", -1, stream)
 
     def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Enclose the start of a collective."""
-        return self._watches(profiled(names.launch_of, collective), "launches", collective.index, stream)
+        named = profiled(f"{collective.name} launch")
+        return named if self._meter is None else self._meter.times(named, "launches", collective.index, stream)
 
     def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Enclose the wait for a collective."""
-        return self._watches(profiled(names.wait_for, collective), "waits", collective.index, stream)
-
-    def _watches(
-        self, named: AbstractContextManager[object], piece: Piece, index: int, stream: torch.cuda.Stream | None
-    ) -> AbstractContextManager[object]:
-        return named if self._meter is None else _both(named, self._meter.times(piece, index, stream))
+        named = profiled(f"{collective.name} wait")
+        return named if self._meter is None else self._meter.times(named, "waits", collective.index, stream)
 
     def begins(self) -> None:
         """Note that a step begins."""
@@ -97,12 +92,6 @@ def observer(level: int, plan: Schedule, meter: Meter | None = None) -> Observer
 def observing(level: int, meter: Meter | None) -> Observer:
     """Return the observer of a plan that has been printed."""
     return Observer(meter, prints=level == 2)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Generator[None]:
-    with outer, inner:
-        yield
 
 
 def _table(plan: Schedule, meter: Meter) -> str:
