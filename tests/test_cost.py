@@ -121,8 +121,7 @@ def test_parse():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "fast", "200", "nan bit", "gbit", "100mbps", "1gb/s", "1gbit:", "1gbit:20", "1.2.3gbit", "-1gbit", ":1us"],
+    "text", ["", "200", "nan bit", "gbit", "100mbps", "1gb/s", "1gbit:", "1gbit:20", "-1gbit", ":1s"]
 )
 def test_what_is_no_link(text):
     with pytest.raises(ValueError, match="is no link: write a rate and perhaps a latency, such as 200mbit"):

@@ -306,38 +306,21 @@ def test_training_with_the_mean_is_training_on_the_pooled_batch():
     torch.testing.assert_close(done.params, {n: p.detach() for n, p in model.named_parameters()}, rtol=0, atol=1e-4)
 
 
-def of_real_rank(rank: int, text: str, given: list[Any]) -> list[Any]:
-    """The pipeline's part of a training: the gradients that virtual ranks have."""
-    sync, found = fnddp.parse(text), []
-    state = sync.init({path: leaf[rank] for path, leaf in given[0].items()})
-    for grads in given:
-        mean, state = sync({path: leaf[rank] for path, leaf in grads.items()}, state)
-        found.append(bits(mean))
-    return found
-
-
-def test_training_is_that_of_real_ranks():
-    text, means = "error_feedback(quantize(two_shot, bits=4, block=16))", []
+def test_training_carries_the_state_of_the_pipeline_on():
+    sync = fnddp.parse("error_feedback(quantize(two_shot, bits=4, block=16))")
+    model, simulation = model_of(0), simulate(sync, 3)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    of_ranks = torch.func.vmap(torch.func.grad(partial(loss_of, model)), (None, 0, 0))
+    state = simulation.init({name: p.expand(3, *p.shape) for name, p in params.items()})
 
     def sgd(params: Any, mean: Any, memory: Any) -> Any:
-        means.append(bits(mean))
         return {path: leaf - 0.1 * mean[path] for path, leaf in params.items()}, None
 
-    model = model_of(0)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    done = trained(fnddp.parse(text), n=3, update=sgd)
-
-    # Once more by hand, to have the gradients of all ranks, which real ones then synchronize.
-    simulation = simulate(fnddp.parse(text), 3)
-    of_ranks = torch.func.vmap(torch.func.grad(partial(loss_of, model)), (None, 0, 0))
-    state, seen = None, []
+    done = trained(sync, n=3, update=sgd)
     for x, y in batches(3, 6):
-        seen.append(of_ranks(params, x, y))
-        mean, state = simulation(seen[-1], simulation.init(seen[-1]) if state is None else state)
+        mean, state = simulation(of_ranks(params, x, y), state)
         params, _ = sgd(params, mean, None)
-    assert bits(params) == bits(done.params)
-    assert means[:6] == means[6:]
-    assert run_threads(3, of_real_rank, text, seen) == [means[:6]] * 3
+    assert bits((params, state)) == bits((done.params, done.state))
 
 
 def test_training_is_repeatable_and_changes_nothing():
