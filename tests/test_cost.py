@@ -67,12 +67,14 @@ def test_h100_pair():
     assert link.link_bytes("all_reduce", 2**30, 2) == 2**30
 
 
-@pytest.mark.parametrize(
-    ("kind", "sent"), [("all_reduce", 1500), ("reduce_scatter", 750), ("all_gather", 3000), ("all_to_all", 750)]
-)
-def test_link_bytes(kind, sent):
-    assert Link(B, algorithm="ring").link_bytes(kind, 1000, 4) == sent
+def test_link_bytes():
+    for kind, sent in {"all_reduce": 1500, "reduce_scatter": 750, "all_gather": 3000, "all_to_all": 750}.items():
+        assert Link(B, algorithm="ring").link_bytes(kind, 1000, 4) == sent
     assert Link(B, algorithm="gloo").link_bytes("reduce_scatter", 1000, 4) == 1500
+    with pytest.raises(ValueError, match="'gossip' is no kind of collective; known: all_reduce"):
+        Link(B).seconds("gossip", S, 2)
+    with pytest.raises(ValueError, match="no collective has 8000 bytes on 0 ranks"):
+        Link(B).link_bytes("all_reduce", S, 0)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -113,11 +115,10 @@ def test_hierarchical_by_hand():
 
 
 def test_parse():
-    assert Link.parse("1gbit") == Link.parse("1 Gbit/s") == Link.parse("1000mbit") == Link(125e6)
+    assert Link.parse("1gbit") == Link.parse("1 Gbit/s") == Link.parse("1000mbit") == Link.parse("1Gbps") == Link(125e6)
     assert Link.parse("25gbit:20us") == Link(3.125e9, 20e-6)
     assert Link.parse("1.5 kB/s : 2ms") == Link(1500, 2e-3)
     assert Link.parse("8bit:1s") == Link(1, 1)
-    assert Link.parse("64 kbit") == Link(8e3)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +146,6 @@ def test_what_is_no_link(text):
 def test_wrong_links(wrong, message):
     with pytest.raises(ValueError, match=message):
         Link(**{"bandwidth": B, **wrong})
-
-
-def test_wrong_questions():
-    with pytest.raises(ValueError, match="'gossip' is no kind of collective; known: all_reduce"):
-        Link(B).seconds("gossip", S, 2)
-    with pytest.raises(ValueError, match="no collective has 8000 bytes on 0 ranks"):
-        Link(B).link_bytes("all_reduce", S, 0)
 
 
 def test_a_link_prints_as_the_call_that_made_it():

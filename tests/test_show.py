@@ -13,7 +13,7 @@ from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, pars
 from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
-from fnddp.show import drawing, timeline
+from fnddp.show import drawing
 from fnddp.show.timeline import CHARACTER, MARGIN, WIDEST
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
@@ -214,10 +214,3 @@ def test_in_a_notebook():
     assert "<b>" not in html
     assert "&lt;b&gt;&amp;" in html
     ElementTree.fromstring(f"<body>{html}</body>")
-
-
-def test_on_a_wire_a_queue_has_no_gaps_but_where_words_need_them():
-    collective = many().collectives[0]
-    words = ("c0, round 1", "27.0 MiB", "397.5 ms")
-    assert timeline.Bar(collective, 0, 100.0, 140.0, words).free_from == 240 + timeline.SEAM
-    assert timeline.Bar(collective, 0, 100.0, 20.0, words).free_from > 100 + 11 * timeline.CHARACTER * len(words[0])

@@ -86,8 +86,7 @@ def require_parts(plan: Plan, link: Link) -> None:
 
 
 def test_nothing_to_do():
-    plan = lower(allreduce, {}, world_size=2)
-    assert plan.predict(LINK, Compute()).seconds == 0
+    assert lower(allreduce, {}, world_size=2).predict(LINK, Compute()).seconds == 0
     alone = lower(allreduce, PARAMS, world_size=1)
     assert alone.predict(LINK, Compute(0.1, 0.2)).seconds == pytest.approx(0.3)
 
@@ -141,14 +140,13 @@ def test_segments_are_measured_for_ranks_that_are_not_there(text):
     assert plan.predict(LINK, Compute(segments=seconds)).seconds > sum(seconds)
 
 
-def test_segments_are_those_of_the_state_that_is_given():
+def test_a_state_that_is_given_is_not_written_over():
     params = {"w": torch.randn(24, 16)}
     sync = parse("error_feedback(powersgd(allreduce, rank=1))")
     state = sync.init(params)
-    before = state.residual["w"].clone()
     plan = lower(sync, params, state=state, world_size=2)
     assert len(measure_segments(plan, state, calls=1)) == len(plan.segments)
-    assert torch.equal(state.residual["w"], before)
+    assert not state.residual["w"].any()
 
 
 def test_nothing_is_computed_on_the_meta_device():

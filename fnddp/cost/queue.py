@@ -62,11 +62,7 @@ class Queue:
         self._spare: dict[Link, tuple[float, float]] = {}  # the rest of its burst, and when that was
 
     def serve(self, collective: Collective, ready: float) -> CollectiveCost:
-        """Return the cost of `collective`, whose payload is there at `ready`.
-
-        Raises:
-            ValueError: Its group has no link, or it is of an unknown kind.
-        """
+        """Return the cost of `collective`, whose payload is ready at that time."""
         link, kind = self._link_of(collective.group), named(collective.kind)
         payload, n = collective.wire_bytes, collective.world_size
         start = max(self._free, ready)

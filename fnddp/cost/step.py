@@ -1,4 +1,4 @@
-"""A step on a clock: what is computed and sent when, and how long it takes where these overlap."""
+"""A step on a clock: its computation and its collectives, and how long it takes where these overlap."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
