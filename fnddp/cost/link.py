@@ -97,7 +97,7 @@ class Link(Expression):
         """Return a link of a rate and, after a colon, a latency (none: 0).
 
         Prefixes are decimal. Bits: "200mbit", "1gbit", "25 Gbit/s", in any case, and "10Gbps", with a capital letter as
-        on data sheets; bytes: "115.4GB/s", with a capital B. Headers count: of TCP over Ethernet they take 4.4 %.
+        on data sheets; bytes: "115.4GB/s", with a capital B. Headers, 4.4 % of TCP over Ethernet, are part of it.
 
         Raises:
             ValueError: `text` is not of this form. "mbps" is refused: some read it as bits, tc as bytes.
