@@ -4,11 +4,7 @@ from collections.abc import Collection, Sequence
 
 
 def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:
-    """`rows` as lines of equally wide columns, two spaces apart: numbers to the right, text to the left.
-
-    Args:
-        rows: All equally long; the first one may be headings.
-        text: Positions of the columns that are text. The others are numbers.
+    """Return `rows` as lines of equally wide columns; `text` has the positions of those that are not numbers.
 
     >>> print(columns([("collective", "slot", "payload"), ("c0", "0", "4 MB"), ("total", "", "12 MB")]))
     collective  slot  payload

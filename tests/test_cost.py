@@ -15,8 +15,7 @@ from fnddp.cost.estimate import estimate
 from fnddp.cost.link import ALGORITHMS
 from fnddp.cost.measure import Sample, fit_link
 from fnddp.simulate.ranks import run_threads
-from fnddp.wire.c10d import C10D
-from fnddp.wire.kinds import ALL_REDUCE, KINDS
+from fnddp.wire.kinds import KINDS
 
 A, B, G = 1e-3, 1e6, 3e-6  # 1 ms, 1 MB/s; the sum, at 3 us a byte, is slower than the link, at 1 us
 S = 8000  # bytes: 8 ms at B
@@ -51,14 +50,10 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(("algorithm", "kind"), BY_HAND)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_formulas(algorithm, kind):
-    link = Link(B, A, G, algorithm)
-    assert link.seconds(kind, S, 4) == pytest.approx(BY_HAND[algorithm, kind])
-
-
-def test_every_formula_is_checked():
-    assert set(BY_HAND) == {(algorithm, kind) for algorithm in ALGORITHMS for kind in KINDS}
+    assert Link(B, A, G, algorithm).seconds(kind, S, 4) == pytest.approx(BY_HAND[algorithm, kind])
 
 
 def test_a_sum_that_is_faster_than_the_link_costs_nothing():
@@ -72,58 +67,31 @@ def test_h100_pair():
     assert link.link_bytes("all_reduce", 2**30, 2) == 2**30
 
 
-@pytest.mark.parametrize(
-    ("kind", "sent"), [("all_reduce", 1500), ("reduce_scatter", 750), ("all_gather", 3000), ("all_to_all", 750)]
-)
-def test_link_bytes(kind, sent):
-    assert Link(B, algorithm="ring").link_bytes(kind, 1000, 4) == sent
+def test_link_bytes():
+    for kind, sent in {"all_reduce": 1500, "reduce_scatter": 750, "all_gather": 3000, "all_to_all": 750}.items():
+        assert Link(B, algorithm="ring").link_bytes(kind, 1000, 4) == sent
     assert Link(B, algorithm="gloo").link_bytes("reduce_scatter", 1000, 4) == 1500
+    with pytest.raises(ValueError, match="'gossip' is no kind of collective; known: all_reduce"):
+        Link(B).seconds("gossip", S, 2)
+    with pytest.raises(ValueError, match="no collective has 8000 bytes on 0 ranks"):
+        Link(B).link_bytes("all_reduce", S, 0)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 64, 293, 1024])
-def test_every_kind_at_many_ranks(n):
-    """The formulas of the literature, S being what a rank hands over: an all_gather receives n - 1 of these."""
-    ring, gloo = Link(B, A, algorithm="ring"), Link(B, A)
-    share = (n - 1) / n
-    assert ring.seconds("all_reduce", S, n) == pytest.approx(2 * (n - 1) * A + 2 * share * S / B)
-    assert ring.seconds("reduce_scatter", S, n) == pytest.approx((n - 1) * A + share * S / B)
-    assert ring.seconds("all_gather", S, n) == pytest.approx((n - 1) * (A + S / B))
-    assert ring.seconds("all_to_all", S, n) == pytest.approx((n - 1) * A + share * S / B)
-    doubling = Link(B, A, algorithm="halving_doubling")
-    rounds = math.ceil(math.log2(n))
-    assert doubling.seconds("all_reduce", S, n) == pytest.approx(2 * rounds * A + 2 * share * S / B)
-    assert gloo.seconds("all_reduce", S, n) == pytest.approx(4 * (n - 1) * A + 2 * share * S / B)
-    assert gloo.seconds("reduce_scatter", S, n) == gloo.seconds("all_reduce", S, n)
-    sent = {kind: ring.link_bytes(kind, S, n) for kind in KINDS}
-    whole = {
-        "all_reduce": 2 * share * S,
-        "all_gather": (n - 1) * S,
-        "reduce_scatter": share * S,
-        "all_to_all": share * S,
-    }
-    assert sent == {kind: math.ceil(bytes_) for kind, bytes_ in whole.items()}
-
-
-def test_gathering_wins_on_few_ranks_only():
-    # Gathering s bits an element beats a ring of b bits only while n < 2b/s.
-    ring = Link(B, algorithm="ring")
-    for bits, code in ((32, 8), (16, 1), (32, 0.5)):
-        for n in range(2, 200):
-            gathered, summed = ring.seconds("all_gather", S * code / 8, n), ring.seconds("all_reduce", S * bits / 8, n)
-            assert (gathered < summed) == (n < 2 * bits / code)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_rank_costs_nothing_and_more_costs_more(algorithm, kind):
+def test_one_rank_costs_nothing_and_more_costs_more(algorithm):
     link = Link(B, A, algorithm=algorithm)
-    assert link.seconds(kind, S, 1) == link.link_bytes(kind, S, 1) == 0
-    times = [link.seconds(kind, S, n) for n in range(1, 20)]
-    assert times == sorted(times)
-    times = [link.seconds(kind, nbytes, 4) for nbytes in (0, 1, 10, 1000, 10**6)]
-    assert times == sorted(times)
-    assert link.seconds(kind, S, 4) < Link(B / 2, A, algorithm=algorithm).seconds(kind, S, 4)
-    assert link.seconds(kind, S, 4) < Link(B, 2 * A, algorithm=algorithm).seconds(kind, S, 4)
+    for kind in KINDS:
+        assert link.seconds(kind, S, 1) == link.link_bytes(kind, S, 1) == 0
+        for times in (
+            [link.seconds(kind, S, n) for n in range(1, 20)],
+            [link.seconds(kind, nbytes, 4) for nbytes in (0, 1, 10, 1000, 10**6)],
+        ):
+            assert times == sorted(times)
+
+
+def test_halving_and_doubling_round_ranks_up():
+    link = Link(math.inf, A, algorithm="halving_doubling")
+    assert link.seconds("all_reduce", S, 5) == link.seconds("all_reduce", S, 8) == pytest.approx(6 * A)
 
 
 def two_levels(inner: Link, g: int, **outer) -> Link:
@@ -139,47 +107,22 @@ def test_hierarchical_by_hand():
     assert link.link_bytes("all_reduce", S, 4) == 0
     assert link.seconds("all_reduce", S, 3) == link.inner.seconds("all_reduce", S, 3)
     assert link.seconds("all_reduce", S, 1) == 0
-
-
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_equal_levels_move_bytes_as_one_does(kind):
-    flat = Link(B, algorithm="ring")
-    assert two_levels(flat, 4, bandwidth=B).seconds(kind, S, 12) == pytest.approx(flat.seconds(kind, S, 12))
-
-
-def test_two_levels_take_fewer_messages():
-    flat = Link(math.inf, A, algorithm="ring")
-    link = two_levels(flat, 4, bandwidth=math.inf, latency=A)
-    assert flat.seconds("all_reduce", S, 12) == pytest.approx(22 * A)
-    assert link.seconds("all_reduce", S, 12) == pytest.approx((2 * 3 + 2 * 2) * A)
+    for kind in ("all_reduce", "reduce_scatter", "all_gather"):  # equal levels move bytes as one does
+        flat = Link(B, algorithm="ring")
+        assert two_levels(flat, 4, bandwidth=B).seconds(kind, S, 12) == pytest.approx(flat.seconds(kind, S, 12))
+    with pytest.raises(ValueError, match="6 ranks do not fill nodes of 4"):
+        link.seconds("all_reduce", S, 6)
 
 
 def test_parse():
-    assert Link.parse("1gbit") == Link.parse("1 Gbit/s") == Link.parse("1000mbit") == Link(125e6)
+    assert Link.parse("1gbit") == Link.parse("1 Gbit/s") == Link.parse("1000mbit") == Link.parse("1Gbps") == Link(125e6)
     assert Link.parse("25gbit:20us") == Link(3.125e9, 20e-6)
     assert Link.parse("1.5 kB/s : 2ms") == Link(1500, 2e-3)
     assert Link.parse("8bit:1s") == Link(1, 1)
-    assert Link.parse("64 kbit") == Link(8e3)
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "fast",
-        "200",
-        "nan bit",
-        "1",
-        "gbit",
-        "100mbps",
-        "1gb/s",
-        "1gbit:",
-        "1gbit:20",
-        "1gbit:us",
-        "1.2.3gbit",
-        "-1gbit",
-        ":1us",
-    ],
+    "text", ["", "200", "nan bit", "gbit", "100mbps", "1gb/s", "1gbit:", "1gbit:20", "-1gbit", ":1s"]
 )
 def test_what_is_no_link(text):
     with pytest.raises(ValueError, match="is no link: write a rate and perhaps a latency, such as 200mbit"):
@@ -203,15 +146,6 @@ def test_what_is_no_link(text):
 def test_wrong_links(wrong, message):
     with pytest.raises(ValueError, match=message):
         Link(**{"bandwidth": B, **wrong})
-
-
-def test_wrong_questions():
-    with pytest.raises(ValueError, match="'gossip' is no kind of collective; known: all_reduce"):
-        Link(B).seconds("gossip", S, 2)
-    with pytest.raises(ValueError, match="no collective has 8000 bytes on 0 ranks"):
-        Link(B).link_bytes("all_reduce", S, 0)
-    with pytest.raises(ValueError, match="6 ranks do not fill nodes of 4"):
-        two_levels(Link(B), 4, bandwidth=B).seconds("all_reduce", S, 6)
 
 
 def test_a_link_prints_as_the_call_that_made_it():
@@ -247,14 +181,11 @@ def test_exposed_tail(backward, step):
 
 
 def test_dependent_rounds_of_the_last_bucket_add_up():
-    # Two buckets of two rounds, as PowerSGD's: the first bucket's second round runs with the second one's first.
+    # Two buckets of two rounds, as PowerSGD's: the first bucket's second round is behind the second one's first.
     rounds = [Fake(slot=0), Fake(slot=1), Fake(slot=1, depth=1), Fake(slot=2, depth=1)]
-    costs = estimate(rounds, RING, backward_seconds=1.0)
-    # Issued in order: the first bucket's second round is behind the second bucket's first, which comes with the end.
-    assert costs.exposed_seconds == pytest.approx(0.024)
+    assert estimate(rounds, RING, backward_seconds=1.0).exposed_seconds == pytest.approx(0.024)
     one_bucket = estimate([Fake(), Fake(slot=1, depth=1)], RING, backward_seconds=1.0, overhead_seconds=0.5)
-    assert one_bucket.exposed_seconds == pytest.approx(0.016)
-    assert one_bucket.step_seconds == pytest.approx(1.516)
+    assert (one_bucket.exposed_seconds, one_bucket.step_seconds) == pytest.approx((0.016, 1.516))
 
 
 def test_a_burst_passes_once_and_fills_up_again():
@@ -277,8 +208,7 @@ def test_links_by_group():
 
 def test_estimate_of_nothing():
     nothing = estimate([], RING, backward_seconds=0.5)
-    assert (nothing.wire_bytes, nothing.link_bytes, nothing.exposed_seconds) == (0, 0, 0)
-    assert nothing.step_seconds == 0.5
+    assert (nothing.wire_bytes, nothing.link_bytes, nothing.exposed_seconds, nothing.step_seconds) == (0, 0, 0, 0.5)
 
 
 def test_an_estimate_prints_as_a_table():
@@ -293,9 +223,9 @@ def test_an_estimate_prints_as_a_table():
     assert "step" not in str(estimate([Fake()], RING))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("latency", [0.0, 5e-5])
+@pytest.mark.parametrize(
+    ("algorithm", "n", "latency"), [("gloo", 2, 5e-5), ("ring", 3, 0.0), ("halving_doubling", 8, 5e-5)]
+)
 def test_a_fit_finds_the_link(algorithm, n, latency):
     link = Link(24e6, latency, algorithm=algorithm)
     samples = [Sample(4**k, link.seconds("all_reduce", 4**k, n)) for k in range(6, 12)]
@@ -328,9 +258,9 @@ def check_measured(ranks: list[list[Link]]) -> None:
         assert (link.gamma, link.algorithm) == (0, "gloo")
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_ranks_measure_the_same_link(gloo, n):
-    check_measured(gloo(n, measure_twice))
+@pytest.mark.thorough
+def test_ranks_measure_the_same_link(gloo):
+    check_measured(gloo(3, measure_twice))
 
 
 def test_threads_measure_the_same_link(monkeypatch):
@@ -341,18 +271,3 @@ def test_threads_measure_the_same_link(monkeypatch):
 def test_one_rank_has_no_link():
     with pytest.raises(RuntimeError, match="one rank has no link to measure; start several, or write one down"):
         fnddp.measure_link()
-
-
-def reduce_in_place(rank: int) -> list[list[float]]:
-    results = []
-    for op in ("sum", "max", "min"):
-        buffer = torch.tensor([1.0, -2.0]) * (rank + 1)
-        C10D.start(ALL_REDUCE, buffer, buffer, op, None).wait()
-        results.append(buffer.tolist())
-    return results
-
-
-def test_the_wire_of_torch_reduces_in_place(gloo):
-    expected = [[[3.0, -6.0], [2.0, -2.0], [1.0, -4.0]]] * 2
-    assert gloo(2, reduce_in_place) == expected
-    assert run_threads(2, reduce_in_place) == expected

@@ -1,7 +1,6 @@
 """FNDDP_DEBUG: what it prints and names, and that it changes nothing. No time is asserted."""
 
 import re
-import sys
 
 import pytest
 import torch
@@ -42,13 +41,6 @@ def level(monkeypatch: pytest.MonkeyPatch):
     return lambda value: monkeypatch.setenv("FNDDP_DEBUG", value)
 
 
-@pytest.mark.parametrize("value", ["", "0"])
-def test_nothing_is_printed(level, capfd, value):
-    level(value)
-    run_threads(2, train)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_each_plan_is_printed_once_on_the_first_rank(level, capfd):
     level("1")
     run_threads(2, train)
@@ -79,19 +71,9 @@ def test_steps_are_timed_on_the_first_rank(level, capfd, monkeypatch):
     err = capfd.readouterr().err
     assert re.findall(r"fnddp: step (\d+) of this plan", err) == ["1", "2", "4"]
     assert err.count("exposed tail") == 3
-    assert err.count("c0 ") >= 3
-    assert err.count("c1 ") >= 3
-
-
-def test_without_rich(level, capfd, monkeypatch):
-    level("2")
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr(debug, "FIRST", 1)
-    run_threads(2, train)
-    err = capfd.readouterr().err
-    heading = next(line for line in err.splitlines() if "compute before" in line)
-    row = next(line for line in err.splitlines() if line.startswith("c0 "))
-    assert len(heading) == len(row)
+    table = [line for line in err.splitlines() if line.startswith(("c0 ", "c1 ")) or "compute before" in line]
+    assert len(table) == 3 * 3
+    assert all(len(set(map(len, table[i : i + 3]))) == 1 for i in (0, 3, 6))
 
 
 def test_profiler_ranges(level, capfd):
@@ -113,6 +95,7 @@ def test_profiler_ranges(level, capfd):
 def test_numbers_are_the_same(level, capfd):
     level("0")
     want = run_threads(2, train)
+    assert capfd.readouterr() == ("", "")
     for value in ("1", "2"):
         level(value)
         assert bits(run_threads(2, train)) == bits(want)

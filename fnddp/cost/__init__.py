@@ -1,1 +1,1 @@
-"""What a plan's collectives cost on a link: computed, and measured."""
+"""The cost of a plan's collectives on a link: computed, and measured."""

@@ -1,31 +1,21 @@
-"""What a step costs: its collectives one after the other, in a queue behind backward."""
+"""The cost of the collectives of a step, one after the other, in a queue behind backward."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fnddp.columns import columns
 from fnddp.cost.link import duration, scaled
-from fnddp.cost.queue import Collective, CollectiveCost, Links, Queue
+from fnddp.cost.queue import CollectiveCost, Costs, Links, Queue
+from fnddp.ir.program import Collective
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What the collectives of a step cost. Printed, it is a table.
-
-    Attributes:
-        collectives: Each collective, in the order in which they are issued.
-        backward_seconds: As given.
-        overhead_seconds: As given.
-    """
+class Estimate(Costs):
+    """The cost of the collectives of a step. Printed, it is a table."""
 
     collectives: tuple[CollectiveCost, ...]
     backward_seconds: float | None = None
     overhead_seconds: float = 0.0
-
-    @property
-    def communication_seconds(self) -> float:
-        """All collectives, one after the other."""
-        return sum(cost.seconds for cost in self.collectives)
 
     @property
     def exposed_seconds(self) -> float:
@@ -38,27 +28,18 @@ class Estimate:
         """Backward, the exposed tail, and the overhead."""
         return (self.backward_seconds or 0.0) + self.exposed_seconds + self.overhead_seconds
 
-    @property
-    def wire_bytes(self) -> int:
-        return sum(cost.wire_bytes for cost in self.collectives)
-
-    @property
-    def link_bytes(self) -> int:
-        return sum(cost.link_bytes for cost in self.collectives)
-
     def __str__(self) -> str:
         rows = [("collective", "slot", "payload", "on the link", "time", "done at")]
         for cost in self.collectives:
             sizes = scaled(cost.wire_bytes, "B"), scaled(cost.link_bytes, "B")
             rows.append((cost.kind, str(cost.slot), *sizes, duration(cost.seconds), duration(cost.end_seconds)))
         sizes = scaled(self.wire_bytes, "B"), scaled(self.link_bytes, "B")
-        rows.append(("total", "", *sizes, duration(self.communication_seconds), ""))
-        lines = [columns(rows)]
-        if self.backward_seconds is not None:
-            parts = f"backward {duration(self.backward_seconds)} + exposed {duration(self.exposed_seconds)}"
-            overhead = f" + encode and decode {duration(self.overhead_seconds)}" if self.overhead_seconds else ""
-            lines.append(f"step {duration(self.step_seconds)} = {parts}{overhead}")
-        return "\n".join(lines)
+        table = columns([*rows, ("total", "", *sizes, duration(self.communication_seconds), "")])
+        if self.backward_seconds is None:
+            return table
+        parts = f"backward {duration(self.backward_seconds)} + exposed {duration(self.exposed_seconds)}"
+        overhead = f" + encode and decode {duration(self.overhead_seconds)}" if self.overhead_seconds else ""
+        return f"{table}\nstep {duration(self.step_seconds)} = {parts}{overhead}"
 
 
 def estimate(
@@ -68,31 +49,24 @@ def estimate(
     backward_seconds: float | None = None,
     overhead_seconds: float = 0.0,
 ) -> Estimate:
-    """What the collectives of one step cost, and with `backward_seconds`, what backward does not hide of them.
+    """Return the cost of the collectives of one step and, with `backward_seconds`, the part that it does not hide.
 
-    Collectives are served one after the other, in their order. The gradients of K buckets are taken to be ready at 1/K,
-    2/K, ... of backward, and a collective starts once its bucket is ready and the one before it is done. The step thus
-    takes at least max(backward, all collectives but the last bucket's) + the last bucket's, whose rounds add up.
-    The link's burst is full at the start of the step. Backward is not slowed down here: on the CPU, where collectives
-    take time of their own, measure it while they run.
+    It is `predict` for a plan whose computation takes no time: the gradients of K buckets are ready at 1/K, 2/K, ... of
+    backward, and a collective starts once its bucket is ready and the one before it is done. The link's burst is full
+    at the start of the step. The wrong choice where collectives slow backward down, as on the CPU: measure it while
+    they run.
 
     Args:
-        collectives: In the order in which they are issued.
-        link: Of all groups, or by the group's name (None is the default group). Groups share one link in time even
-            where they have links of their own: an upper bound.
-        backward_seconds: Without it nothing is hidden.
-        overhead_seconds: Encode and decode that backward does not hide.
+        collectives: A plan's, in the order in which they are issued.
+        link: Of all groups, or by the group's name. Groups share one link in time even where they have links of their
+            own: an upper bound.
+        backward_seconds, overhead_seconds: See `Plan.estimate`, also for the errors.
 
-    Raises:
-        ValueError: A group has no link, or a collective is of an unknown kind.
-
-    >>> from types import SimpleNamespace
-    >>> from fnddp import Link
-    >>> buckets = [
-    ...     SimpleNamespace(kind="all_reduce", wire_bytes=4_000_000, world_size=2, group=None, slot=slot, depth=0)
-    ...     for slot in range(2)
-    ... ]
-    >>> print(estimate(buckets, Link.parse("1gbit:20us"), backward_seconds=0.1))
+    >>> import torch
+    >>> from fnddp import Link, allreduce, lower
+    >>> params = {name: torch.empty(1_000_000, device="meta") for name in ("first", "second")}
+    >>> plan = lower(allreduce, params, world_size=2, first_bucket_mb=3, bucket_cap_mb=3)
+    >>> print(estimate(plan.collectives, Link.parse("1gbit:20us"), backward_seconds=0.1))
     collective  slot  payload  on the link      time   done at
     all_reduce     0     4 MB         4 MB  32.08 ms  82.08 ms
     all_reduce     1     4 MB         4 MB  32.08 ms  132.1 ms

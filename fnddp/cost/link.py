@@ -1,4 +1,4 @@
-"""What one collective costs: the alpha-beta-gamma model.
+"""The cost of one collective: the alpha-beta-gamma model.
 
 Symbols: n ranks, payload S bytes, latency alpha, bandwidth B, local reduction gamma; g ranks on each of N nodes.
 """
@@ -6,8 +6,10 @@ Symbols: n ranks, payload S bytes, latency alpha, bandwidth B, local reduction g
 import math
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
+from fnddp.core.expression import Expression
 from fnddp.wire.kinds import ALL_REDUCE, REDUCE_SCATTER, Kind, named
 
 # Messages one after the other in one pass around the ranks (a reduce-scatter or an all-gather).
@@ -18,18 +20,16 @@ _MESSAGES: dict[str, Callable[[int], int]] = {
 }
 ALGORITHMS = tuple(_MESSAGES)
 
-_NUMBER = r"(\d+(?:\.\d+)?)\s*"
-_BITS = re.compile(_NUMBER + r"([kmgt]?)bit(?:/s)?", re.IGNORECASE)
-_BPS = re.compile(_NUMBER + r"([KMGT])bps")
-_BYTES = re.compile(_NUMBER + r"([kMGT]?)B/s")
-_LATENCY = re.compile(_NUMBER + r"([num]?)s")
+_NUMBER = r"\d+(?:\.\d+)?"
+_RATE = re.compile(rf"({_NUMBER})\s*(?:((?i:[kmgt]?))(?i:bit(?:/s)?)|([KMGT])bps|([kMGT]?)B/s)")
+_LATENCY = re.compile(rf"({_NUMBER})\s*([num]?)s")
 _EXPONENT = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}
 _SMALL_EXPONENT = {"": 0, "m": -3, "u": -6, "n": -9}
 
 
 @dataclass(frozen=True, repr=False)
-class Link:
-    """What connects the ranks of a process group, in the numbers that a collective's time follows from.
+class Link(Expression):
+    """The network between the ranks of a process group, in the numbers that a collective's time follows from.
 
     An all_reduce of S bytes takes 2 m alpha + (n-1)/n S (1/B + max(1/B, gamma)), where m, the messages in a row, is
     2(n-1) with "gloo", n-1 with "ring" and log2(n) with "halving_doubling". Where B differs between pairs of ranks, the
@@ -51,7 +51,7 @@ class Link:
         burst: Payload bytes that pass at once after a pause: a token bucket, as of `tc tbf` or a cloud's allowance. It
             fills up again at B. Only `estimate` counts it; `seconds` is what the link sustains.
         inner: The link inside a node.
-        ranks_per_node: g. A group of at most g ranks is taken to lie on one node.
+        ranks_per_node: g. A group of at most g ranks is taken to be on one node.
 
     Raises:
         ValueError: A negative number or an unknown algorithm; `inner` without `ranks_per_node`, or the other way round.
@@ -65,6 +65,8 @@ class Link:
     >>> print(Link.parse("10gbit:20us"))
     10 Gbit/s, 20 us a message
     """
+
+    named: ClassVar[frozenset[str]] = frozenset({"bandwidth"})
 
     bandwidth: float
     latency: float = 0.0
@@ -92,11 +94,10 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> "Link":
-        """A link from its rate and, after a colon, its latency (none: 0).
+        """Return a link of a rate and, after a colon, a latency (none: 0).
 
         Prefixes are decimal. Bits: "200mbit", "1gbit", "25 Gbit/s", in any case, and "10Gbps", with a capital letter as
-        on data sheets; bytes: "115.4GB/s", with a capital B.
-        A rate is taken as it stands: headers of TCP over Ethernet take 4.4 % of it (1448 bytes of 1514 are payload).
+        on data sheets; bytes: "115.4GB/s", with a capital B. Headers, 4.4 % of TCP over Ethernet, are part of it.
 
         Raises:
             ValueError: `text` is not of this form. "mbps" is refused: some read it as bits, tc as bytes.
@@ -107,25 +108,24 @@ class Link:
         True
         """
         rate, colon, latency = (part.strip() for part in text.partition(":"))
-        bits = _BITS.fullmatch(rate) or _BPS.fullmatch(rate)
-        nbytes, late = _BYTES.fullmatch(rate), _LATENCY.fullmatch(latency)
-        found = bits or nbytes
+        found, late = _RATE.fullmatch(rate), _LATENCY.fullmatch(latency)
         if found is None or (colon and late is None):
             tc = "; bits are mbit or Mbps, since tc reads mbps as bytes" if rate.endswith("bps") else ""
             raise ValueError(
                 f"{text!r} is no link: write a rate and perhaps a latency, such as 200mbit, 1gbit, 25gbit:20us or "
                 f"115.4GB/s:2.5us{tc}"
             )
-        number, prefix = found.groups()
-        bandwidth = float(f"{number}e{_EXPONENT[prefix.lower()]}") / (8 if bits else 1)
+        number, *bits, nbytes = found.groups()
+        prefix = next(each for each in (*bits, nbytes) if each is not None)
+        bandwidth = float(f"{number}e{_EXPONENT[prefix.lower()]}") / (8 if nbytes is None else 1)
         return cls(bandwidth, float(f"{late[1]}e{_SMALL_EXPONENT[late[2]]}") if late else 0.0)
 
     def seconds(self, kind: Kind | str, wire_bytes: float, world_size: int) -> float:
-        """The time of one collective, the others before it done; 0 for one rank.
+        """Return the time of one collective, once those before it are done; 0 for one rank.
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
-            wire_bytes: What one rank hands over. An all_gather gives back n times that, a reduce_scatter 1/n of it.
+            wire_bytes: Payload of one rank. An all_gather returns n times that, a reduce_scatter 1/n of it.
             world_size: n.
 
         Raises:
@@ -134,88 +134,51 @@ class Link:
         >>> Link.parse("1gbit").seconds("all_gather", 1_000_000, world_size=8)
         0.056
         """
-        kind = _checked(kind, wire_bytes, world_size)
-        if self.inner is None or world_size == 1:
-            return self._flat_seconds(kind, wire_bytes, world_size)
-        if world_size <= self.ranks_per_node:
-            return self.inner.seconds(kind, wire_bytes, world_size)
-        within, across = self._levels(kind, wire_bytes, world_size)
-        return self.inner.seconds(kind, within, self.ranks_per_node) + self._flat_seconds(
-            kind, across, world_size // self.ranks_per_node
-        )
+        kind, (within, g), (across, n) = self._levels(kind, wire_bytes, world_size)
+        seconds = 0.0
+        for each in self._run_as(kind).passes(n):
+            messages = n - 1 if each.is_direct else _MESSAGES[self.algorithm](n)
+            seconds_per_byte = max(1 / self.bandwidth, self.gamma if each.adds else 0.0)
+            seconds += messages * self.latency + each.share * across * seconds_per_byte
+        return seconds if self.inner is None else self.inner.seconds(kind, within, g) + seconds
 
     def link_bytes(self, kind: Kind | str, wire_bytes: float, world_size: int) -> int:
-        """The bytes of payload that one rank sends over this link (with `inner`: between nodes), rounded up.
+        """Return the bytes of payload that one rank sends over this link (with `inner`: between nodes), rounded up.
 
         Args:
-            kind: As for `seconds`.
-            wire_bytes: What one rank hands over.
-            world_size: n.
-
-        Raises:
-            ValueError: As for `seconds`.
+            kind, wire_bytes, world_size: See `seconds`, also for the errors.
 
         >>> Link.parse("1gbit").link_bytes("all_reduce", 1000, world_size=4)  # 2 * 3/4
         1500
         """
-        kind = _checked(kind, wire_bytes, world_size)
-        payload, n = wire_bytes, world_size
-        if self.inner is not None and n > 1:
-            if n <= self.ranks_per_node:
-                return 0
-            _, payload = self._levels(kind, wire_bytes, n)
-            n //= self.ranks_per_node
-        return math.ceil(self._carried_out_as(kind).link_bytes(payload, n))
+        kind, _, (across, n) = self._levels(kind, wire_bytes, world_size)
+        return math.ceil(self._run_as(kind).link_bytes(across, n))
 
-    def _flat_seconds(self, kind: Kind, payload: float, n: int) -> float:
-        if n == 1:
-            return 0.0
-        seconds = 0.0
-        for each in self._carried_out_as(kind).passes(n):
-            messages = n - 1 if each.is_direct else _MESSAGES[self.algorithm](n)
-            seconds_per_byte = max(1 / self.bandwidth, self.gamma if each.adds else 0.0)
-            seconds += messages * self.latency + each.share * payload * seconds_per_byte
-        return seconds
-
-    def _carried_out_as(self, kind: Kind) -> Kind:
+    def _run_as(self, kind: Kind) -> Kind:
         return ALL_REDUCE if kind is REDUCE_SCATTER and self.algorithm == "gloo" else kind
 
-    def _levels(self, kind: Kind, payload: float, n: int) -> tuple[float, float]:
-        """What a rank hands over inside its node, and across nodes."""
-        g = self.ranks_per_node
+    def _levels(self, kind: Kind | str, payload: float, n: int) -> tuple[Kind, tuple[float, int], tuple[float, int]]:
+        """Return the kind, and payload and ranks of it inside a node, and across nodes."""
+        if n < 1 or payload < 0:
+            raise ValueError(f"Link: no collective has {payload} bytes on {n} ranks")
+        kind, g = named(kind), self.ranks_per_node
+        if n <= g:
+            return kind, (payload, n), (payload, 1)
         if n % g:
             raise ValueError(
                 f"Link: {n} ranks do not fill nodes of {g}; give the group a link of its own: estimate(..., "
                 "{None: link, name: other})"
             )
-        return kind.levels(payload, g, n // g)
-
-    def __repr__(self) -> str:
-        arguments: list[str] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.default is MISSING or value != field.default:
-                arguments.append(f"{field.name}={value!r}")
-        return f"Link({', '.join(arguments)})"
+        within, across = kind.levels(payload, g, n // g)
+        return kind, (within, g), (across, n // g)
 
     def __str__(self) -> str:
         text = f"{scaled(8 * self.bandwidth, 'bit/s')}, {duration(self.latency)} a message"
         return text if self.inner is None else f"{text}; in nodes of {self.ranks_per_node}: {self.inner}"
 
 
-def messages(algorithm: str, world_size: int) -> int:
-    """The messages of an all_reduce that follow one another."""
-    return 2 * _MESSAGES[algorithm](world_size)
-
-
-def _checked(kind: Kind | str, wire_bytes: float, world_size: int) -> Kind:
-    if world_size < 1 or wire_bytes < 0:
-        raise ValueError(f"Link: no collective has {wire_bytes} bytes on {world_size} ranks")
-    return named(kind)
-
-
 def scaled(value: float, unit: str) -> str:
-    """`value` with four digits and a decimal prefix."""
+    """Return `value` with four digits and a decimal prefix."""
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{value / scale:.4g} {prefix}{unit}"
@@ -223,11 +186,7 @@ def scaled(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`seconds` with four digits, in s, ms or us.
-
-    >>> duration(0.0351)
-    '35.1 ms'
-    """
+    """Return `seconds` with four digits, in s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.4g} {unit}"

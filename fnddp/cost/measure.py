@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core.group import Group, group_name
-from fnddp.cost.link import Link, messages
+from fnddp.cost.link import Link
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import world_size
@@ -26,32 +26,26 @@ _SPREAD_FLOOR = 0.01  # the model itself is not better than that
 
 
 def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> Link:
-    """Measures the link between the ranks of a process group: call it on all of them, before training or between steps.
+    """Measure the link between the ranks of a process group: call it on all of them, before training or between steps.
 
     All_reduces of 4 KiB to 64 MiB are timed back to back (up to where one takes about 0.2 s), half a second to three
     seconds in all. The slowest rank's median of each size counts, and alpha and B are fitted to these. The
     wrong number where the network is busy at other times than now.
 
-    What it cannot tell: sizes alone do not separate gamma from 1/B, so gamma is 0, and B is the bandwidth that an
-    all_reduce of `dtype` achieves, headers and sums included. On links slower than the sum, which hides behind them, B
-    is the same for all dtypes; within one machine gloo is slower in float16. And a token bucket, which lets the first
-    bytes after a pause pass faster, is empty here: B is what the link sustains.
+    Sizes alone do not separate gamma from 1/B, so gamma is 0, and B is the bandwidth that an all_reduce of `dtype`
+    achieves, headers and sums included. On links slower than the sum, which hides behind them, B is the same for all
+    dtypes; within one machine gloo is slower in float16. A token bucket, which lets the first bytes after a pause pass
+    faster, is empty here: B is what the link sustains.
 
     Args:
         group: A process group, its name, a device mesh, or None for the default group.
-        dtype: What the payloads are made of.
+        dtype: Of the payloads.
 
     Returns:
         The same link on every rank: "gloo" for payloads on the CPU, "ring" for payloads on CUDA devices.
 
     Raises:
         RuntimeError: There is one rank, which has no link: write one down, such as `Link.parse("1gbit")`.
-
-    >>> import fnddp
-    >>> fnddp.measure_link()
-    Traceback (most recent call last):
-        ...
-    RuntimeError: measure_link: one rank has no link to measure; start several, or write one down: Link.parse("1gbit")
     """
     name = group_name(group)
     n = world_size(name)
@@ -64,12 +58,13 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
     _timed(torch.zeros(1, dtype=dtype, device=device), name)  # connects
     for size in _SIZES:
         buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-        # The first call is slow in new memory, and tells how many there is time for. Decisions are the same on all
-        # ranks: they follow from the slowest.
+        # The first call is slow in new memory, and decides how many there is time for: the slowest rank's, on all.
         first = max(control.all_gather_object(_timed(buffer, name), name))
         calls = min(max(_MIN_CALLS, round(_SIZE_SECONDS / first)), _MAX_CALLS)
-        mine = _sample(size, [_timed(buffer, name) for _ in range(calls)])
-        samples.append(max(control.all_gather_object(mine, name)))
+        seconds = [_timed(buffer, name) for _ in range(calls)]
+        median = statistics.median(seconds)
+        spread = statistics.median(abs(each - median) for each in seconds) / median
+        samples.append(max(control.all_gather_object(Sample(size, median, spread), name)))
         if len(samples) >= _MIN_SIZES and 4 * samples[-1].seconds > _SIZE_SECONDS:
             break
     link = fit_link(samples, n, "ring" if device.type == "cuda" else "gloo")
@@ -77,13 +72,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
 
 
 class Sample(NamedTuple):
-    """The time of an all_reduce.
-
-    Attributes:
-        payload_bytes: Of the buffer.
-        seconds: Median.
-        spread: Median deviation from the median, relative to it.
-    """
+    """The median time of an all_reduce, and its spread: the median deviation from that, relative to it."""
 
     payload_bytes: int
     seconds: float
@@ -91,22 +80,17 @@ class Sample(NamedTuple):
 
 
 def fit_link(samples: Sequence[Sample], world_size: int, algorithm: str = "gloo") -> Link:
-    """The link whose all_reduces take these times: least absolute errors of the logarithm, in units of the spread.
+    """Return the link whose all_reduces take these times: least absolute errors of the logarithm, over the spread.
 
-    On a busy machine a small payload waits for the CPU more often than not. The spread tells which samples to doubt;
-    squared errors would follow these. An optimum of absolute errors passes through samples, so the lines through each
-    two of them, and the ones through each and the origin, are all that is tried.
-
-    Args:
-        samples: Of different payloads.
-        world_size: Ranks in each of them, at least 2.
-        algorithm: As in `Link`.
+    On a busy machine a small payload waits for the CPU more often than not, and squared errors would follow it. An
+    optimum of absolute errors passes through samples, so only the lines through each two of them, and those through
+    each and the origin, are tried.
 
     >>> times = {10_000: 0.0002, 100_000: 0.9, 1_000_000: 0.0101, 4_000_000: 0.0401}
     >>> print(fit_link([Sample(*each) for each in times.items()], world_size=2))
     800 Mbit/s, 25 us a message
     """
-    in_a_row = messages(algorithm, world_size)
+    in_a_row = Link(math.inf, 1.0, algorithm=algorithm).seconds("all_reduce", 0, world_size)  # messages
     on_link = 2 * (world_size - 1) / world_size
     points = [(on_link * each.payload_bytes, each.seconds, each.spread + _SPREAD_FLOOR) for each in samples]
     lines = [(0.0, seconds / moved) for moved, seconds, _ in points]
@@ -120,11 +104,6 @@ def fit_link(samples: Sequence[Sample], world_size: int, algorithm: str = "gloo"
 
     alpha, beta = min(((alpha, beta) for alpha, beta in lines if alpha >= 0 and beta > 0), key=error)
     return Link(bandwidth=1 / beta, latency=alpha, algorithm=algorithm)
-
-
-def _sample(size: int, seconds: Sequence[float]) -> Sample:
-    median = statistics.median(seconds)
-    return Sample(size, median, statistics.median(abs(each - median) for each in seconds) / median)
 
 
 def _timed(buffer: Tensor, group: str | None) -> float:

@@ -1,45 +1,29 @@
-"""The wire as a queue: one collective after the other, each once its payload is there."""
+"""The wire as a queue: one collective after the other, each as soon as its payload is ready."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from fnddp.cost.link import Link
-from fnddp.wire.kinds import Kind, named
-
-
-class Collective(Protocol):
-    """What costs read of a plan's collective: its `slot` is its bucket's place in arrival order plus `depth`."""
-
-    @property
-    def kind(self) -> Kind | str: ...
-    @property
-    def wire_bytes(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def group(self) -> str | None: ...
-    @property
-    def slot(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
-
+from fnddp.ir.program import Collective
+from fnddp.wire.kinds import named
 
 Links: TypeAlias = Link | Mapping[str | None, Link]
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """One collective of an estimate.
+    """The cost of one collective.
 
     Attributes:
         kind: "all_reduce", ...
         slot: Its place in the pipeline.
-        wire_bytes: Payload that one rank hands over.
+        wire_bytes: Payload that one rank passes to it.
         link_bytes: Payload that one rank sends over the link.
-        seconds: From the end of the one before it, or from when its bucket is ready.
-        end_seconds: When it is done, from the start of backward; without one, from the start of the first collective.
+        seconds: From the end of the one before it, or from when its payload is ready.
+        end_seconds: When it is done: of an estimate from the start of backward, of a prediction from the start of the
+            step.
     """
 
     kind: str
@@ -50,24 +34,35 @@ class CollectiveCost:
     end_seconds: float
 
 
-class Queue:
-    """Serves collectives in the order in which they come. Groups share it in time, also where they have own links.
+class Costs:
+    """The collectives of a step, in the order in which they are issued, and their sums."""
 
-    Args:
-        link: Of all groups, or by the group's name (None is the default group). Its burst is full at first.
-    """
+    collectives: tuple[CollectiveCost, ...]
+
+    @property
+    def communication_seconds(self) -> float:
+        """All collectives, one after the other."""
+        return sum(cost.seconds for cost in self.collectives)
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(cost.wire_bytes for cost in self.collectives)
+
+    @property
+    def link_bytes(self) -> int:
+        return sum(cost.link_bytes for cost in self.collectives)
+
+
+class Queue:
+    """Serves collectives in the order in which they come. Groups share it in time, also if they have own links."""
 
     def __init__(self, link: Links) -> None:
         self._link = link
         self._free = 0.0
-        self._spare: dict[Link, tuple[float, float]] = {}  # what is left of its burst, and when that was
+        self._spare: dict[Link, tuple[float, float]] = {}  # the rest of its burst, and when that was
 
     def serve(self, collective: Collective, ready: float) -> CollectiveCost:
-        """What `collective` takes, whose payload is there at `ready`.
-
-        Raises:
-            ValueError: Its group has no link, or it is of an unknown kind.
-        """
+        """Return the cost of `collective`, whose payload is ready at that time."""
         link, kind = self._link_of(collective.group), named(collective.kind)
         payload, n = collective.wire_bytes, collective.world_size
         start = max(self._free, ready)

@@ -1,41 +1,18 @@
-"""A step on a clock: what is computed and sent when, and how long it takes where these overlap."""
+"""A step on a clock: its computation and its collectives, and how long it takes where these overlap."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
-from typing import Any, Protocol
 
 from fnddp.cost.link import duration
-from fnddp.cost.queue import Collective, CollectiveCost, Links, Queue
-
-
-class Segment(Protocol):
-    """What a step reads of a plan's segment."""
-
-    @property
-    def needs(self) -> tuple[str, ...]: ...
-    @property
-    def waits(self) -> tuple[int, ...]: ...
-    @property
-    def launches(self) -> Collective | None: ...
-    @property
-    def commits(self) -> bool: ...
-
-
-class Schedule(Protocol):
-    """What a step reads of a plan."""
-
-    @property
-    def leaves(self) -> Mapping[str, Any]: ...
-    @property
-    def buckets(self) -> Mapping[str, int]: ...
-    @property
-    def segments(self) -> Sequence[Segment]: ...
+from fnddp.cost.queue import CollectiveCost, Costs, Links, Queue
+from fnddp.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Compute:
-    """How long what a rank computes takes, without waiting. `measure_backward` and `measure_segments` measure it.
+    """The time that a rank computes in a step, without waiting: see `measure_backward` and `measure_segments`.
 
     Measured by one process alone, it is that of a rank with cores, caches and a GPU of its own.
 
@@ -60,7 +37,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Span:
-    """Something on the clock.
+    """A stretch of time on the clock.
 
     Attributes:
         does: "forward", "backward", "segment", "launch", "wait" (the rank has nothing else to do), or "wire".
@@ -80,13 +57,11 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step as it is predicted. Printed, it is the sum of its parts.
+class Step(Costs):
+    """A predicted step. Printed, it is the sum of its parts.
 
     Attributes:
         spans: What a rank computes and waits for, in order, and what is on the wire.
-        compute: As given.
-        collectives: Each collective, in the order in which they are issued; times are from the start of the step.
         encode_seconds: Segments that run before the last collective is complete.
         decode_seconds: Segments after it.
     """
@@ -99,17 +74,12 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """From the start of forward until the means are there."""
+        """From the start of forward until the means are known."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
-    def communication_seconds(self) -> float:
-        """All collectives, one after the other."""
-        return sum(cost.seconds for cost in self.collectives)
-
-    @property
     def exposed_seconds(self) -> float:
-        """What the rank waits for collectives with nothing else to do."""
+        """Time in which the rank waits for collectives and has nothing else to do."""
         return sum(span.seconds for span in self.spans if span.does == "wait")
 
     def __str__(self) -> str:
@@ -124,71 +94,45 @@ class Step:
         return f"step {duration(self.seconds)} = {written or 'nothing'}; wire {duration(self.communication_seconds)}"
 
 
+def _mean_of(name: str) -> Callable[["MeanStep"], float]:
+    return lambda mean: fmean([getattr(step, name) for step, _ in mean.steps], [count for _, count in mean.steps])
+
+
 @dataclass(frozen=True)
 class MeanStep:
-    """Steps of several kinds as one: its times and bytes are their means.
-
-    Attributes:
-        steps: Each kind, and how many of a period are of it.
-    """
+    """The mean of the steps of a period: `steps` has each kind of them, and how many are of it."""
 
     steps: tuple[tuple[Step, int], ...]
 
-    @property
-    def seconds(self) -> float:
-        return self._mean(lambda step: step.seconds)
-
-    @property
-    def encode_seconds(self) -> float:
-        return self._mean(lambda step: step.encode_seconds)
-
-    @property
-    def decode_seconds(self) -> float:
-        return self._mean(lambda step: step.decode_seconds)
-
-    @property
-    def communication_seconds(self) -> float:
-        return self._mean(lambda step: step.communication_seconds)
-
-    @property
-    def exposed_seconds(self) -> float:
-        return self._mean(lambda step: step.exposed_seconds)
-
-    @property
-    def wire_bytes(self) -> float:
-        return self._mean(lambda step: sum(each.wire_bytes for each in step.collectives))
-
-    @property
-    def link_bytes(self) -> float:
-        return self._mean(lambda step: sum(each.link_bytes for each in step.collectives))
-
-    def _mean(self, of: Callable[[Step], float]) -> float:
-        values, counts = zip(*((of(step), count) for step, count in self.steps), strict=True)
-        return values[0] if len(values) == 1 else fmean(values, counts)
+    seconds = cached_property(_mean_of("seconds"))
+    encode_seconds = cached_property(_mean_of("encode_seconds"))
+    decode_seconds = cached_property(_mean_of("decode_seconds"))
+    communication_seconds = cached_property(_mean_of("communication_seconds"))
+    exposed_seconds = cached_property(_mean_of("exposed_seconds"))
+    wire_bytes = cached_property(_mean_of("wire_bytes"))
+    link_bytes = cached_property(_mean_of("link_bytes"))
 
 
 def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
-    """One step of `plan`, as runners run it: segments strictly in order, each collective when its segment is done.
+    """Return a step of `plan` as runners run it: segments in order, each collective once its segment is done.
 
     A segment runs when its gradients have arrived, the one before it is done, and the collectives that it waits for
-    are; what decodes runs when all are. Backward and segments share the rank's processor, so backward is longer by
-    the segments that run within it; the wire does not slow them down. So the step takes the longest way through both:
-    what backward hides costs nothing, and what it does not adds up.
+    are; the last ones, which decode, run when all are. Backward and segments share the rank's processor, so backward
+    is longer by the segments that run within it; the wire does not slow them down.
 
-    The wrong model where ranks share cores and `compute` was measured by one alone, where encoding runs beside backward
-    (on CUDA it has a stream of its own: an upper bound there), and for the wire's own processor time.
+    The wrong model where ranks share cores and `compute` was measured by one alone, where encoding runs at the same
+    time as backward (on CUDA it has a stream of its own: an upper bound there), and for the wire's own processor time.
 
-    Args:
-        plan: As `lower` makes it.
-        link: Of all groups, or by the group's name.
-        compute: How long what is computed takes.
-
-    Raises:
-        ValueError: `compute` is of another plan, or has an arrival that is not within backward; or a group has no
-            link.
+    For arguments and errors see `Plan.predict`.
     """
-    seconds = _segment_seconds(plan, compute)
-    arrivals = _arrivals(plan, compute)
+    seconds, arrivals = compute.segments, _arrivals(plan, compute)
+    if seconds is None:
+        seconds = (0.0,) * len(plan.segments)
+    elif len(seconds) != len(plan.segments):
+        raise ValueError(
+            f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
+            "measure those of this plan: measure_segments(plan)"
+        )
     queue, clock = Queue(link), _Clock(compute)
     encode = decode = 0.0
     for index, (segment, own) in enumerate(zip(plan.segments, seconds, strict=True)):
@@ -202,14 +146,13 @@ def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
 
 
 class _Clock:
-    """What has been done, and when the rank is free for the next segment."""
+    """The spans so far, and when the rank is free for the next segment."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self._begin = self.free = compute.forward_seconds
         self._within = 0.0  # of segments that ran during backward, and so made it longer
         self._spans: list[Span] = []
-        self._awaited: set[int] = set()
         self.done: list[CollectiveCost] = []
 
     @property
@@ -217,13 +160,12 @@ class _Clock:
         return self._begin + self._compute.backward_seconds + self._within
 
     def wait(self, collectives: Sequence[int]) -> None:
-        """Backward goes on meanwhile; only behind it the rank is idle."""
+        """Backward goes on meanwhile; only after it the rank is idle."""
         for index in collectives:
             end = self.done[index].end_seconds
             idle_from = max(self.free, self._backward_end)
-            if end > idle_from and index not in self._awaited:
+            if end > idle_from:
                 self._spans.append(Span("wait", index, idle_from, end - idle_from))
-            self._awaited.add(index)
             self.free = max(self.free, end)
 
     def run(self, index: int, seconds: float, arrival: float, is_last: bool) -> None:
@@ -242,16 +184,6 @@ class _Clock:
     def spans(self) -> tuple[Span, ...]:
         forward = Span("forward", 0, 0.0, self._begin)
         return (forward, Span("backward", 0, self._begin, self._backward_end - self._begin), *self._spans)
-
-
-def _segment_seconds(plan: Schedule, compute: Compute) -> tuple[float, ...]:
-    seconds = (0.0,) * len(plan.segments) if compute.segments is None else compute.segments
-    if len(seconds) != len(plan.segments):
-        raise ValueError(
-            f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
-            "measure those of this plan: measure_segments(plan)"
-        )
-    return seconds
 
 
 def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:

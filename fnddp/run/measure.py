@@ -1,9 +1,10 @@
-"""How long a rank computes, measured here: backward with the arrival of each gradient, and a plan's segments."""
+"""The time that a rank computes, measured here: backward with the arrival of each gradient, and a plan's segments."""
 
 import statistics
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,12 +14,12 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import State
 from fnddp.core.tree import Tree
 from fnddp.cost.step import Compute
-from fnddp.ir.program import LeafSpec, Segment
 from fnddp.plan.plan import Plan
 from fnddp.run.memory import Memory
 from fnddp.run.program import Program
 from fnddp.run.step import Course, Step
-from fnddp.show.trace import Ranges
+from fnddp.show.meter import Meter
+from fnddp.show.trace import Observer
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import Kind
 
@@ -27,21 +28,21 @@ CALLS = 5
 
 
 def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: object, calls: int = CALLS) -> Compute:
-    """Times forward and backward on this machine, and when in backward the gradient of each leaf is ready.
+    """Time forward and backward on this machine, and when in backward the gradient of each leaf is ready.
 
-    Nothing is synchronized and no gradient is kept. Give `order` of the result to `lower`, as `arrival`: that is the
+    Nothing is synchronized and no gradient is kept. Pass `order` of the result to `lower`, as `arrival`: that is the
     order that engines learn. The wrong number for a machine that is not like the ones to train on, that is busy with
-    something else, or that ranks will share, unless all measure at once; set `torch.set_num_threads` to what each rank
-    will have.
+    something else, or that ranks will share, unless all measure at once; set `torch.set_num_threads` to the number of
+    each rank.
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar.
         params: Any pytree of floating-point tensors.
         batch: A rank's.
-        calls: How often it is timed, at least once.
+        calls: Number of timed repetitions, at least 1.
 
     Returns:
-        Medians; its `segments` are None: see `measure_segments`. A leaf that gets no gradient arrives at the end.
+        Medians, without `segments`: see `measure_segments`. A leaf that gets no gradient arrives at the end.
 
     >>> params = {"w": torch.ones(3), "unused": torch.ones(2)}
     >>> compute = measure_backward(lambda params, x: (params["w"] * x).sum(), params, torch.ones(3))
@@ -52,51 +53,38 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
     variables = {path: leaf.detach().requires_grad_() for path, leaf in leaves.items()}
     ready: dict[str, float] = {}
 
-    def noting(path: str) -> Callable[[Tensor], None]:
-        def note(leaf: Tensor) -> None:
-            leaf.grad = None
-            ready[path] = _now(leaf.device)
-
-        return note
+    def note(path: str, leaf: Tensor) -> None:
+        leaf.grad = None
+        ready[path] = _now(leaf.device)
 
     for path, variable in variables.items():
-        variable.register_post_accumulate_grad_hook(noting(path))
-    forward: list[float] = []
-    backward: list[float] = []
-    arrivals: dict[str, list[float]] = {path: [] for path in leaves}
+        variable.register_post_accumulate_grad_hook(partial(note, path))
+    rows: list[list[float]] = []  # forward, backward, and the arrival of each leaf
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
-    for call in range(_checked(calls) + 1):
+    for _ in range(_checked(calls) + 1):
         ready.clear()
         begun = _now(device)
         loss = loss_fn(tree.unflatten(spec, variables), *batch)
         turned = _now(device)
         loss.backward()
         ended = _now(device)
-        if call == 0:
-            continue
-        forward.append(turned - begun)
-        backward.append(ended - turned)
-        for path, times in arrivals.items():
-            times.append(ready.get(path, ended) - turned)
-    end = statistics.median(backward)
-    return Compute(
-        statistics.median(forward),
-        end,
-        {path: min(end, statistics.median(times)) for path, times in arrivals.items()},
-    )
+        rows.append([turned - begun, ended - turned, *(ready.get(path, ended) - turned for path in leaves)])
+    forward, backward, *arrivals = _medians(rows[1:])
+    arrived = zip(leaves, arrivals, strict=True)
+    return Compute(forward, backward, {path: min(backward, seconds) for path, seconds in arrived})
 
 
 def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> tuple[float, ...]:
-    """Times what a plan computes on this machine: encoding and decoding, each segment by itself, of random gradients.
+    """Time the computation of a plan on this machine: encoding and decoding, each segment apart, of random gradients.
 
-    They are run as in a step, with a wire on which all ranks send what this one does, and which takes no time. The
-    wrong number where compression depends on the values, beyond what random ones show; and where ranks share cores,
-    caches or a GPU, unless as many processes as will share them measure at once, each with its number of threads.
+    They run as in a step, on a wire that takes no time and on which all ranks send the same as this one. The wrong
+    number where compression depends on the values, beyond what random ones show; and where ranks share cores, caches or
+    a GPU, unless as many processes as will share them measure at once, each with its number of threads.
 
     Args:
-        plan: For any number of ranks: they need not be there. Its leaves must not be on the meta device.
+        plan: For any number of ranks, which need not exist. Its leaves must not be on the meta device.
         state: Where a step begins; None for the pipeline's first one. It is not written over.
-        calls: How often it is timed, at least once.
+        calls: Number of timed repetitions, at least 1.
 
     Returns:
         Medians, for `Compute`'s `segments`.
@@ -112,55 +100,27 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     """
     if meta := [path for path, leaf in plan.leaves.items() if leaf.device.type == "meta"]:
         raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for real tensors")
-    mirror, watch = _Mirror(plan), _Watch()
+    mirror, meter, generator = _Mirror(plan), Meter(), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state
     program = Program(plan, mirror, Memory())
-    program.observer = watch
+    program.observer = Observer(meter)
     course = Course(mirror, (), next(iter(plan.leaves.values())).device, plan.leaves)
+    grads = {
+        path: leaf.empty().copy_(torch.randn(leaf.shape, generator=generator)) for path, leaf in plan.leaves.items()
+    }
     rows: list[list[float]] = []
-    generator = torch.Generator().manual_seed(0)
-    grads = {path: _random(leaf, generator) for path, leaf in plan.leaves.items()}
     for _ in range(_checked(calls) + 1):
         course.parts, _ = tree.flatten_any(tree.map_tensors(Tensor.clone, state))
         step = Step(course, program, None)
         for path, grad in grads.items():
             step.feed(path, grad.clone())
         step.finish()
-        rows.append(watch.taken())
-    return tuple(map(statistics.median, zip(*rows[1:], strict=True)))
-
-
-class _Watch(Ranges):
-    """Times segments."""
-
-    def __init__(self) -> None:
-        self._taken: list[float] = []
-
-    @contextmanager
-    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """See `Observer`."""
-        begun = _synced(stream)
-        yield
-        self._taken.append(_synced(stream) - begun)
-
-    def taken(self) -> list[float]:
-        """The seconds of the segments of a step."""
-        taken, self._taken = self._taken, []
-        return taken
-
-
-class _Done:
-    """A collective that takes no time."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
+        rows.append([*chain(*meter.taken(len(plan.collectives)).segments)])
+    return _medians(rows[1:])
 
 
 class _Mirror:
-    """A wire on which every rank sends what this one does."""
+    """A wire that takes no time, and on which every rank sends the same as this one."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -179,28 +139,29 @@ class _Mirror:
 
     def start(
         self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0
-    ) -> _Done:
+    ) -> "_Mirror":
         n = self.size(group)
         receive.copy_(kind.together(send.expand(n, *send.shape), op)[0])
-        return _Done()
+        return self
 
-    def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, _Done]:
-        return flags.expand(self.size(group), *flags.shape), _Done()
+    def vote(self, flags: Tensor, group: str | None) -> "tuple[Tensor, _Mirror]":
+        return flags.expand(self.size(group), *flags.shape), self
+
+    # Of its collectives, which are complete at once.
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
-def _random(leaf: LeafSpec, generator: torch.Generator) -> Tensor:
-    return leaf.empty().copy_(torch.randn(leaf.shape, generator=generator))
+def _medians(rows: list[list[float]]) -> tuple[float, ...]:
+    return tuple(map(statistics.median, zip(*rows, strict=True)))
 
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _synced(stream: torch.cuda.Stream | None) -> float:
-    if stream is not None:
-        stream.synchronize()
     return time.perf_counter()
 
 

@@ -16,7 +16,7 @@ from fnddp.run.memory import Buffer
 from fnddp.run.program import Code, Input, Program, failure_of, unexpected
 from fnddp.run.vote import Vote
 from fnddp.run.weighing import Weighing
-from fnddp.show.trace import Ranges, profiled
+from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import has_modes, is_held, is_profiling, storage_use_count, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire, Work, waited
@@ -25,7 +25,7 @@ from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 POLL_SECONDS = 2e-4
 """How long collectives under way are left alone while gradients arrive that complete no segment."""
 
-_RANGES = Ranges()
+_RANGES = Observer()
 _NOTHING = nullcontext()
 
 

@@ -4,18 +4,18 @@ import json
 from typing import Any
 
 STEP = "fnddp step"
-"""What a measured step is called on a profiler's clock."""
+"""The name of a measured step on a profiler's clock."""
 
 
 def beside(measured: str, predicted: str) -> str:
-    """One trace of two, for https://ui.perfetto.dev: the prediction is a process of its own, and begins with the step.
+    """Return two traces as one, for https://ui.perfetto.dev: the predicted one is a process that begins with the step.
 
     Args:
-        measured: What torch's profiler has exported of a step within `record_function(STEP)`.
-        predicted: What `Plan.to_trace` gives.
+        measured: The export of torch's profiler of a step within `record_function(STEP)`.
+        predicted: The result of `Plan.to_trace`.
 
     Raises:
-        ValueError: There is no such range.
+        ValueError: The measured trace has no such range.
 
     >>> measured = '{"traceEvents": [{"ph": "X", "name": "fnddp step", "ts": 5.0, "dur": 2.0}]}'
     >>> predicted = '{"traceEvents": [{"ph": "X", "name": "forward", "ts": 1.0, "dur": 1.0}]}'
@@ -28,5 +28,5 @@ def beside(measured: str, predicted: str) -> str:
         raise ValueError(f"beside: the measured trace has no range {STEP!r}; measure within record_function({STEP!r})")
     for event in json.loads(predicted)["traceEvents"]:
         moved = {"ts": round(event["ts"] + begins[0], 3)} if "ts" in event else {}
-        whole["traceEvents"].append({**event, **moved})
+        whole["traceEvents"].append(event | moved)
     return json.dumps(whole)

@@ -1,11 +1,12 @@
-"""A predicted step as a trace: what torch's profiler would have recorded, with the wire beside it."""
+"""A predicted step as a trace, as torch's profiler would have recorded it, with a track for the wire."""
 
 import json
 from typing import Any
 
 from fnddp.cost.step import Span, Step
 from fnddp.ir.schedule import Schedule
-from fnddp.show import names
+from fnddp.show.names import PREFIX, range_of
+from fnddp.show.text import collective
 
 COMPUTE, WIRE = 0, 1  # tracks
 PROCESS = "predicted by fnddp"  # not a number, as torch's own tracks without a process: no measured one is called so
@@ -24,15 +25,16 @@ def to_trace(plan: Schedule, step: Step) -> str:
 
 
 def _event(plan: Schedule, step: Step, span: Span) -> dict[str, Any]:
+    is_wire = span.does == "wire"
     name, about = _described(plan, step, span)
     return {
         "ph": "X",
         "name": name,
-        "cat": "wire" if span.does == "wire" else "compute",
+        "cat": "wire" if is_wire else "compute",
         "pid": PROCESS,
-        "tid": WIRE if span.does == "wire" else COMPUTE,
-        "ts": _microseconds(span.begin),
-        "dur": _microseconds(span.seconds),
+        "tid": WIRE if is_wire else COMPUTE,
+        "ts": round(span.begin * 1e6, 3),
+        "dur": round(span.seconds * 1e6, 3),
         "args": about,
     }
 
@@ -42,22 +44,10 @@ def _described(plan: Schedule, step: Step, span: Span) -> tuple[str, dict[str, A
         return span.does, {}
     if span.does == "segment":
         segment = plan.segments[span.index]
-        about = {"needs": list(segment.needs), "waits": [f"c{index}" for index in segment.waits]}
-        return f"{names.PREFIX}{names.range_of(segment)}", {**about, "operations": len(segment.operations)}
-    collective, cost = plan.collectives[span.index], step.collectives[span.index]
-    if span.does == "launch":
-        return f"{names.PREFIX}{names.launch_of(collective)}", {}
-    if span.does == "wait":
-        return f"{names.PREFIX}{names.wait_for(collective)}", {}
-    about = {
-        "does": f"{names.action(collective)} {names.amount(collective)}",
-        "ranks": collective.world_size,
-        "round": collective.depth + 1,
-        "wire_bytes": cost.wire_bytes,
-        "link_bytes": cost.link_bytes,
-    }
-    return f"{names.PREFIX}{collective.name} {collective.kind.name}", about
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+        about = {"needs": segment.needs, "waits": [f"c{index}" for index in segment.waits]}
+        return PREFIX + range_of(segment), {**about, "operations": len(segment.operations)}
+    c, cost = plan.collectives[span.index], step.collectives[span.index]
+    if span.does != "wire":
+        return f"{PREFIX}{c.name} {span.does}", {}
+    about = {"does": collective(c, plan), "wire_bytes": cost.wire_bytes, "link_bytes": cost.link_bytes}
+    return f"{PREFIX}{c.name} {c.kind.name}", about

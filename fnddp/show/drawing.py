@@ -1,4 +1,4 @@
-"""A plan as a picture: what arrives, what is computed and what is on the wire, slot by slot, from left to right."""
+"""A plan as a picture: arriving gradients, computation and the wire, slot by slot, from left to right."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,18 +8,21 @@ from typing import TypeAlias
 
 from fnddp.cost.queue import Links
 from fnddp.ir.schedule import Schedule
-from fnddp.show.names import action, amount, text
-from fnddp.show.text import count, footer, header, show, size, some
+from fnddp.show.names import text
+from fnddp.show.text import collective, conditions_of, count, footer, header, show, size, some
 from fnddp.show.timeline import CHARACTER, GUTTER, MARGIN, Timeline, lay_out
 
 INK, SOFT, LINE, PAPER = "#263238", "#546e7a", "#cfd8dc", "#ffffff"
-NAMED = {INK: "ink", SOFT: "soft", LINE: "line", PAPER: "paper"}
-# For renderers that know no style sheets the attributes above stay.
-DARK = (
-    "<style>@media (prefers-color-scheme: dark) {.fnddp-plan .ink {fill: #eceff1} .fnddp-plan .soft {fill: #b0bec5} "
-    ".fnddp-plan .line {stroke: #455a64} .fnddp-plan .paper {fill: #1e2429}}</style>"
+ON_DARK = {INK: "#eceff1", SOFT: "#b0bec5", LINE: "#455a64", PAPER: "#1e2429"}
+# For renderers that know no style sheets the attributes stay.
+DARK = "<style>@media (prefers-color-scheme: dark) {{{}}}</style>".format(
+    " ".join(
+        f'.fnddp-plan [{where}="{light}"] {{{where}: {dark}}}'
+        for light, dark in ON_DARK.items()
+        for where in ("fill", "stroke")
+    )
 )
-# Okabe and Ito's palette, distinct for colour-blind readers too: a colour for each bucket, over and over.
+# Okabe and Ito's palette, distinct for colour-blind readers too: the buckets take turns.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 LANE, WIRE = 76, 92  # heights of lanes: of boxes, of a wire
@@ -34,21 +37,19 @@ def to_svg(plan: Schedule, link: Links | None = None) -> str:
     layout = lay_out(plan, link)
     title, facts = (_wrapped(lines, layout.right) for lines in (header(plan), footer(plan)))
     top = MARGIN + 20 * len(title) + 34
-    groups = list(dict.fromkeys(c.group for c in plan.collectives))
-    lanes = Lanes(top, {group: 2 * LANE + i * WIRE for i, group in enumerate(groups)})
+    lanes = Lanes(top, {group: 2 * LANE + i * WIRE for i, group in enumerate(plan.groups)})
     bottom = lanes.top_of(layout.rows) - BETWEEN * (layout.rows > 0)
     width, height = layout.right + MARGIN, bottom + 20 * len(facts) + MARGIN
     shapes = [
         *(_text(MARGIN, MARGIN + 14 + 20 * i, line, 13, SOFT if i else INK) for i, line in enumerate(title)),
         *_frame(plan, layout, lanes),
-        *_gradients(plan, layout, lanes),
-        *_compute(layout, lanes),
-        *_collectives(layout, lanes),
+        *_boxes(plan, layout, lanes),
+        *_collectives(plan, layout, lanes),
         *_arrows(layout, lanes),
         *(_text(MARGIN, bottom + 20 + 20 * i, line, 12, SOFT) for i, line in enumerate(facts)),
     ]
     # A card of its own, so that it reads on light and on dark pages.
-    card = f'<rect width="{width:.0f}" height="{height:.0f}" rx="10" {_fill(PAPER)}/>'
+    card = f'<rect width="{width:.0f}" height="{height:.0f}" rx="10" fill="{PAPER}"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" class="fnddp-plan" '
         f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
@@ -58,68 +59,52 @@ def to_svg(plan: Schedule, link: Links | None = None) -> str:
 
 
 def to_html(plan: Schedule) -> str:
-    """The picture, with the text folded away."""
+    """Return the picture, with the text folded away."""
     folded = f"<details><summary>as text</summary><pre>{escape(show(plan))}</pre></details>"
     return f'<div style="overflow-x: auto">{to_svg(plan)}</div>{folded}'
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where the lanes of each row are, from top to bottom: gradients, compute, and the wire of each group."""
+    """The tops of the lanes of each row: gradients, compute, and the wire of each group."""
 
     top: float
     wires: Mapping[str | None, float]  # below the top of a row
 
     def top_of(self, row: int) -> float:
-        """Where the lane of gradients begins."""
         return self.top + row * (2 * LANE + len(self.wires) * WIRE + BETWEEN)
 
     def wire(self, row: int, group: str | None) -> float:
-        """Where the lane of a group's wire begins."""
         return self.top_of(row) + self.wires[group]
-
-    def names(self, row: int) -> dict[float, str]:
-        """By where they begin."""
-        top = self.top_of(row)
-        of = {group: "wire" if len(self.wires) == 1 else f"wire {group or 'default'}" for group in self.wires}
-        return {top: "gradients", top + LANE: "compute", **{top + y: of[group] for group, y in self.wires.items()}}
 
 
 def _frame(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     fits = int((GUTTER - 6) / (12 * CHARACTER))
     arriving = set(plan.buckets.values())
+    wires = {y: "wire" if len(lanes.wires) == 1 else f"wire {group or 'default'}" for group, y in lanes.wires.items()}
     for row in range(layout.rows):
-        for y, name in lanes.names(row).items():
-            yield f'<path d="M{MARGIN} {y}H{layout.right:.0f}" stroke="{LINE}" class="line"/>'
+        for below, name in {0: "gradients", LANE: "compute", **wires}.items():
+            y = lanes.top_of(row) + below
+            yield f'<path d="M{MARGIN} {y}H{layout.right:.0f}" stroke="{LINE}"/>'
             yield _text(MARGIN, y + 28, name if len(name) <= fits else f"{name[: fits - 1]}…", 12, SOFT)
     for slot, row, x in layout.slots:
         top = lanes.top_of(row)
-        line = f'stroke="{LINE}" class="line" stroke-dasharray="3 3"'
-        yield f'<path d="M{x:.1f} {top - 20}V{top + 2 * LANE}" {line}/>'
+        yield f'<path d="M{x:.1f} {top - 20}V{top + 2 * LANE}" stroke="{LINE}" stroke-dasharray="3 3"/>'
         yield _text(x + 6, top - 8, f"slot {slot}" if slot in arriving else f"slot {slot}: drain", 12, SOFT)
 
 
-def _gradients(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
-    bucket_of = plan.buckets
+def _boxes(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for box in layout.boxes:
-        if box.run.needs:
-            first, last = bucket_of[box.run.needs[0]], bucket_of[box.run.needs[-1]]
+        run, y = box.run, lanes.top_of(box.row) + INSET
+        if run.needs:
+            first, last = plan.buckets[run.needs[0]], plan.buckets[run.needs[-1]]
             label = f"bucket {first}" if first == last else f"buckets {first}-{last}"
-            hover = some([text(path) for path in box.run.needs], "gradients")
-            nbytes = size(sum(plan.leaves[path].nbytes for path in box.run.needs))
-            y = lanes.top_of(box.row)
-            yield _box((box.left, y + INSET), box.width, _colour(first), (label, nbytes), hover)
-            start = box.left + 16, y + INSET + BOX
-            yield _arrow(start, (start[0], y + LANE + INSET), _colour(first))
-
-
-def _compute(layout: Timeline, lanes: Lanes) -> Iterator[str]:
-    for box in layout.boxes:
-        waits = [f"waits for {c.name}" for c in box.run.waits]
-        needs = [f"needs {some([text(path) for path in box.run.needs], 'gradients')}"] if box.run.needs else []
-        label = box.run.kind, count(len(box.run.operations), "operation")
-        corner = box.left, lanes.top_of(box.row) + LANE + INSET
-        yield _box(corner, box.width, _colour(box.bucket), label, "; ".join([*needs, *waits]))
+            nbytes = size(sum(plan.leaves[path].nbytes for path in run.needs))
+            hover = some([text(path) for path in run.needs], "gradients")
+            yield _box((box.left, y), box.width, _colour(first), (label, nbytes), hover)
+            yield _arrow((box.left + 16, y + BOX), (box.left + 16, y + LANE), _colour(first))
+        label = run.kind, count(len(run.operations), "operation")
+        yield _box((box.left, y + LANE), box.width, _colour(box.bucket), label, "; ".join(conditions_of(run)))
 
 
 def _box(corner: Point, width: float, colour: str, label: tuple[str, str], hover: str) -> str:
@@ -131,14 +116,12 @@ def _box(corner: Point, width: float, colour: str, label: tuple[str, str], hover
     )
 
 
-def _collectives(layout: Timeline, lanes: Lanes) -> Iterator[str]:
+def _collectives(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for bar in layout.bars.values():
         c, y = bar.collective, lanes.wire(bar.row, bar.collective.group) + 16
-        labels = some([text(payload.label) for payload in c.payloads], "payloads")
         words = list(enumerate(bar.label))
-        hover = f"{c.name}: {action(c)} {amount(c)}, {c.wire_bytes:,} B, round {c.depth + 1}: {labels}"
         yield (
-            f'<g class="collective"><title>{escape(hover)}</title><rect x="{bar.left:.1f}" y="{y:.1f}" '
+            f'<g class="collective"><title>{escape(collective(c, plan))}</title><rect x="{bar.left:.1f}" y="{y:.1f}" '
             f'width="{bar.width:.1f}" height="{BAR}" rx="2" fill="{_colour(c.bucket)}"/>'
             + "".join(_text(bar.left, y + BAR + 14 + 15 * i, line, 11, SOFT if i else INK) for i, line in words)
             + "</g>"
@@ -146,7 +129,7 @@ def _collectives(layout: Timeline, lanes: Lanes) -> Iterator[str]:
 
 
 def _arrows(layout: Timeline, lanes: Lanes) -> Iterator[str]:
-    """From computations to the wire, and from the wire to what waits for it; from another row only their ends."""
+    """Yield arrows to the wire, and from it to what waits for it; from another row only their ends."""
     for box in layout.boxes:
         below = lanes.top_of(box.row) + LANE + INSET + BOX
         apart = min(12.0, (box.width - 44) / max(1, len(box.run.waits) - 1))
@@ -181,8 +164,4 @@ def _wrapped(lines: Sequence[str], right: float) -> list[str]:
 
 
 def _text(x: float, y: float, line: str, height: int, colour: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{height}" {_fill(colour)}>{escape(line)}</text>'
-
-
-def _fill(colour: str) -> str:
-    return f'fill="{colour}"' + (f' class="{NAMED[colour]}"' if colour in NAMED else "")
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{height}" fill="{colour}">{escape(line)}</text>'

@@ -1,108 +1,80 @@
-"""What a runner's last step took, piece by piece: on the CPU the host's time, on CUDA that of the side stream."""
+"""The times of a runner's step, piece by piece: the host's on the CPU, those of the side stream on CUDA."""
 
 import time
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import NamedTuple, TypeAlias
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fnddp.ir.program import Collective, Segment
-
 Mark: TypeAlias = "float | torch.cuda.Event"
-Span: TypeAlias = tuple[Mark, Mark]
+Piece: TypeAlias = Literal["computes", "launches", "waits"]
 
 
 class Taken(NamedTuple):
-    """What a step took, in seconds.
+    """The times of a step, in seconds.
 
     Attributes:
-        computed: Before each collective is issued, since the one before; and at last, after all of them.
+        segments: Of the segments before each collective is issued, since the one before; and of those after all.
         wire: Of each collective, from when it is issued until the runner has noticed that it is complete.
-        exposed: Of each collective: what the runner has waited for it with nothing else to do.
+        exposed: Of each collective: how long the runner has waited for it, with nothing else to do.
     """
 
-    computed: list[float]
+    segments: list[list[float]]
     wire: list[float]
     exposed: list[float]
 
     @property
     def encode_seconds(self) -> float:
-        """All that is computed before the last collective is issued."""
-        return sum(self.computed[:-1])
+        """All segments before the last collective is issued."""
+        return sum(map(sum, self.segments[:-1]))
 
     @property
     def decode_seconds(self) -> float:
-        """All that is computed after that."""
-        return self.computed[-1]
+        """All segments after that."""
+        return sum(self.segments[-1])
 
     @property
     def exposed_seconds(self) -> float:
-        """What was waited for."""
+        """All waiting."""
         return sum(self.exposed)
 
 
 class Meter:
-    """Measures a step at a time. See `Observer`, which it is as far as an engine's runner needs it to be."""
+    """Measures the last step."""
 
     def __init__(self) -> None:
         self.begins()
 
     def begins(self) -> None:
-        """A step begins; the last one is forgotten."""
-        self._computed: list[list[Span]] = [[]]  # a list for each collective, before it is issued, and one for the rest
-        self._issued: dict[int, Mark] = {}
-        self._waited: dict[int, Span] = {}
-        self._stream: torch.cuda.Stream | None = None
+        """Forget the last step."""
+        self._pieces: list[tuple[Piece, int, Mark, Mark]] = []
 
-    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """A segment is computed in the block."""
-        return _Timed(self._computed[-1], stream)
-
-    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> None:
-        """A collective is being issued."""
-        self._issued[collective.index] = _mark(stream)
-        self._computed.append([])
-
-    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """A collective is waited for in the block."""
-        self._stream = stream
-        return _Waited(self._waited, collective.index, stream)
+    @contextmanager
+    def times(
+        self, named: AbstractContextManager[object], piece: Piece, index: int, stream: torch.cuda.Stream | None
+    ) -> Generator[None]:
+        """Time, within `named`, a segment, or the start of or the wait for the collective of that index."""
+        with named:
+            begun = _mark(stream)
+            yield
+            self._pieces.append((piece, index, begun, _mark(stream)))
 
     def taken(self, collectives: int) -> Taken:
-        """What the last step took, which had so many collectives. On CUDA it waits for the device."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        waited = [self._waited.get(index) for index in range(collectives)]
-        return Taken(
-            [sum(map(_seconds, spans)) for spans in self._computed],
-            [0.0 if span is None else _seconds((self._issued[i], span[1])) for i, span in enumerate(waited)],
-            [0.0 if span is None else _seconds(span) for span in waited],
-        )
-
-
-class _Timed:
-    def __init__(self, spans: list[Span], stream: torch.cuda.Stream | None) -> None:
-        self._spans, self._stream = spans, stream
-
-    def __enter__(self) -> None:
-        self._begun = _mark(self._stream)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._spans.append((self._begun, _mark(self._stream)))
-
-
-class _Waited(_Timed):
-    def __init__(self, waited: dict[int, Span], index: int, stream: torch.cuda.Stream | None) -> None:
-        super().__init__([], stream)
-        self._waited, self._index = waited, index
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._waited[self._index] = self._begun, _mark(self._stream)
+        """Return the times of the last step, which had so many collectives. On CUDA it waits for the device."""
+        if self._pieces and isinstance(last := self._pieces[-1][-1], torch.cuda.Event):
+            last.synchronize()
+        segments, wire, exposed = [list[float]()], [0.0] * collectives, [0.0] * collectives
+        issued: dict[int, Mark] = {}
+        for piece, index, begin, end in self._pieces:
+            if piece == "computes":
+                segments[-1].append(_seconds(begin, end))
+            elif piece == "launches":
+                issued[index] = begin
+                segments.append([])
+            else:
+                wire[index], exposed[index] = _seconds(issued[index], end), _seconds(begin, end)
+        return Taken(segments, wire, exposed)
 
 
 def _mark(stream: torch.cuda.Stream | None) -> Mark:
@@ -113,10 +85,5 @@ def _mark(stream: torch.cuda.Stream | None) -> Mark:
     return event
 
 
-def _seconds(span: Span) -> float:
-    begin, end = span
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return begin.elapsed_time(end) / 1e3
-    assert isinstance(begin, float)
-    assert isinstance(end, float)
-    return end - begin
+def _seconds(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin

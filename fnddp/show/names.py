@@ -1,55 +1,41 @@
-"""The names of a plan's values, as its user reads them."""
+"""The names of a plan's values, for its readers."""
 
 from typing import Any
 
-from fnddp.ir.program import (
-    Collective,
-    Grad,
-    Held,
-    Mean,
-    Name,
-    Operation,
-    Part,
-    Ranks,
-    Received,
-    Scratch,
-    Segment,
-    Sent,
-    Span,
-    Temp,
-)
+from fnddp.ir import program
+from fnddp.ir.program import Collective, Name, Operation, Segment
 
 PREFIX = "fnddp "  # of everything on a profiler's clock
 
 
 def text(path: str) -> str:
-    """A leaf path on one line."""
+    """Return a leaf path on one line."""
     return path if path and path.isprintable() else repr(path)
 
 
 def name(of: Name) -> str:
-    """A value: `grads[weight]`, `state[3]`, `c0[1]` (a payload of a collective, or its result), `mean[weight]`."""
+    """Return the name of a value, such as `grads[weight]` or, for a payload of a collective or its result, `c0[1]`."""
     match of:
-        case Grad(path):
+        case program.Grad(path):
             return f"grads[{text(path)}]"
-        case Part(index):
+        case program.Part(index):
             return f"state[{index}]"
-        case Ranks(group):
+        case program.Ranks(group):
             return "ranks" if group is None else f"ranks of {group}"
-        case Sent(collective, position) | Received(collective, position):
+        case program.Sent(collective, position) | program.Received(collective, position):
             return f"c{collective}[{position}]"
-        case Span(collective, first, last):
+        case program.Span(collective, first, last):
             return f"c{collective}[{first}..{last}]"
-        case Mean(path):
+        case program.Mean(path):
             return f"mean[{text(path)}]"
-        case Scratch():
+        case program.Scratch():
             return "scratch"
-        case Held(own) | Temp(own):
+        case program.Held(own) | program.Temp(own):
             return own
 
 
 def line(operation: Operation) -> str:
-    """An operation: what it makes, of what, and where that lies."""
+    """Return an operation: its result, its arguments, and where the result is stored."""
     made = name(operation.made)
     more = f", and {operation.count - 1} more" if operation.count > 1 else ""
     if operation.spec is None and operation.function == "copy":
@@ -62,35 +48,14 @@ def line(operation: Operation) -> str:
 
 
 def dtype(collective: Collective) -> str:
-    """What lies in its buffer, as in "float16"; several dtypes are bytes."""
+    """Return the dtype of the payloads, as in "float16"; several dtypes are bytes."""
     dtypes = {payload.dtype for payload in collective.payloads}
     return "bytes" if len(dtypes) > 1 else str(dtypes.pop()).removeprefix("torch.")
 
 
-def amount(collective: Collective) -> str:
-    """What it carries, as in "float16[512]"."""
-    kind = dtype(collective)
-    return f"{kind}[{collective.wire_bytes if kind == 'bytes' else collective.numel}]"
-
-
-def action(collective: Collective) -> str:
-    """What it does, as in "all_reduce sum"."""
-    return collective.kind.name if collective.op is None else f"{collective.kind.name} {collective.op}"
-
-
 def range_of(segment: Segment) -> str:
-    """What a segment is called on a profiler's clock, as in "slot 0 encode"."""
+    """Return the name of a segment on a profiler's clock, as in "slot 0 encode"."""
     return f"slot {segment.slot} {'decode' if segment.commits else 'encode'}"
-
-
-def launch_of(collective: Collective) -> str:
-    """What issuing a collective is called there, as in "c0 launch"."""
-    return f"{collective.name} launch"
-
-
-def wait_for(collective: Collective) -> str:
-    """What waiting for a collective is called there, as in "c0 wait"."""
-    return f"{collective.name} wait"
 
 
 def _argument(argument: Any) -> str:

@@ -1,9 +1,10 @@
-"""The segments of a plan as its user reads them: those that look alike as one."""
+"""The segments of a plan for its readers: those that look alike as one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
-from fnddp.ir.program import Collective, Name, Operation, Received, Segment, Sent, Span
+from fnddp.ir.program import Collective, Operation, Segment
 from fnddp.ir.schedule import Schedule
 
 
@@ -12,12 +13,10 @@ class Run:
     """Segments of a slot that look alike, as one.
 
     Attributes:
-        slot: Of all of them.
-        kind: "encode" before a collective, "decode" after it, "decode, encode" between two rounds.
+        kind: "encode" before any collective is complete, "decode" after all are, "decode, encode" in between.
         needs: Leaves whose gradients must have arrived.
         waits: Collectives that must be complete.
-        operations: What they compute.
-        launches: The collective that the last one issues.
+        launches: The collective that the last segment issues.
     """
 
     slot: int
@@ -28,43 +27,19 @@ class Run:
     launches: Collective | None
 
 
-def runs(plan: Schedule) -> Iterator[Run]:
-    """The segments of a plan."""
-    collectives = plan.collectives
-    for segment, feeds in zip(plan.segments, _feeds(plan.segments), strict=True):
-        kind = "decode" if not feeds else "decode, encode" if segment.waits else "encode"
-        waits = tuple(collectives[index] for index in segment.waits)
-        yield Run(segment.slot, kind, segment.needs, waits, segment.operations, segment.launches)
+def runs(plan: Schedule, *, merged: bool = True) -> Iterator[Run]:
+    """Yield the segments of a plan; `merged`, those of the same slot and kind as one, up to a collective."""
+    collectives, alike = plan.collectives, list[Segment]()
+    for segment, following in zip(plan.segments, [*plan.segments[1:], None], strict=False):
+        alike.append(segment)
+        if merged and segment.launches is None and following is not None and _look(segment) == _look(following):
+            continue
+        needs = tuple(chain.from_iterable(each.needs for each in alike))
+        waits = tuple(collectives[index] for each in alike for index in each.waits)
+        operations = tuple(chain.from_iterable(each.operations for each in alike))
+        yield Run(*_look(segment), needs, waits, operations, segment.launches)
+        alike.clear()
 
 
-def merged(segments: Iterable[Run]) -> Iterator[Run]:
-    """Runs that follow each other in a slot, of the same kind, as one; up to a collective."""
-    last: Run | None = None
-    for run in segments:
-        if last is None:
-            last = run
-        elif last.launches is None and (last.slot, last.kind) == (run.slot, run.kind):
-            needs, waits = (*last.needs, *run.needs), (*last.waits, *run.waits)
-            last = Run(run.slot, run.kind, needs, waits, (*last.operations, *run.operations), run.launches)
-        else:
-            yield last
-            last = run
-    if last is not None:
-        yield last
-
-
-def _feeds(segments: Sequence[Segment]) -> list[bool]:
-    """For each segment whether a collective depends on it."""
-    feeds: list[bool] = []
-    needed: set[Name] = set()
-    pending: set[Name] = set()  # payloads that are sent later
-    for segment in reversed(segments):
-        if segment.launches is not None:
-            pending |= {Sent(segment.launches.index, i) for i in range(len(segment.launches.payloads))}
-        sends = segment.launches is not None or not pending.isdisjoint(segment.inputs)
-        here = sends or not needed.isdisjoint(segment.outputs)
-        needed |= (
-            {name for name in segment.inputs if not isinstance(name, Sent | Span | Received)} if here else set[Name]()
-        )
-        feeds.append(here)
-    return feeds[::-1]
+def _look(segment: Segment) -> tuple[int, str]:
+    return segment.slot, "decode" if segment.commits else "decode, encode" if segment.waits else "encode"

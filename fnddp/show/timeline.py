@@ -1,4 +1,4 @@
-"""Where everything is in the picture of a plan, from left to right."""
+"""The layout of a plan's picture, from left to right."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -9,20 +9,20 @@ from fnddp.cost.queue import Links
 from fnddp.ir.program import Collective
 from fnddp.ir.schedule import Schedule
 from fnddp.show.names import dtype
-from fnddp.show.runs import Run, merged, runs
+from fnddp.show.runs import Run, runs
 from fnddp.show.text import size
 
-MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam tells one bar from the next
+MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam separates one bar from the next
 NARROWEST = 104  # the width of a box
 SLOT = NARROWEST + 2 * GAP  # how far apart slots with a box each begin
 CHARACTER = 0.6  # the width of a character, in units of the font's size; most are narrower
 WIDEST = 1000  # where a line of the picture ends, and the next one begins
-LONGEST = WIDEST - MARGIN - GUTTER - SLOT  # what a row has for a bar
+LONGEST = WIDEST - MARGIN - GUTTER - SLOT  # of a bar in a row
 
 
 @dataclass(frozen=True)
 class Box:
-    """Where a run is computed, from left to right."""
+    """A run that is computed."""
 
     run: Run
     row: int
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Bar:
-    """Where a collective is on the wire, and what stands below it."""
+    """A collective on the wire, and the words below it."""
 
     collective: Collective
     row: int
@@ -51,17 +51,14 @@ class Bar:
 
     @property
     def free_from(self) -> float:
-        """Where the next one may begin: a queue has no gaps, but where the words below bars need them."""
+        """Where the next bar may begin: a queue has no gaps except where the words below bars need them."""
         words = max(CHARACTER * 11 * len(line) for line in self.label)
         return self.left + max(self.width + SEAM, words + GAP)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where slots begin, the boxes, the bars by their collective's index, how many rows there are, and their ends.
-
-    A slot that goes on in the next row begins there again.
-    """
+    """Slots, which begin again in the row in which they go on; boxes; bars by their collective's index; and rows."""
 
     slots: list[tuple[int, int, float]]  # number, row, left
     boxes: list[Box]
@@ -71,7 +68,7 @@ class Timeline:
 
 
 def lay_out(plan: Schedule, link: Links | None) -> Timeline:
-    """A run follows the one before it and what it waits for; the wire of each group is a queue. Rows are wrapped."""
+    """Place each run after the one before it and what it waits for, and each group's bars in a queue; wrap rows."""
     start: float = MARGIN + GUTTER
     lengths = _lengths(plan, link)
     slots: list[tuple[int, int, float]] = []
@@ -79,13 +76,18 @@ def lay_out(plan: Schedule, link: Links | None) -> Timeline:
     bars: dict[int, Bar] = {}
     free: dict[str | None, float] = {}  # in this row
     row, x, right = 0, start, MARGIN + GUTTER + 400.0
-    for run in merged(runs(plan)):
+
+    def bar_of(c: Collective, earliest: float) -> Bar:
+        length, label = lengths[c.index]
+        return Bar(c, row, max(earliest, free.get(c.group, 0.0)), length, (f"{c.name}, round {c.depth + 1}", *label))
+
+    for run in runs(plan):
         waited = [bars[c.index].right + GAP for c in run.waits if bars[c.index].row == row]
         width = max(NARROWEST, CHARACTER * 12 * len(run.kind) + 2 * GAP)
         begins = not slots or slots[-1][0] != run.slot
         left = max([x + GAP * begins, *waited])
-        bar = None if run.launches is None else _bar(run.launches, row, left + width, lengths, free)
-        if max(left + width, 0.0 if bar is None else bar.free_from) > WIDEST and x > start:
+        end = 0.0 if run.launches is None else bar_of(run.launches, left + width).free_from
+        if max(left + width, end) > WIDEST and x > start:
             row, x, free, begins = row + 1, start, {}, True
             left = x + GAP
         if begins:
@@ -93,25 +95,14 @@ def lay_out(plan: Schedule, link: Links | None) -> Timeline:
         boxes.append(Box(run, row, left, width))
         x = left + width + GAP
         if run.launches is not None:
-            bar = _bar(run.launches, row, left + width, lengths, free)
-            bars[run.launches.index], free[run.launches.group] = bar, bar.free_from
+            bar = bars[run.launches.index] = bar_of(run.launches, left + width)
+            free[run.launches.group] = bar.free_from
         right = max([right, x, *free.values()])
     return Timeline(slots, boxes, bars, row + 1, right)
 
 
-def _bar(
-    c: Collective,
-    row: int,
-    earliest: float,
-    lengths: list[tuple[float, tuple[str, ...]]],
-    free: dict[str | None, float],
-) -> Bar:
-    length, label = lengths[c.index]
-    return Bar(c, row, max(earliest, free.get(c.group, 0.0)), length, (f"{c.name}, round {c.depth + 1}", *label))
-
-
 def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, tuple[str, ...]]]:
-    """How long each collective is drawn, and what it says: bytes, with a link also seconds."""
+    """Return the length of each bar, and its label: bytes, with a link also seconds."""
     labels = [(dtype(c), size(c.wire_bytes)) for c in plan.collectives]
     amounts: list[float] = [c.wire_bytes for c in plan.collectives]
     if link is not None:

@@ -1,10 +1,8 @@
-"""What runners do, for who watches: torch's profiler, and FNDDP_DEBUG, which prints plans and times their steps."""
+"""A runner's steps, as torch's profiler and FNDDP_DEBUG show them: the latter prints plans and times their steps."""
 
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.profiler import record_function
@@ -12,8 +10,8 @@ from torch.profiler import record_function
 from fnddp.columns import columns
 from fnddp.ir.program import Collective, Segment
 from fnddp.ir.schedule import Schedule
-from fnddp.show import names
 from fnddp.show.meter import Meter
+from fnddp.show.names import PREFIX, range_of
 from fnddp.show.text import show, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
@@ -22,7 +20,7 @@ FIRST, EVERY = 3, 100  # steps that are shown of each plan: the first ones, and 
 
 
 def debug_level() -> int:
-    """FNDDP_DEBUG: 0, 1 or 2.
+    """Return FNDDP_DEBUG: 0, 1 or 2.
 
     Raises:
         ValueError: It is something else.
@@ -33,145 +31,81 @@ def debug_level() -> int:
     return int(text)
 
 
-class Observer(Protocol):
-    """Whoever wants to know what a runner does when. Each context encloses one thing; on CUDA it is on `stream`."""
-
-    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """A segment is computed."""
-        ...
-
-    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """A collective is issued."""
-        ...
-
-    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """A collective is waited for."""
-        ...
-
-    def begins(self) -> None:
-        """A step begins."""
-        ...
-
-    def ends(self, plan: Schedule) -> None:
-        """A step is over."""
-        ...
-
-
-def profiled(name: str | Callable[..., str], *of: object) -> AbstractContextManager[object]:
-    """Encloses what torch's profiler, if one is active, is to show as `fnddp NAME`: `name`, or what that gives `of`."""
-    if not is_profiling():
-        return _NONE
-    return record_function(names.PREFIX + (name if isinstance(name, str) else name(*of)))
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Enclose a range of torch's profiler, `fnddp NAME`, if one is active."""
+    return record_function(PREFIX + name) if is_profiling() else _NONE
 
 
 _NONE = nullcontext()
 
 
-class Ranges:
-    """Names what a runner does for torch's profiler."""
+class Observer:
+    """Names the pieces of a runner's steps for torch's profiler, and measures and prints them.
+
+    Each context encloses one piece; on CUDA it is on `stream`.
+
+    Args:
+        meter: Measures each step, if given.
+        prints: Whether some steps of the plan are printed, as measured.
+    """
+
+    def __init__(self, meter: Meter | None = None, *, prints: bool = False) -> None:
+        self._meter = Meter() if prints and meter is None else meter
+        self._prints, self._count = prints, 0
 
     def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """See `Observer`."""
-        return profiled(names.range_of, segment)
+        """Enclose the computation of a segment."""
+        named = profiled(range_of(segment))
+        return named if self._meter is None else self._meter.times(named, "computes", -1, stream)
 
     def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """See `Observer`."""
-        return profiled(names.launch_of, collective)
+        """Enclose the start of a collective."""
+        named = profiled(f"{collective.name} launch")
+        return named if self._meter is None else self._meter.times(named, "launches", collective.index, stream)
 
     def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """See `Observer`."""
-        return profiled(names.wait_for, collective)
+        """Enclose the wait for a collective."""
+        named = profiled(f"{collective.name} wait")
+        return named if self._meter is None else self._meter.times(named, "waits", collective.index, stream)
 
     def begins(self) -> None:
-        """See `Observer`."""
+        """Note that a step begins."""
+        if self._meter is not None:
+            self._meter.begins()
 
     def ends(self, plan: Schedule) -> None:
-        """See `Observer`."""
+        """Note that a step of `plan` has ended. To print it, wait for the device."""
+        self._count += 1
+        if self._meter is None or not self._prints or groups.rank(None) != 0:
+            return
+        if self._count <= FIRST or self._count % EVERY == 0:
+            print(f"fnddp: step {self._count} of this plan\n{_table(plan, self._meter)}", file=sys.stderr)
 
 
 def observer(level: int, plan: Schedule, meter: Meter | None = None) -> Observer:
-    """The observer of a new plan, which is printed, as the debug level asks for it; with a `meter` it measures."""
+    """Return the observer of a new plan at this debug level, and print the plan if it is not 0."""
     if level and groups.rank(None) == 0:
         print(show(plan), file=sys.stderr)
     return observing(level, meter)
 
 
 def observing(level: int, meter: Meter | None) -> Observer:
-    """The same, without a word."""
-    return Timer(meter) if level == 2 else Ranges() if meter is None else Metered(meter)
+    """Return the observer of a plan that has been printed."""
+    return Observer(meter, prints=level == 2)
 
 
-class Metered(Ranges):
-    """Also measures each step."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        meter.begins()
-
-    @contextmanager
-    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """See `Observer`."""
-        with super().computes(segment, stream), self._meter.computes(segment, stream):
-            yield
-
-    @contextmanager
-    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """See `Observer`."""
-        with super().launches(collective, stream):
-            self._meter.launches(collective, stream)
-            yield
-
-    @contextmanager
-    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> Generator[None]:
-        """See `Observer`."""
-        with super().waits(collective, stream), self._meter.waits(collective, stream):
-            yield
-
-    def begins(self) -> None:
-        """See `Observer`."""
-        self._meter.begins()
-
-
-class Timer(Metered):
-    """Also prints what it took.
-
-    On the CPU times are the host's. A collective is complete when the runner notices. On CUDA they are those of
-    events on the side stream, and a step that is shown waits for the device.
-    """
-
-    def __init__(self, meter: Meter | None = None) -> None:
-        super().__init__(meter or Meter())
-        self._count = 0
-
-    def ends(self, plan: Schedule) -> None:
-        """See `Observer`."""
-        self._count += 1
-        if (self._count <= FIRST or self._count % EVERY == 0) and groups.rank(None) == 0:
-            print_table(f"fnddp: step {self._count} of this plan", *self._table(plan))
-
-    def _table(self, plan: Schedule) -> tuple[list[tuple[str, ...]], str]:
-        """A row for each collective, and what they add up to."""
-        taken = self._meter.taken(len(plan.collectives))
-        rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
-        for c in plan.collectives:
-            times = taken.computed[c.index], taken.wire[c.index], taken.exposed[c.index]
-            rows.append((c.name, str(c.slot), size(c.wire_bytes), *(_ms(t) for t in times)))
-        total = (
-            f"encode {_ms(taken.encode_seconds)}, decode {_ms(taken.decode_seconds)}, "
-            f"wire {_ms(sum(taken.wire))}, exposed tail {_ms(taken.exposed_seconds)}"
-        )
-        return rows, total
+def _table(plan: Schedule, meter: Meter) -> str:
+    """Return a row for each collective, and the sums below."""
+    taken = meter.taken(len(plan.collectives))
+    rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
+    for c in plan.collectives:
+        times = sum(taken.segments[c.index]), taken.wire[c.index], taken.exposed[c.index]
+        rows.append((c.name, str(c.slot), size(c.wire_bytes), *map(_ms, times)))
+    return (
+        f"{columns(rows)}\nencode {_ms(taken.encode_seconds)}, decode {_ms(taken.decode_seconds)}, "
+        f"wire {_ms(sum(taken.wire))}, exposed tail {_ms(taken.exposed_seconds)}"
+    )
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f} ms"
-
-
-def print_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> None:
-    """Prints to stderr."""
-    print(plain_table(title, rows, total), file=sys.stderr)
-
-
-def plain_table(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:
-    """Columns side by side, numbers to the right."""
-    return "\n".join([title, columns(rows), total])

@@ -1,9 +1,9 @@
-"""Simulation: what a pipeline does on n ranks, in one process, as one `torch.func.vmap` over ranks."""
+"""A pipeline on n virtual ranks, in one process, as one `torch.func.vmap` over ranks."""
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
 
 
 def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "Simulation":
-    """`sync` on `world_size` virtual ranks: a function of all ranks' gradients, stacked, in this process.
+    """Return `sync` on `world_size` virtual ranks: a function of all ranks' gradients, stacked, in this process.
 
-    The pipeline's own Python runs once, under a vmap over ranks: no processes, no threads, and no process group, which
-    it leaves alone where there is one. Sums are in rank order, so carriers (`allgather`, `two_shot`) and their codecs
-    give the bits that `world_size` real ranks get; for `allreduce`, whose ring decides on an order of its own, and for
-    matrix products (`powersgd`), which are computed for all ranks at once, they are equal up to rounding: see
-    `docs/simulate.md`. The wrong choice to measure time: see `fnddp.lower(...).estimate(link)`.
+    The pipeline's own Python runs once, under a vmap over ranks: no processes, no threads, and no process group. Sums
+    are in rank order, so carriers (`allgather`, `two_shot`) and their codecs give the bits that `world_size` real ranks
+    get; for `allreduce`, whose ring decides on an order of its own, and for matrix products (`powersgd`), which are
+    computed for all ranks at once, they are equal up to rounding: see `docs/simulate.md`. The wrong choice to measure
+    time: see `fnddp.lower(...).estimate(link)`.
 
     Args:
         sync: The pipeline. It must not read values of tensors (`sync.traceable`).
@@ -60,8 +60,8 @@ def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | No
 class Simulation:
     """A pipeline on n virtual ranks: see `simulate`. It is called as the pipeline is, with gradients `[n, *shape]`.
 
-    States are the pipeline's own, but that `Local` tensors are `[n, *shape]`, a row for each rank. `Replicated` parts
-    are as on any one rank, and so are Python ints, whatever they are marked as.
+    States are the pipeline's own, except that `Local` tensors are `[n, *shape]`, a row for each rank. `Replicated`
+    parts are as on any one rank, and so are Python ints.
     """
 
     sync: Sync
@@ -87,14 +87,7 @@ class Simulation:
             self._ranks(torch.zeros((), dtype=torch.int64)).division(name)
 
     def init(self, grads: Tree) -> State:
-        """The state before the first step.
-
-        Args:
-            grads: A tree like all ranks' gradients: `[n, *shape]`. Values are not read.
-
-        Raises:
-            ValueError: A leaf has no row for each rank.
-        """
+        """Return the state before the first step, for a tree like all ranks' gradients, whose values are not read."""
         leaves, spec = tree.flatten(grads)
         require_rows(leaves, self.world_size)
         first = tree.unflatten(spec, {path: leaf[0] for path, leaf in leaves.items()})
@@ -103,18 +96,18 @@ class Simulation:
         return with_rows(state, self.world_size)
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        """One exchange on all ranks.
+        """Return an exchange on all ranks.
 
         Args:
             leaves: All ranks' gradients by leaf path: `[n, *shape]`.
             state: From `init` or the previous exchange.
 
         Returns:
-            `mean` as on any one rank, `[*shape]` (`[n, *shape]` where it is not the same on all: `none`), without the
+            `mean` as on any one rank, `[*shape]` (`[n, *shape]` where it is not the same on all: `none`), without
             leaves that have no update in this step; `sent`, a row for each rank; and the next state.
 
         Raises:
-            ValueError: A leaf has no row for each rank; or what is marked `Replicated` is not the same on all ranks.
+            ValueError: A leaf has no row for each rank; or a part marked `Replicated` is not the same on all ranks.
             RuntimeError: Within torch.func.grad or jvp.
         """
         guards.refuse_differentiation()
@@ -123,7 +116,7 @@ class Simulation:
         # Row-major: under vmap a tensor cannot be asked for another memory format.
         values = [part.value.contiguous() if isinstance(part.value, Tensor) else part.value for part in named]
         rows = {i: value for i, (part, value) in enumerate(zip(named, values, strict=True)) if _is_local(part)}
-        noted: list[Any] = []
+        noted: list[tuple[bool | None, Any]] = []  # whether it is mapped; None for what is no tensor, and that
 
         def of_a_rank(rank: Tensor, leaves: Leaves, rows: dict[int, Tensor]) -> list[Tensor]:
             own = [rows.get(i, value) for i, value in enumerate(values)]
@@ -131,7 +124,7 @@ class Simulation:
                 done = self.sync.exchange(leaves, tree.unflatten_any(structure, own))
             given = [*(done.mean.get(path) for path in leaves), *(done.sent[path] for path in leaves)]
             given += parts_of(self.sync, done.state, structure)
-            noted.extend(is_mapped(each) if isinstance(each, Tensor) else _Plain(each) for each in given)
+            noted.extend((is_mapped(each), None) if isinstance(each, Tensor) else (None, each) for each in given)
             return [each for each in given if isinstance(each, Tensor)]
 
         ranks = torch.arange(self.world_size, device=next((leaf.device for leaf in leaves.values()), None))
@@ -140,18 +133,12 @@ class Simulation:
             # An operation without a rule for vmap (PowerSGD's segment_reduce) runs rank by rank.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             made = iter(torch.func.vmap(of_a_rank)(ranks, dense, rows))
-        results: list[Any] = []
-        for mapped in noted:
-            if isinstance(mapped, _Plain):
-                results.append((False, mapped.value))
-                continue
-            stacked = next(made)
-            results.append((mapped, stacked.contiguous() if mapped else stacked[0]))
-        means, sents, following = (
-            results[: len(leaves)],
-            results[len(leaves) : 2 * len(leaves)],
-            results[2 * len(leaves) :],
-        )
+        results: list[tuple[bool, Any]] = []
+        for mapped, plain in noted:  # a number, or None for no update, leaves vmap as it is
+            value = plain if mapped is None else next(made)
+            results.append((bool(mapped), value.contiguous() if mapped else value if mapped is None else value[0]))
+        n = len(leaves)
+        means, sents, following = results[:n], results[n : 2 * n], results[2 * n :]
         state_after: list[Any] = []
         for part, (mapped, value) in zip(named, following, strict=True):
             if _is_local(part):
@@ -171,18 +158,9 @@ class Simulation:
     def __call__(
         self, grads: Tree, state: State, *, weight: Sequence[float] | Tensor | None = None
     ) -> tuple[Tree, State]:
-        """Synchronizes all ranks' gradients.
+        """Return the mean of all ranks' gradients, `[n, *shape]` in any pytree, as on any one rank; and the next state.
 
-        Args:
-            grads: `[n, *shape]` leaves, in any pytree.
-            state: From `init` or the previous call.
-            weight: How much each rank's gradients count, `[n]`: see `Sync.__call__`.
-
-        Returns:
-            The mean, in the tree of `grads`, as on any one rank; and the next state.
-
-        Raises:
-            ValueError: See `exchange`; and for weights `Sync.__call__`.
+        `weight` has a number for each rank: see `Sync.__call__`. For errors see there, and `exchange`.
         """
         leaves, spec = tree.flatten(grads)
         if weight is not None:
@@ -191,11 +169,11 @@ class Simulation:
         return tree.unflatten(spec, {path: done.mean.get(path) for path in leaves}), done.state
 
     def of_rank(self, state: State, rank: int) -> State:
-        """The state that `rank` would have: what `fnddp.lower` takes, and a real rank could go on from."""
+        """Return the state that `rank` would have, from which a real rank could go on; `fnddp.lower` takes it."""
         return of_rank(state, rank)
 
     def of_ranks(self, states: Sequence[State]) -> State:
-        """The inverse: the states of real ranks as one."""
+        """Return the states of real ranks as one."""
         values = list(zip(*[[part.value for part in parts(state)] for state in states], strict=True))
         stacked = [
             torch.stack(value) if _is_local(part) else value[0]
@@ -236,7 +214,7 @@ class Simulation:
 
 
 def with_rows(state: State, n: int) -> State:
-    """`state`, of one rank, as that of `n` ranks: a row for each of what is its own."""
+    """Return the state of one rank as that of `n` ranks: its own parts with a row for each."""
     every = [
         part.value.expand(n, *part.value.shape).clone() if _is_local(part) else part.value for part in parts(state)
     ]
@@ -244,24 +222,18 @@ def with_rows(state: State, n: int) -> State:
 
 
 def of_rank(state: State, rank: int) -> State:
-    """The state that `rank` would have, of a state with rows."""
+    """Return the state that `rank` would have, from a state with rows."""
     return tree.replace_leaves(state, [part.value[rank] if _is_local(part) else part.value for part in parts(state)])
 
 
 def require_rows(leaves: Leaves, n: int) -> None:
-    """Raises a ValueError that names the first leaf without a row for each of `n` ranks."""
+    """Raise a ValueError that names the first leaf without a row for each of `n` ranks."""
     for path, leaf in leaves.items():
         if leaf.ndim == 0 or leaf.shape[0] != n:
             raise ValueError(
                 f"simulate: leaf {path!r} has shape {tuple(leaf.shape)}, which has no row for each of {n} ranks; stack "
                 "those of the ranks: torch.stack(leaves_by_rank)"
             )
-
-
-class _Plain(NamedTuple):
-    """What a rank gives that is no tensor, and so leaves vmap as it is: a number, or None for no update."""
-
-    value: Any
 
 
 def _is_local(part: Part) -> bool:

@@ -1,4 +1,4 @@
-"""Training on n virtual ranks in one process, to see what a pipeline does to a loss."""
+"""Training on n virtual ranks in one process, to see the effect of a pipeline on a loss."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -69,7 +69,7 @@ def simulate_training(
 
     Raises:
         ValueError: Both or none of `optimizer` and `update`; a batch has no row for each rank; the mean of a leaf is
-            not the same on all ranks (`none`); or as `fnddp.simulate` says.
+            not the same on all ranks (`none`); or see `fnddp.simulate`.
 
     >>> from fnddp import allgather, error_feedback, sign
     >>> def loss_fn(params, x, y):
