@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -61,18 +61,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Autograd's engine.
 
 
-def is_profiling() -> bool:
-    """Whether one of torch's profilers records what this thread does. What it is told otherwise costs microseconds."""
-    return _C._autograd._profiler_enabled()
-
+is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled
+"""Whether one of torch's profilers records what this thread does. Ranges for it cost microseconds otherwise."""
 
 current_backward: Callable[[], int] = _C._current_graph_task_id
 """The number of the backward that runs in this thread; -1 outside of one."""
 
 
-def next_node_number() -> int:
-    """Return the number that the next node of a graph gets in this thread."""
-    return _C._autograd._get_sequence_nr()
+next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr
+"""The number that the next node of a graph gets in this thread."""
 
 
 def is_within_backward() -> bool:
@@ -81,7 +78,7 @@ def is_within_backward() -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> None:
-    """Has the backward that runs call `callback` when it is over, unless it raises."""
+    """Have the backward that runs call `callback` when it is over, unless it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -108,13 +105,8 @@ _OF_FUNCTIONS = {
 }
 
 
-def will_execute(node: Any) -> bool:
-    """Whether the backward that runs will run `node`.
-
-    Raises:
-        RuntimeError: `torch.autograd.grad` returns what would come there.
-    """
-    return _C._will_engine_execute_node(node)
+will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
+"""Whether the backward that runs will run a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
 
 
 def is_compiled_autograd() -> bool:
@@ -145,10 +137,7 @@ def storage_use_count(tensor: Tensor) -> int:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Return whether another library owns the memory of `tensor`, or has been given it: numpy, or a DLPack producer.
-
-    torch may not grow such memory, which is how it marks it.
-    """
+    """Return whether another library (numpy, or one that speaks DLPack) shares the memory, which torch may not grow."""
     return not tensor.untyped_storage().resizable()
 
 
@@ -173,14 +162,12 @@ def _without_known_autocasts() -> Generator[None]:
 
 
 def has_modes() -> bool:
-    """Whether a TorchDispatchMode sees what this thread runs."""
+    """Return whether a TorchDispatchMode sees what this thread runs."""
     return _C._len_torch_dispatch_stack() > 0
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Within it no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
-    return _disable_current_modes()
-
+without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""Within it no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
 
 # torch.func.
 
@@ -253,17 +240,12 @@ def constant_for_dynamo(function: _F) -> _F:
     return function
 
 
-def untraced(function: _F) -> _F:
-    """Dynamo runs `function`, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
-    return _disable_dynamo(function)
+untraced: Any = torch._disable_dynamo
+"""Has Dynamo run a function, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
 
+untraced_itself: Any = partial(untraced, recursive=False)
+"""Has Dynamo run a function as it stands; what it calls may be traced."""
 
-def untraced_itself(function: _F) -> _F:
-    """Dynamo runs `function` as it stands, and may trace what it calls."""
-    return _disable_dynamo(function, recursive=False)
-
-
-_disable_dynamo: Any = torch._disable_dynamo
 is_differentiating = constant_for_dynamo(is_differentiating)
 is_batching = constant_for_dynamo(is_batching)
 
@@ -279,15 +261,8 @@ def live_group(name: str | None) -> dist.ProcessGroup:
     return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
-def group_size(name: str) -> int:
-    """By name, since Dynamo cannot trace the resolution of a named group."""
-    return c10d._get_group_size_by_name(name)  # pyright: ignore[reportArgumentType]
-
-
-def backend_timeout(group: dist.ProcessGroup) -> timedelta:
-    """After how long a collective of `group` on the CPU fails."""
-    backend: Any = group._get_backend(torch.device("cpu"))
-    return backend.options._timeout
+group_size: Any = c10d._get_group_size_by_name
+"""By name, since Dynamo cannot trace the resolution of a named group."""
 
 
 def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -302,20 +277,18 @@ def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None
     """
     ranks = dist.get_process_group_ranks(group)
     helper: Any = c10d._new_process_group_helper
+    backend: Any = None if timeout else group._get_backend(torch.device("cpu"))
     store: Any = c10d._world.pg_map[group][1]
     store = store.clone()  # while one thread waits for a key, no other can use the same store
     connected: Any = helper(
-        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=timeout or backend_timeout(group)
+        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=timeout or backend.options._timeout
     )[0]
     c10d._world.pg_group_ranks[connected] = {rank: position for position, rank in enumerate(ranks)}
     return connected
 
 
-def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], nbytes: int, source: int) -> None:
-    """Broadcasts many tensors in messages of `nbytes`."""
-    coalesced: Any = dist._broadcast_coalesced
-    coalesced(group, tensors, nbytes, source)
-
+broadcast_coalesced: Any = dist._broadcast_coalesced
+"""Broadcasts a list of tensors over a group, in messages of so many bytes, from a rank of the group."""
 
 # Tracing.
 
@@ -427,10 +400,9 @@ def is_dense_fake(made: Any) -> bool:
     return is_plain and not (made.is_conj() or made.is_neg() or made.storage_offset())
 
 
-def has_symbolic_size(tensor: Tensor) -> bool:
-    """Whether a size or stride of `tensor` is a symbol."""
-    private: Any = tensor
-    return private._has_symbolic_sizes_strides
+def has_symbolic_size(tensor: Any) -> bool:
+    """Return whether a size or stride of `tensor` is a symbol."""
+    return tensor._has_symbolic_sizes_strides
 
 
 def device_of_fake(tensor: Tensor) -> torch.device | None:
@@ -496,19 +468,9 @@ def elementwise_out(operation: Any) -> Any:
     return None
 
 
-def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation does that is made of others, by doing it; NotImplemented for any other."""
-    return operation.decompose(*args, **kwargs)
-
-
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory, while one of them is alive."""
     return tensor.untyped_storage()._cdata
-
-
-def schema(operation: Any) -> Any:
-    """The schema of an aten operation; None for a Python function."""
-    return getattr(operation, "_schema", None)
 
 
 FOREACH: dict[Any, tuple[Any, Any]] = {
@@ -616,10 +578,8 @@ def comm_hooks_of(model: DistributedDataParallel) -> list[Any]:
     return model._comm_hooks
 
 
-def cast_forward_inputs(dtype: torch.dtype | None, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Arguments of forward under mixed precision: `(inputs, kwargs)` whose floating-point tensors are of `dtype`."""
-    cast: Any = _cast_forward_inputs
-    return cast(dtype, *inputs, **kwargs)
+cast_forward_inputs: Any = _cast_forward_inputs
+"""Arguments of forward under mixed precision: `(inputs, kwargs)` whose floating-point tensors are of a dtype."""
 
 
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
@@ -629,7 +589,7 @@ def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
 
 
 def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
-    """Casts buffers, and leaves the attributes on parameters that torch's class leaves there."""
+    """Cast buffers, and leave the attributes on parameters that torch's class leaves there."""
     private: Any = ddp
     private._setup_mixed_precision_params(mixed_precision, module)
     if mixed_precision.buffer_dtype is not None:

@@ -27,7 +27,7 @@ from fnddp import (
 )
 from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
-from fnddp.ir.program import Grad, LeafSpec, Mean, Part, Ranks, Received, Sent, Span
+from fnddp.ir.program import Divisor, Grad, LeafSpec, Mean, Part, Received, Sent, Span
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, make_engine
 from fnddp.plan import lower as lowering
 from fnddp.plan.draft import Donation, Draft, Request, copied
@@ -336,7 +336,7 @@ def test_what_is_needed_is_there(donation):
         leaves = grads("model", 0)
         plan = plan_of(text, donation, SMALL_BUCKETS)
         parts, _ = tree.flatten_any(first_state(text))
-        there = {*map(Part, range(len(parts))), *plan.constants, *plan.scratch, *map(Mean, plan.results), Ranks(None)}
+        there = {*map(Part, range(len(parts))), *plan.constants, *plan.scratch, *map(Mean, plan.results), Divisor(None)}
         at = [(c.index, i) for c in plan.collectives for i in range(len(c.payloads))]
         placed = {kind(*place) for place in at for kind in (Sent, Received)}
         placed |= {Span(c, first, last) for c, first in at for d, last in at if c == d}

@@ -139,7 +139,7 @@ def gradients(rank: int, step: int = 0) -> dict[str, torch.Tensor]:
 
 def require_overlap(wire: ThreadWire, kind: str) -> None:
     mine = [what for rank, what in wire.hub.log if rank == wire.me]
-    assert f"{kind} 0" in mine[: mine.index("last gradient")], mine
+    assert kind in mine[: mine.index("last gradient")], mine
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -194,7 +194,7 @@ def test_wrapped_module(name, n):
             optimizer.step()
         mine = [what for rank, what in wire.hub.log if rank == wire.me]
         first = mine.index("last gradient")
-        assert any(what.startswith("all_") and what.endswith(" 0") for what in mine[:first]), mine
+        assert any(what.startswith("all_") for what in mine[:first]), mine
         return {name: p.detach() for name, p in module.named_parameters()}
 
     everyone = over_threads(n, body)

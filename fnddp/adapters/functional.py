@@ -50,7 +50,7 @@ def value_and_grad(
         sync: The pipeline.
         has_aux: Whether `loss_fn` returns auxiliary data beside the loss.
         wire: Who moves bytes; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Returns:

@@ -29,7 +29,7 @@ class jit:
     Args:
         sync: The pipeline. One that cannot be lowered runs as it is.
         wire: Who moves bytes; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     >>> from fnddp import allreduce, fp16

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fnddp.ir.program import Collective
-from fnddp.torch_private import UNSAFE_VIEWS, functional_collectives, schema
+from fnddp.torch_private import UNSAFE_VIEWS, functional_collectives
 from fnddp.wire.groups import live_name
 
 
@@ -50,10 +50,8 @@ def is_view(node: fx.Node) -> bool:
         return is_view(node.all_input_nodes[0])
     if node.target is take or node.target in UNSAFE_VIEWS:
         return True
-    found = schema(node.target)
-    return found is not None and any(
-        ret.alias_info is not None and not ret.alias_info.is_write for ret in found.returns
-    )
+    returned = getattr(getattr(node.target, "_schema", None), "returns", ())  # a Python function has none
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
 
 LIGHT = {"cpu": 2**20, "cuda": 2**24}

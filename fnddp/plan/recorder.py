@@ -16,7 +16,6 @@ from fnddp.torch_private import (
     Fakes,
     TorchDispatchMode,
     constant_of,
-    decomposed,
     device_of_fake,
     has_symbolic_size,
     is_dense_fake,
@@ -83,7 +82,7 @@ class Recorder(TorchDispatchMode):
             return (is_quick and device_of_fake(args[0])) or func(*args, **kwargs)
         if func not in self._whole:
             with self:
-                simpler = decomposed(func, args, kwargs)
+                simpler = func.decompose(*args, **kwargs)
             if simpler is not NotImplemented:
                 return simpler
             self._whole.add(func)

@@ -143,7 +143,7 @@ class Engine:
             lower_leaves, world=world, bucket_caps=bucket_caps, donation=donation, backend=backend
         )
         self._traces = Traces() if traces is None else traces
-        require_backend(backend, [leaf.device for leaf in self.leaves.values()])
+        require_backend(backend)
         self._needs_plans = backend is not None
         self._world = world
         self._device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core.tree import Leaves
-from fnddp.ir.program import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span
+from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
 from fnddp.run.inbox import Inbox
@@ -100,7 +100,7 @@ class Planned:
         self._memories = {path: registers.of(name) for path, name in plan.memories.items()}
         overwrites = frozenset(plan.overwrites_state)
         self._parts = [(register, part.index, part.index in overwrites) for register, part in registers.all(Part)]
-        self._results, self._ranks = registers.all(Mean), registers.all(Ranks)
+        self._results, self._ranks = registers.all(Mean), registers.all(Divisor)
         self._lying = [each for kind in (Sent, Received, Span) for each in registers.all(kind)]
         scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
         self._constants = registers.filled({**plan.constants, **scratch})
@@ -324,12 +324,7 @@ class Planned:
         try:
             with self._observer.launches(collective, self._stream), without_modes():
                 self._works[collective.index] = self._wire.start(
-                    collective.kind,
-                    buffer.send,
-                    buffer.receive,
-                    collective.op,
-                    collective.group,
-                    collective.index,
+                    collective.kind, buffer.send, buffer.receive, collective.op, collective.group
                 )
         except RuntimeError as error:
             raise self._failure(collective.index, error) from error

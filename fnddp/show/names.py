@@ -4,13 +4,13 @@ from typing import Any
 
 from fnddp.ir.program import (
     Collective,
+    Divisor,
     Grad,
     Held,
     Mean,
     Name,
     Operation,
     Part,
-    Ranks,
     Received,
     Scratch,
     Segment,
@@ -34,7 +34,7 @@ def name(of: Name) -> str:
             return f"grads[{text(path)}]"
         case Part(index):
             return f"state[{index}]"
-        case Ranks(group):
+        case Divisor(group):
             return "ranks" if group is None else f"ranks of {group}"
         case Sent(collective, position) | Received(collective, position):
             return f"c{collective}[{position}]"

@@ -1,4 +1,4 @@
-"""A pipeline as it stands, over any wire."""
+"""A pipeline without a plan, over any wire."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from fnddp.wire.protocol import Wire
 
 
 def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
-    """`sync`, whose collectives go over `wire`. Over torch.distributed, which torch.compile traces, it is `sync`."""
+    """Return `sync` with collectives over `wire`; itself over torch.distributed, which torch.compile traces."""
     if wire is C10D:
         return sync
 

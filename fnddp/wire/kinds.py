@@ -42,7 +42,7 @@ class Kind:
 
     Attributes:
         name: As errors and plans call it.
-        computes: Whether payloads are added up, or the largest is taken. Otherwise dtypes do not matter: it moves bytes.
+        computes: Whether payloads are added up, or the largest is taken. Otherwise it moves bytes of any dtype.
         sends_rows: Whether a rank sends a part to each rank, `[n, ...]`.
         receives_rows: Whether a rank gets a part from each rank, `[n, ...]`.
         operator: The functional collective that stands for it in a traced graph.
@@ -91,10 +91,8 @@ class Kind:
         """Return what all ranks receive, `[n, *result]`, of what they send, `[n, *payload]`; sums are in rank order."""
         if not self.computes:
             return sends.transpose(0, 1) if self.sends_rows else sends.expand(sends.shape[0], *sends.shape)
-        if op in (None, "sum"):
-            reduced = sum_in_rank_order(sends)
-        else:
-            reduced = sends.amax(0) if op == "max" else sends.amin(0)
+        computed = {"max": Tensor.amax, "min": Tensor.amin}.get(op or "sum")
+        reduced = sum_in_rank_order(sends) if computed is None else computed(sends, 0)
         return reduced if self.sends_rows else reduced.expand_as(sends)
 
     def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:

@@ -98,7 +98,7 @@ class ManagerWire(Elastic):
         with without_modes():
             return self._manager.participating_rank() or 0
 
-    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         """See `Wire.start`; its work does not raise."""
         _require_unnamed(group)
         self.require([kind])

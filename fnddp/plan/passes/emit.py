@@ -39,8 +39,8 @@ def emit(draft: Draft) -> Draft:
         segments.append(
             Segment(
                 slot=cut.slot,
-                needs=cut.needs,
-                waits=cut.waits,
+                needs=tuple(cut.needs),
+                waits=tuple(cut.waits),
                 inputs=tuple(code.inputs),
                 outputs=tuple(name_of(node, draft.names) for node in outputs),
                 frees=tuple(frees),

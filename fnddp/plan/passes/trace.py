@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fnddp.core import tree
 from fnddp.core.sync import groups_of, parts_of, require_means
-from fnddp.ir.program import Grad, Held, LoweringError, Name, Part, Ranks
+from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, Part
 from fnddp.ir.schedule import Phase
 from fnddp.plan.draft import Draft, Request
 from fnddp.plan.graph import placeholders, remove_dead
@@ -80,11 +80,11 @@ def trace(request: Request) -> Draft:
             ) from error
         raise
     remove_dead(graph)
-    inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Ranks, sizes)]
+    inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Divisor, sizes)]
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
-    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()), bool(world.asked))
+    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()))
 
 
 def sizes_of(request: Request) -> dict[str | None, int]:
