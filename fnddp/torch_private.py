@@ -389,11 +389,6 @@ def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node
     return made.node if isinstance(made, fx.Proxy) else made
 
 
-def constant_of(tensor: Tensor) -> Tensor | None:
-    """The tensor with values that a fake one stands for; None if it stands for none."""
-    return tensor.constant if isinstance(tensor, FakeTensor) else tensor
-
-
 def is_dense_fake(made: Any) -> bool:
     """Whether shape, strides, dtype and device are all there is to know of what an operation made."""
     is_plain = isinstance(made, FakeTensor) and made.constant is None and made.layout == torch.strided
@@ -403,11 +398,6 @@ def is_dense_fake(made: Any) -> bool:
 def has_symbolic_size(tensor: Any) -> bool:
     """Return whether a size or stride of `tensor` is a symbol."""
     return tensor._has_symbolic_sizes_strides
-
-
-def device_of_fake(tensor: Tensor) -> torch.device | None:
-    """Where a fake tensor says that it is, which dispatches when it is asked; None for another."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else None
 
 
 def like_of(tensor: Tensor) -> Any:

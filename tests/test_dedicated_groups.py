@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fnddp
-from fnddp.wire.c10d import C10D, with_dedicated_groups
+from fnddp.wire.c10d import C10D, dedicated_to, with_dedicated_groups
 from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=3)
 SECONDS = 60
+pytestmark = pytest.mark.thorough
 TWO_ROUNDS = ("two_shot", "powersgd(allreduce, rank=4)")
 
 
@@ -36,7 +37,7 @@ def require_means(models: list[nn.Module]) -> None:
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
 
 
-@pytest.mark.parametrize("text", ["allreduce", *TWO_ROUNDS])
+@pytest.mark.parametrize("text", TWO_ROUNDS)
 @on_ranks(2, 3, seconds=SECONDS)
 def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str) -> None:
     models = models_of(text)
@@ -128,6 +129,21 @@ def test_a_rank_that_does_not_set_up(rank: int) -> None:
             with pytest.raises(CollectiveError, match=r"could not be connected for fnddp: .* not come to this point"):
                 sync({"w": torch.ones(4)}, ())
     dist.barrier()
+
+
+def test_an_interrupt_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        monkeypatch.setattr("fnddp.wire.c10d.connect_again", interrupted)
+        for error in (KeyboardInterrupt, CollectiveError):
+            with pytest.raises(error):
+                dedicated_to(dist.GroupMember.WORLD, "this")
+    finally:
+        dist.destroy_process_group()
 
 
 class Fragile(nn.Sequential):

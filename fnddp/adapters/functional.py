@@ -14,8 +14,7 @@ from fnddp.core.tree import Leaves
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
-from fnddp.wire.c10d import C10D
-from fnddp.wire.eager import over
+from fnddp.wire.c10d import C10D, over
 from fnddp.wire.protocol import Wire
 
 T = TypeVar("T")  # the tree of parameters

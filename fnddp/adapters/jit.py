@@ -12,8 +12,7 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
 from fnddp.torch_private import is_transforming
-from fnddp.wire.c10d import C10D
-from fnddp.wire.eager import over
+from fnddp.wire.c10d import C10D, over
 from fnddp.wire.protocol import Wire
 
 T = TypeVar("T")  # of trees

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnddp.torch_private import connect_again, without_modes
 from fnddp.wire.gloo_messages import Messages, faster, is_gloo_on_cpu
-from fnddp.wire.groups import live_group, live_rank, live_size
+from fnddp.wire.groups import World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import CollectiveError, Wire, Work
 
@@ -69,6 +69,19 @@ class C10d:
 
 
 C10D = C10d()
+
+
+def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `sync` with collectives over `wire`; itself over torch.distributed, which torch.compile traces."""
+    if wire is C10D:
+        return sync
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with within(World(wire)):
+            return sync(*args, **kwargs)
+
+    return run
+
 
 # By the group over whose ranks they are, and by use: the name of each, or the reason that there is none.
 _dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[str]]]" = weakref.WeakKeyDictionary()

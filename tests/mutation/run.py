@@ -81,7 +81,7 @@ SUITES = {
     "plan": Suite(
         ("fnddp/plan/**/*.py", "fnddp/ir/*.py",),
         (
-            *("fnddp/plan", "tests/test_mutants.py", "tests/test_plan.py", "tests/test_engine.py"),
+            *("fnddp/plan", "tests/test_plan.py", "tests/test_engine.py"),
             *("tests/test_period.py", "tests/test_show.py", "tests/test_kinds.py", "tests/test_carriers.py"),
             *("tests/test_cost.py", "tests/test_step.py", "tests/test_stats.py", "tests/test_powersgd.py"),
             *("tests/test_backends.py", "tests/test_place.py", "tests/test_plan_cli.py"),
@@ -96,7 +96,7 @@ SUITES = {
     "run": Suite(
         ("fnddp/run/*.py",),
         (
-            *("tests/test_engine.py", "tests/test_mutants.py", "tests/test_stats.py", "tests/test_weights.py"),
+            *("tests/test_engine.py", "tests/test_stats.py", "tests/test_weights.py"),
             *("tests/test_functional.py", "tests/test_backward.py", "tests/test_step.py", "tests/test_elastic.py"),
             "tests/test_backends.py",
             *("tests/test_kinds.py", "tests/test_wire.py", "tests/test_module.py", "tests/test_schedules.py"),
@@ -129,7 +129,7 @@ SUITES = {
     "module": Suite(
         ("fnddp/adapters/module/*.py",),
         (
-            *("tests/test_stats.py", "tests/test_backward.py", "tests/drop_in/test_names.py", "tests/test_mutants.py"),
+            *("tests/test_stats.py", "tests/test_backward.py", "tests/drop_in/test_names.py"),
             *("tests/drop_in/test_tools.py", "tests/drop_in/test_changes_after_wrapping.py"),
             *("tests/test_module_refusals.py", "tests/test_elastic.py", "tests/drop_in/test_state.py"),
             "tests/test_functional.py",

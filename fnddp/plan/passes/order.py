@@ -35,9 +35,9 @@ from fnddp.plan.graph import (
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """When a node runs: slot by slot, collectives of earlier rounds first, leaves as they arrive.
+    """The place of a node in the order: slot by slot, collectives of earlier rounds first, leaves as they arrive.
 
-    What only a mean needs comes after what the state needs: a mean may then lie where its gradient was remembered.
+    Nodes that only a mean needs follow those of the state: a mean may then take the memory of its gradient's residual.
     """
 
     slot: int
@@ -48,7 +48,7 @@ class Position:
 
 
 def order(draft: Draft) -> Draft:
-    """Sorts the nodes of a combined graph and cuts them where something must be there first, or is sent."""
+    """Sort the nodes of a combined graph, and cut them where something must be there first, or is sent."""
     graph, paths = draft.graph, draft.paths
     positions, reading = _positions(graph, paths, draft.request.buckets)
     outputs = output_nodes(graph)
@@ -69,7 +69,7 @@ def order(draft: Draft) -> Draft:
 def _positions(
     graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
 ) -> tuple[dict[fx.Node, Position], dict[fx.Node, float]]:
-    """When each node runs, and the last leaf that it depends on, by its place in the order of arrival."""
+    """Return the position of each node, and the last leaf that it depends on, by its place in the order of arrival."""
     arrival = {path: float(place) for place, path in enumerate(buckets)}
     last_of = {bucket: arrival[path] for path, bucket in buckets.items()}
     end_of = {arrival[path]: last_of[bucket] for path, bucket in buckets.items()}
@@ -103,10 +103,10 @@ def _positions(
 
 
 def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) -> list[fx.Node]:
-    """`nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf.
+    """Return `nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf.
 
-    Views, which cost nothing, as soon as they can, and light ones of a kind as soon as all of them can: heavy ones may
-    wait for them, whose inputs take memory meanwhile.
+    Views, which cost nothing, run as soon as they can, and light ones of a kind as soon as all of them can: heavy ones
+    may wait for them, whose inputs take memory meanwhile.
     """
     index = {node: i for i, node in enumerate(nodes)}
     lacking = {node: sum(source in index for source in node.all_input_nodes) for node in nodes}

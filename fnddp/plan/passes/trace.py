@@ -32,7 +32,7 @@ _one_at_a_time = threading.Lock()  # fake tensors change settings of the whole p
 
 
 def trace(request: Request) -> Draft:
-    """Traces one exchange of the pipeline, without what only `sent` needs.
+    """Trace one exchange of the pipeline, without what only `sent` needs.
 
     Raises:
         LoweringError: The pipeline reads values of tensors, or holds foreign code. Other errors are its own.
@@ -88,6 +88,6 @@ def trace(request: Request) -> Draft:
 
 
 def sizes_of(request: Request) -> dict[str | None, int]:
-    """The groups over which means are taken, and how many ranks they have: rows of payloads are shaped for those."""
+    """Return the groups over which means are taken, and their sizes, for which rows of payloads are shaped."""
     with within(request.world):
         return {} if is_alone() else {group: world_size(group) for group in groups_of(request.sync)}
