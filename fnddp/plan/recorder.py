@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of the operation, from an earlier one like it unless it writes in place or makes several."""
+        """Return the result of the operation, from an earlier one like it if it makes one tensor or view."""
         makes_view = makes_one_view(func)
         if not makes_view and not makes_one_tensor(func):
             return func(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Weighted means of gradients.
 
 A weighted mean is the plain mean of gradients that are scaled before anything else is done with them: by n w / W, with
-n ranks, this rank's weight w, and the sum of all weights W. So the residual of a lossy pipeline is already weighted, and
-is sent whatever the weight of the next step.
+n ranks, this rank's weight w, and the sum of all weights W. So the residual of a lossy pipeline is already weighted,
+and is sent whatever the weight of the next step.
 """
 
 import math

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent
 from fnddp.plan.draft import Donation, Draft, Placement
-from fnddp.plan.graph import is_light, is_view, launch, launch_of, output_nodes, placeholders, value
+from fnddp.plan.graph import is_light, is_tensor, is_view, launch, launch_of, output_nodes, placeholders, value
 from fnddp.torch_private import elementwise_out
 from fnddp.wire.in_order import SUM, SUM_INTO
 
@@ -75,12 +75,8 @@ class _Memories:
                 self._last_read[self.memory(node)] = float("inf")
         self._means = means
         parts = parts[: len(state)]  # the other inputs are numbers
-        self.mean_of = {
-            self.memory(node): path for path, node in zip(paths, means, strict=True) if isinstance(node, fx.Node)
-        }
-        self.part_of = {
-            self.memory(node): part for node, part in zip(state, parts, strict=False) if isinstance(node, fx.Node)
-        }
+        self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
+        self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
         self.remembered = _read_together(self.leaves, parts)
         self._targets: dict[fx.Node, fx.Node | Name] = {}
         self._overwritten: set[fx.Node] = set()
@@ -144,7 +140,7 @@ class _Memories:
         )
 
     def _payload(self, node: fx.Node) -> Sent | None:
-        """Return the one payload that `node` becomes, maybe through an operation that writes over it; no other reads it.
+        """Return the one payload that `node` becomes, maybe through an operation that writes over it.
 
         A product would be slower with gaps between rows.
         """
