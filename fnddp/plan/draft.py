@@ -13,7 +13,7 @@ from fnddp.wire.groups import World
 
 @dataclass(frozen=True)
 class Donation:
-    """What a step may write over.
+    """Memory that a step may write over.
 
     Attributes:
         gradients: "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them).
@@ -58,16 +58,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where results are written.
+    """The memory of results.
 
     Attributes:
         payloads: The payloads that a node is copied to, as (collective, position).
-        targets: What the result of a node is written over: another node's memory, a payload, or the memory of a mean.
-        lies_in: The memory in which a result lies, where that is not its own.
+        targets: Memory that the result of a node is written over: another node's, a payload, or that of a mean.
+        lies_in: The memory of a result, where that is not its own.
         overwritten: The inputs of the graph that are written over.
         scratch: Memory of the plan's own for results that many operations make at once.
         results: Leaves whose mean has memory of its own.
-        memories: For leaves what is free to be that memory in the next step: a node, or that memory.
+        memories: For leaves the memory of their mean in the next step: a node, or the same.
     """
 
     payloads: dict[fx.Node, list[tuple[int, int]]]

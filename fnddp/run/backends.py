@@ -1,4 +1,4 @@
-"""What runs the segments of a plan: Python, or on request what Inductor makes of them."""
+"""Segments of a plan as Python or, on request, Inductor runs them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -38,7 +38,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kind:
-    """What plans, wires, costs and simulations know of a collective. Each kind is one value.
+    """A collective as plans, wires, costs and simulations know it. Each kind is one value.
 
     Attributes:
         name: As errors and plans call it.
