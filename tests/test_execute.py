@@ -1,8 +1,6 @@
 """Runners and the engine on gloo processes: late, missing and wrong gradients, ranks that fail, hang or die."""
 
-import os
 import random
-import signal
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +33,6 @@ from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.simulate.ranks import run_threads
 from fnddp.wire.protocol import CollectiveError
-from tests.forks import forks
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
 
@@ -363,63 +360,6 @@ def test_a_rank_that_never_comes(rank: int, text: str, make_grads: Any, fed: int
             with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
                 engine.start(state)
     dist.barrier()  # on the default group: rank 1 waits here
-
-
-def dying_rank(rank: int, port: int, text: str, make_grads: Any, fed: int, how: str, results: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=10))
-    sync = fnddp.parse(text)
-    engine = make_engine(sync, make_grads(rank))
-    state = sync.init(make_grads(rank))
-    try:
-        for step in range(3):
-            engine.start(state)
-            for i, (path, grad) in enumerate(make_grads(rank, step).items()):
-                if rank == 1 and step == 1 and i == fed:
-                    os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-                engine.feed(path, grad)
-            if rank == 1 and step == 1:
-                os.kill(os.getpid(), signal.SIGKILL)  # everything is sent, nothing is agreed on
-            engine.finish()
-            state = engine.state
-        results.put("no error")
-    except BaseException as error:
-        engine.fail(error)
-        results.put(f"{type(error).__name__}: {error}")
-    results.close()
-    results.join_thread()
-    os._exit(0)  # gloo's threads may not join a dead peer
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("text", "make_grads", "fed", "how"),
-    [
-        (COMPRESSED, model_grads, 0, "exit"),
-        ("allreduce", model_grads, 4, "kill"),
-        ("fp16(allreduce)", large_grads, 2, "kill"),
-    ],
-)
-def test_a_rank_that_dies(text, make_grads, fed, how):
-    context = forks()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = context.Queue()
-    processes = [
-        context.Process(target=dying_rank, args=(rank, store.port, text, make_grads, fed, how, results), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        said = results.get(timeout=90)
-        assert said.startswith(("CollectiveError: all_reduce", "CollectiveError: the ranks could not end the step"))
-        assert "Another rank has failed, left, or not called backward; see its own error" in said
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 # A pipeline that cannot be lowered

@@ -135,13 +135,6 @@ def test_wrong_sizes(sizes, message):
         period(fnddp.parse(LOSSY[0]), {"w": torch.empty(8, 2)}, world_size=sizes)
 
 
-def test_one_number_where_it_is_clear():
-    params = {"w": torch.empty(8, 2)}
-    assert {c.world_size for c in fnddp.lower(fnddp.parse(LOSSY[0]), params, world_size=1).collectives} == {1}
-    assert {c.world_size for c in fnddp.lower(hierarchical(none, intra="a"), params, world_size=4).collectives} == {4}
-    assert fnddp.lower(fnddp.all_reduce("a"), params, world_size={"a": 4}).collectives[0].world_size == 4
-
-
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 def test_integers_are_divided_once(shard, dtype):

@@ -90,23 +90,6 @@ def test_in_a_module(rank, registers):
         require_equal(wrapped.parameters())
 
 
-@pytest.mark.thorough
-@on_ranks(2)
-def test_with_value_and_grad(rank):
-    module = network(rank)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-
-    def loss_of(params, x):
-        return torch.func.functional_call(module, params, x).square().mean()
-
-    step_of, state = fnddp.value_and_grad(loss_of, SYNC), SYNC.init(params)
-    for step in range(STEPS):
-        _, grads, state = step_of(params, state, batch(rank, step))
-        assert all(grad.isfinite().all() for grad in grads.values())
-        params = {name: p - 0.1 * grads[name] for name, p in params.items()}
-        require_equal(params.values())
-
-
 @pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(allreduce))"])
 def test_where_works_are_always_ready_launches_are_the_programs(text):
     """As on CUDA, whose streams order what is launched: nothing depends on when the host looks."""

@@ -67,14 +67,6 @@ def test_own_carriers_keep_the_laws(name, n, grads):
 MATRICES = {"a": torch.empty(1 << 18, device="meta"), "b": torch.empty(1 << 18, device="meta")}  # 1 MiB each
 
 
-def test_bytes_of_topk():
-    plan = fnddp.lower(OWN["topk"], MATRICES, world_size=1024)
-    kept = 26214  # a tenth of 2 ** 18
-    assert plan.wire_bytes == 2 * kept * (4 + 4)
-    assert sum(c.link_bytes for c in plan.collectives) == 1023 * plan.wire_bytes
-    assert [(c.kind.name, c.slot, c.depth) for c in plan.collectives] == [("all_gather", 0, 0), ("all_gather", 1, 0)]
-
-
 def test_bytes_of_two_shot():
     plan = fnddp.lower(OWN["two_shot"], MATRICES, world_size=1024)
     blocks = 2**18 // 64  # each of 64 bytes and a float32; each rank owns 4 of them
@@ -86,14 +78,6 @@ def test_bytes_of_two_shot():
     ]
     exact = 2 * (blocks * 68 * 1023 / 1024 + 4 * 68 * 1023)
     assert sum(c.link_bytes for c in plan.collectives) == exact
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_own_carriers_survive_zeros(name):
-    with within(World(AloneWire())):
-        mean, state = OWN[name]({"w": torch.zeros(100)}, OWN[name].init({"w": torch.zeros(100)}))
-    assert not mean["w"].any()
-    assert not state.residual["w"].any()
 
 
 def backward_of(wire: ThreadWire, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -215,7 +199,7 @@ def test_fewer_ranks_take_part_without_lowering_again():
 
     def body(wire):
         engine = engine_for(fnddp.allreduce, grads, wire)
-        means = []
+        means, plans = [], {}
         for active in (3, 2, 3):
             barrier.wait()
             wire.hub.active = active
@@ -223,7 +207,8 @@ def test_fewer_ranks_take_part_without_lowering_again():
             if wire.me < active:
                 mine = {path: leaf * (wire.me + 1) for path, leaf in grads.items()}
                 means.append(engine_step(engine, (), mine, random.Random(0)).mean)
-        assert len(engine._prepared) == 1
+                plans[id(engine.plan)] = engine.plan
+        assert len(plans) == 1
         return means
 
     first, second, _ = over_threads(3, body)

@@ -18,12 +18,7 @@ SECONDS = 20
 
 
 class Hub:
-    """Where ranks meet.
-
-    Attributes:
-        active: How many ranks take part from the next step on: the first ones.
-        log: What was started, and by whom, in the order in which it was.
-    """
+    """Where ranks meet: the first `active` ones in the next step. The log has their ranks and what they started."""
 
     def __init__(self, ranks: int, delay: float = 0.0) -> None:
         self.active = ranks

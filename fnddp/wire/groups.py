@@ -84,7 +84,6 @@ def world_size(group: str | None) -> int:
         ValueError: A plan is made for groups of other names.
     """
     world = current()
-    world = current()
     if world is None:
         return live_size(group)
     if world.simulated is not None:
