@@ -3,7 +3,7 @@
 import gc
 import random
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -219,32 +219,23 @@ def test_second_rounds_go_behind_the_next_buckets_first_one():
     assert slots == sorted(slots)
 
 
-@cache
-def first_state(text: str) -> Any:
+@pytest.fixture(scope="module")
+def first_steps() -> list[tuple[fnddp.Sync, Any, Traces]]:
+    """Pipelines and states: whatever is donated, the trace is the same."""
     with within(World(size=2)):
-        return fnddp.parse(text).init(grads("model", 0))
-
-
-@cache
-def first_traces(text: str) -> Traces:
-    """Of the first step: whatever is donated, and in whatever buckets, the trace is the same."""
-    return Traces()
-
-
-def plan_of(text: str, donation: Donation, caps: tuple[float, float]) -> Plan:
-    """What two ranks do in the first step."""
-    specs, state, traces = specs_of(grads("model", 0)), first_state(text), first_traces(text)
-    options = {"world": World(size=2), "bucket_caps": caps, "donation": donation}
-    return lower_leaves(fnddp.parse(text), specs, state, traces=traces, **options)
+        return [(sync, sync.init(grads("model", 0)), Traces()) for sync in map(fnddp.parse, EXAMPLES.values())]
 
 
 @pytest.mark.parametrize("donation", DONATIONS, ids=str)
-def test_what_is_needed_is_there(donation):
-    """Every segment reads only what segments before it, or gradients and collectives it waits for, have made."""
-    for text in EXAMPLES.values():
-        leaves = grads("model", 0)
-        plan = plan_of(text, donation, SMALL_BUCKETS)
-        parts, _ = tree.flatten_any(first_state(text))
+def test_segments_read_what_is_there_and_overwrite_what_they_may(first_steps, donation):
+    """A step that fails on another rank leaves the state alone, and gradients that are donated at the end."""
+    for sync, state, traces in first_steps:
+        options = {"world": World(size=2), "bucket_caps": SMALL_BUCKETS, "donation": donation, "traces": traces}
+        plan = lower_leaves(sync, specs_of(grads("model", 0)), state, **options)
+        assert not plan.overwrites_state or donation.state
+        assert not plan.overwrites or donation.gradients != "no"
+        kept = (Part, Grad) if donation.gradients == "at_end" else (Part,)
+        parts, _ = tree.flatten_any(state)
         there = {*map(Part, range(len(parts))), *plan.constants, *plan.scratch, *map(Mean, plan.results), Divisor(None)}
         at = [(c.index, i) for c in plan.collectives for i in range(len(c.payloads))]
         placed = {kind(*place) for place in at for kind in (Sent, Received)}
@@ -264,22 +255,11 @@ def test_what_is_needed_is_there(donation):
                 launched.add(segment.launches.index)
             if segment.commits:
                 assert waited == set(range(len(plan.collectives)))
+            else:
+                assert not any(isinstance(operation.written, kept) for operation in segment.operations)
         wanted = {*plan.means.values(), *(part for part in plan.state if not isinstance(part, int))}
-        assert wanted <= there | placed | arrived | set(map(Grad, leaves))
+        assert wanted <= there | placed | arrived | set(map(Grad, plan.leaves))
         assert launched == set(range(len(plan.collectives)))
-
-
-@pytest.mark.parametrize("donation", DONATIONS, ids=str)
-def test_nothing_is_written_over_before_the_step_is_agreed_on(donation):
-    """A step that fails on another rank leaves the state alone, and gradients that are donated at the end."""
-    for text in EXAMPLES.values():
-        plan = plan_of(text, donation, (MB, 25 * MB))
-        assert not plan.overwrites_state or donation.state
-        assert not plan.overwrites or donation.gradients != "no"
-        kept = (Part, Grad) if donation.gradients == "at_end" else (Part,)
-        for segment in plan.segments:
-            for operation in () if segment.commits else segment.operations:
-                assert not isinstance(operation.written, kept)
 
 
 # What many small leaves cost

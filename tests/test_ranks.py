@@ -1,8 +1,5 @@
 """The test bed itself: a failing rank and a hanging rank are reported, with every rank's traceback."""
 
-import os
-import signal
-import subprocess
 import time
 
 import pytest
@@ -63,29 +60,3 @@ def test_a_hang_is_ended_and_shows_where():
     with pytest.raises(TimeoutError, match="hang_on_one"):
         pool.run(2, hang_on_one, timeout=2)
     assert not pool.alive
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_fork_ends_with_the_process_that_it_stands_for(python: str, number: signal.Signals) -> None:
-    sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with subprocess.Popen([python, "-c", sleeps], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            fork = int(process.stdout.readline())
-            process.send_signal(number)
-            assert process.wait(timeout=60) == -number
-        finally:
-            process.kill()
-    deadline = time.monotonic() + 60
-    while is_alive(fork) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(fork)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
