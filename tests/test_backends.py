@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import LoweringError, allreduce, lower
-from fnddp.ir.program import Received, Sent
 from fnddp.run.backends import segments_of
-from fnddp.run.memory import Buffer
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.thorough
@@ -124,29 +122,3 @@ def test_what_lies_in_one_buffer_shares_no_storage_for_inductor(rank: int, text:
     assert shared
     assert not any(shared)
     torch.testing.assert_close(given["inductor"], given[None], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("views_apart", [False, True])
-def test_whoever_holds_memory_of_a_buffer_is_seen(views_apart: bool) -> None:
-    grads = {
-        "w": torch.ones(6, 5),
-        "scale": torch.tensor(2.0),
-        "empty": torch.empty(0, 3),
-        "half": torch.ones(3).half(),
-    }
-    for sync in (allreduce, fnddp.parse("quantize(two_shot, bits=4)"), fnddp.parse("sign(allgather)")):
-        for collective in lower(sync, grads, world_size=2).collectives:
-            buffer = Buffer(collective, views_apart=views_apart)
-            for kind in (Sent, Received):
-                for position, payload in enumerate(collective.payloads):
-                    view = buffer.view(kind(collective.index, position))
-                    assert view.dtype == payload.dtype
-                    assert not buffer.is_held
-                    if view.numel():
-                        held = view.data
-                        assert buffer.is_held
-                        del held
-            held = buffer.receive[:1]
-            assert buffer.is_held
-            del held
-            assert not buffer.is_held

@@ -392,7 +392,7 @@ def check_nothing_arrives(rank: int, sync: fnddp.Sync) -> None:
         assert bits(state) == bits(expected)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2])
 def test_a_step_without_gradients_is_none_without_a_plan_too(n):
     run_threads(n, check_nothing_arrives, EAGER)
 

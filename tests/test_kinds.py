@@ -167,24 +167,9 @@ def test_launched_before_the_last_gradient_and_before_the_commit(kind):
     assert not any(plan.segments[i].launches for i in committing)
 
 
-def foreign(leaf: torch.Tensor, how: str) -> torch.Tensor:
-    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name if dist.is_initialized() else "default"
-    flat = leaf.reshape(-1)
-    if how == "uneven":
-        # Rank 0 gets all but one element of everybody, the others what is left.
-        n, first = collectives.world_size(None), flat.numel() - collectives.world_size(None) + 1
-        sent = [first] + [1] * (n - 1)
-        received = [sent[collectives.rank(None)]] * n
-        result = ops.all_to_all_single(flat, received, sent, name)
-        return functional_collectives.wait_tensor(result)[0] + 0 * leaf
-    return functional_collectives.wait_tensor(ops.broadcast(flat, 0, name)).reshape(leaf.shape)
-
-
 @fnddp.transform
 class outlandish(fnddp.Sync):
-    """Calls collectives that are none of the kinds."""
-
-    how: str
+    """Calls a collective that is none of the kinds."""
 
     ops = frozenset({"mean"})
     groups = frozenset({None})
@@ -193,14 +178,15 @@ class outlandish(fnddp.Sync):
         return ()
 
     def exchange(self, leaves, state):
-        made = {path: foreign(leaves[path], self.how) for path in sorted(leaves)}
-        return Exchange({path: made[path] for path in leaves}, leaves, state)
+        name = dist.group.WORLD.group_name if dist.is_initialized() else "default"
+        made = {path: functional_collectives.broadcast(leaves[path], 0, name) for path in sorted(leaves)}
+        mean = {path: functional_collectives.wait_tensor(made[path]) for path in leaves}
+        return Exchange(mean, leaves, state)
 
 
-@pytest.mark.parametrize("how", ["uneven", "broadcast"])
-def test_what_is_no_kind_is_not_lowered(how):
+def test_what_is_no_kind_is_not_lowered():
     with pytest.raises(fnddp.LoweringError, match="no place in a schedule"):
-        fnddp.lower(outlandish(how), {"w": torch.empty(12)}, world_size=4)
+        fnddp.lower(outlandish(), {"w": torch.empty(12)}, world_size=4)
 
 
 @fnddp.transform
@@ -218,7 +204,7 @@ class local(fnddp.Sync):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sync", [outlandish("uneven"), outlandish("broadcast"), local()], ids=repr)
+@pytest.mark.parametrize("sync", [outlandish(), local()], ids=repr)
 @on_ranks(2, 3)
 def test_steps_without_planned_collectives_vote(rank, sync):
     """In a step in which the first rank alone has the first leaf, and nobody the second, and in one that fails."""
