@@ -119,9 +119,10 @@ def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None =
         try:
             made.set_result(connect_again(group, f"{group.group_name}/{use}", timeout).group_name)
         except BaseException as error:
+            reason = str(error) or type(error).__name__
             made.set_exception(
                 CollectiveError(
-                    f"the ranks of process group {group.group_name!r} could not be connected for {use}: {error!r}. All "
+                    f"the ranks of process group {group.group_name!r} could not be connected for {use}: {reason}. All "
                     "of its ranks must do so, for pipelines in the same order; another rank has failed, left, or not "
                     "come to this point; see its own error"
                 )
