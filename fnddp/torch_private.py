@@ -1,4 +1,4 @@
-"""Every private name of torch that the library uses, and why: what a new release of torch may break.
+"""Every private name of torch that the library uses, and why: a new release of torch may break these.
 
 `import torch` alone imports what is imported at the top. What pulls in torch._dynamo or sympy, which takes seconds, is
 imported by the function that needs it.
@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -61,27 +62,24 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Autograd's engine.
 
 
-def is_profiling() -> bool:
-    """Whether one of torch's profilers records what this thread does. What it is told otherwise costs microseconds."""
-    return _C._autograd._profiler_enabled()
-
+is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled
+"""Whether one of torch's profilers records what this thread does. Ranges for it cost microseconds otherwise."""
 
 current_backward: Callable[[], int] = _C._current_graph_task_id
 """The number of the backward that runs in this thread; -1 outside of one."""
 
 
-def next_node_number() -> int:
-    """Return the number that the next node of a graph gets in this thread."""
-    return _C._autograd._get_sequence_nr()
+next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr
+"""The number that the next node of a graph gets in this thread."""
 
 
 def is_within_backward() -> bool:
-    """Whether a backward runs in this thread."""
+    """Return whether a backward runs in this thread."""
     return current_backward() != -1
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> None:
-    """Has the backward that runs call `callback` when it is over, unless it raises."""
+    """Have the backward that runs call `callback` when it is over, unless it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -108,28 +106,23 @@ _OF_FUNCTIONS = {
 }
 
 
-def will_execute(node: Any) -> bool:
-    """Whether the backward that runs will run `node`.
-
-    Raises:
-        RuntimeError: `torch.autograd.grad` returns what would come there.
-    """
-    return _C._will_engine_execute_node(node)
+will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
+"""Whether the backward that runs will run a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
 
 
 def is_compiled_autograd() -> bool:
-    """Whether a backward that began here would be compiled, or the one that runs is."""
+    """Return whether a backward that began here would be compiled, or the one that runs is."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # nobody has turned it on without an import
     return compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Within it writing to `tensors` goes unnoticed by a backward that has saved them."""
+    """Let the block write to `tensors` unnoticed by a backward that has saved them."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether forward-mode AD differentiates with respect to `tensor`; outside of it `unpack_dual` raises."""
+    """Return whether forward-mode AD differentiates with respect to `tensor`; outside of it `unpack_dual` raises."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -137,7 +130,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many tensors, views included, share the memory of `tensor`, as torch's CUDA graph trees ask it."""
+    """Return the number of tensors, views included, that share the memory of `tensor`, as CUDA graph trees count it."""
     if _C._storage_Use_Count(_C._storage_address(tensor)) == 1:
         return 1
     storage = tensor.untyped_storage()  # which is one more, and stays there: an object for Python's collector
@@ -145,10 +138,7 @@ def storage_use_count(tensor: Tensor) -> int:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Return whether another library owns the memory of `tensor`, or has been given it: numpy, or a DLPack producer.
-
-    torch may not grow such memory, which is how it marks it.
-    """
+    """Return whether another library (numpy, or one that speaks DLPack) shares the memory, which torch may not grow."""
     return not tensor.untyped_storage().resizable()
 
 
@@ -161,48 +151,47 @@ def is_held(tensor: Tensor) -> bool:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Within it no operation is cast, on any device: autocast would compute factors in half precision."""
+    """Cast no operation in the block, on any device: autocast would compute factors in half precision."""
     return _without_known_autocasts() if torch.compiler.is_compiling() else _C._DisableAutocast()
 
 
 @contextmanager
 def _without_known_autocasts() -> Generator[None]:
-    # Dynamo cannot trace the other one.
+    # Dynamo cannot trace `_DisableAutocast`.
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
 def has_modes() -> bool:
-    """Whether a TorchDispatchMode sees what this thread runs."""
+    """Return whether a TorchDispatchMode sees what this thread runs."""
     return _C._len_torch_dispatch_stack() > 0
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Within it no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
-    return _disable_current_modes()
+without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""A context in which no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
 
 
 # torch.func.
 
 
 def is_transforming() -> bool:
-    """Whether this runs inside a torch.func transform."""
+    """Return whether this runs inside a torch.func transform."""
     return peek_interpreter_stack() is not None
 
 
 def is_differentiating() -> bool:
-    """Whether the innermost transform is one that differentiates."""
+    """Return whether the innermost transform is one that differentiates."""
     interpreter = peek_interpreter_stack()
     return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
 
 
 def is_batching() -> bool:
-    """Whether one of the transforms is vmap."""
+    """Return whether one of the transforms is vmap."""
     return any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ())
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the innermost vmap that this runs in maps over a dimension of `tensor`."""
+    """Return whether the innermost vmap that this runs in maps over a dimension of `tensor`."""
     return is_batchedtensor(tensor) and maybe_get_level(tensor) == maybe_current_level()
 
 
@@ -213,7 +202,7 @@ DIFFERENTIATES_INFERENCE = _IS_2_13
 
 
 def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.view(dtype)`, also under vmap in versions of torch that have no rule for it there."""
+    """Return `tensor.view(dtype)`, also under vmap in versions of torch that have no rule for it there."""
     return tensor.view(dtype) if _IS_2_13 or not is_batching() else _Reinterpreted.apply(tensor, dtype)
 
 
@@ -233,7 +222,7 @@ class _Reinterpreted(torch.autograd.Function):
 
 
 def tracks_gradient(tensor: Tensor) -> bool:
-    """Whether a torch.func transform takes derivatives with respect to `tensor`."""
+    """Return whether a torch.func transform takes derivatives with respect to `tensor`."""
     while is_functorch_wrapped_tensor(tensor):
         if is_gradtrackingtensor(tensor):
             return True
@@ -245,25 +234,17 @@ def tracks_gradient(tensor: Tensor) -> bool:
 
 
 def constant_for_dynamo(function: _F) -> _F:
-    """Dynamo calls `function` while it traces, and bakes in what it returns.
-
-    What torch.compiler.assume_constant_result does, without its import of all of torch._dynamo.
-    """
+    """Have Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
-def untraced(function: _F) -> _F:
-    """Dynamo runs `function`, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
-    return _disable_dynamo(function)
+untraced: Any = torch._disable_dynamo
+"""Has Dynamo run a function, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
 
+untraced_itself: Any = partial(untraced, recursive=False)
+"""Has Dynamo run a function as it stands; what it calls may be traced."""
 
-def untraced_itself(function: _F) -> _F:
-    """Dynamo runs `function` as it stands, and may trace what it calls."""
-    return _disable_dynamo(function, recursive=False)
-
-
-_disable_dynamo: Any = torch._disable_dynamo
 is_differentiating = constant_for_dynamo(is_differentiating)
 is_batching = constant_for_dynamo(is_batching)
 
@@ -275,19 +256,12 @@ functional_collectives: Any = torch.ops._c10d_functional
 
 
 def live_group(name: str | None) -> dist.ProcessGroup:
-    """The process group of that name; None for the default one. dist has no way from a name to a group."""
+    """Return the process group of that name, for which dist has no function; None: the default one."""
     return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
-def group_size(name: str) -> int:
-    """By name, since Dynamo cannot trace the resolution of a named group."""
-    return c10d._get_group_size_by_name(name)  # pyright: ignore[reportArgumentType]
-
-
-def backend_timeout(group: dist.ProcessGroup) -> timedelta:
-    """After how long a collective of `group` on the CPU fails."""
-    backend: Any = group._get_backend(torch.device("cpu"))
-    return backend.options._timeout
+group_size: Any = c10d._get_group_size_by_name
+"""By name, since Dynamo cannot trace the resolution of a named group."""
 
 
 def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -302,39 +276,33 @@ def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None
     """
     ranks = dist.get_process_group_ranks(group)
     helper: Any = c10d._new_process_group_helper
+    backend: Any = None if timeout else group._get_backend(torch.device("cpu"))
     store: Any = c10d._world.pg_map[group][1]
     store = store.clone()  # while one thread waits for a key, no other can use the same store
     connected: Any = helper(
-        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=timeout or backend_timeout(group)
+        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=timeout or backend.options._timeout
     )[0]
     c10d._world.pg_group_ranks[connected] = {rank: position for position, rank in enumerate(ranks)}
     return connected
 
 
-def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], nbytes: int, source: int) -> None:
-    """Broadcasts many tensors in messages of `nbytes`."""
-    coalesced: Any = dist._broadcast_coalesced
-    coalesced(group, tensors, nbytes, source)
-
+broadcast_coalesced: Any = dist._broadcast_coalesced
+"""Broadcasts a list of tensors over a group, in messages of so many bytes, from a rank of the group."""
 
 # Tracing.
 
 ReadsValue = DataDependentOutputException, DynamicOutputShapeException
-"""What tracing on fake tensors raises where a program reads the values of tensors."""
+"""Errors of tracing on fake tensors where a program reads the values of tensors."""
 
 HasNoFake = UnsupportedOperatorException, UnsupportedFakeTensorException
-"""What it raises where an operation has no fake kernel."""
+"""Errors of tracing where an operation has no fake kernel."""
 
 UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}
 """Operations without a view annotation in their schema that are views all the same."""
 
 
 class Fakes:
-    """Tensors without values, and ints whose comparisons are written down: the arguments of one trace.
-
-    Attributes:
-        mode: To be entered where fake tensors are made or used.
-    """
+    """The arguments of one trace: tensors without values, in `mode`, and ints whose comparisons are recorded."""
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -350,23 +318,23 @@ class Fakes:
         self._symbols: list[sympy.Symbol] = []
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """One like `tensor`."""
+        """Return a fake tensor like `tensor`."""
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def dense(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One without views, quicker than by asking for it."""
+        """Return a fake tensor without views, quicker than by an operation."""
         with _C._DisableTorchDispatch():
             memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(self.mode, memory, device)
 
     def view(self, base: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
-        """A view of `base`, `offset` elements further on, quicker than by asking for it."""
+        """Return a view of `base`, `offset` elements further on, quicker than by an operation."""
         with _C._DisableTorchDispatch():
             memory = torch.as_strided(base, shape, stride, base.storage_offset() + offset)
         return FakeTensor(self.mode, memory, base.device)
 
     def number(self, value: int) -> Any:
-        """A symbol that is `value` where the trace needs to know."""
+        """Return a symbol that is `value` in comparisons."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -375,7 +343,7 @@ class Fakes:
         return self._shapes.create_symintnode(self._symbols[-1], hint=value, source=source)
 
     def holds(self) -> Callable[[Sequence[int]], bool]:
-        """Whether all comparisons in the trace would come out as they did, for other numbers in the order made."""
+        """Return a function of numbers, in the order made: whether all comparisons of the trace hold for them."""
         import sympy
         from torch.utils._sympy.printers import PythonPrinter
 
@@ -390,7 +358,7 @@ class Fakes:
 
 @contextmanager
 def refusing_compiled() -> Generator[None]:
-    """Within it a function of torch.compile raises, as in a trace of fx: its kernels are no operations of aten."""
+    """Have functions of torch.compile raise, as in a trace of fx: their kernels are no operations of aten."""
     of_thread: Any = getattr(_symbolic_trace, "_is_fx_tracing_context", None)  # torch 2.15 has it
     if of_thread is not None:
         with of_thread(True):
@@ -406,7 +374,7 @@ def refusing_compiled() -> Generator[None]:
 
 
 def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:
-    """A node of `graph` that computes a symbolic number from those of its symbols; a number if there are none in it."""
+    """Return a node of `graph` that computes a symbolic number from those of its symbols, or a number without any."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -416,30 +384,18 @@ def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node
     return made.node if isinstance(made, fx.Proxy) else made
 
 
-def constant_of(tensor: Tensor) -> Tensor | None:
-    """The tensor with values that a fake one stands for; None if it stands for none."""
-    return tensor.constant if isinstance(tensor, FakeTensor) else tensor
-
-
 def is_dense_fake(made: Any) -> bool:
-    """Whether shape, strides, dtype and device are all there is to know of what an operation made."""
+    """Return whether shape, strides, dtype and device determine what an operation made."""
     is_plain = isinstance(made, FakeTensor) and made.constant is None and made.layout == torch.strided
     return is_plain and not (made.is_conj() or made.is_neg() or made.storage_offset())
 
 
-def has_symbolic_size(tensor: Tensor) -> bool:
-    """Whether a size or stride of `tensor` is a symbol."""
-    private: Any = tensor
-    return private._has_symbolic_sizes_strides
-
-
-def device_of_fake(tensor: Tensor) -> torch.device | None:
-    """Where a fake tensor says that it is, which dispatches when it is asked; None for another."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else None
+has_symbolic_size: Callable[[Tensor], bool] = attrgetter("_has_symbolic_sizes_strides")
+"""Whether a size or stride of a tensor is a symbol."""
 
 
 def like_of(tensor: Tensor) -> Any:
-    """Equal for fake tensors that operations treat alike; None for one like no other, such as a tensor with values."""
+    """Return a key that is equal for fake tensors that operations treat alike; None for others, as with values."""
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout != torch.strided:
         return None
     bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
@@ -447,14 +403,14 @@ def like_of(tensor: Tensor) -> Any:
 
 
 def is_fake_view(made: Any, base: Any) -> bool:
-    """Whether shape, strides and offset are all there is to know of a view of `base`."""
+    """Return whether shape, strides and offset determine a view of `base`."""
     fakes = isinstance(made, FakeTensor) and isinstance(base, FakeTensor)
     return fakes and made.dtype == base.dtype and not any(each.is_conj() or each.is_neg() for each in (made, base))
 
 
 @cache
 def makes_one_view(operation: Any) -> bool:
-    """Whether an operation makes a view of its first argument and of nothing else, wherever that lies in its memory."""
+    """Return whether an operation makes a view of its first argument and of nothing else, at any offset."""
     schema = operation._schema
     is_view = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     is_tensor = is_view and str(schema.returns[0].type) == "Tensor"
@@ -464,7 +420,7 @@ def makes_one_view(operation: Any) -> bool:
 
 @cache
 def makes_one_tensor(operation: Any) -> bool:
-    """Whether an operation makes a new tensor and does nothing else."""
+    """Return whether an operation makes a new tensor and does nothing else."""
     schema = operation._schema
     is_new = len(schema.returns) == 1 and schema.returns[0].alias_info is None
     is_tensor = is_new and str(schema.returns[0].type) == "Tensor"
@@ -472,7 +428,7 @@ def makes_one_tensor(operation: Any) -> bool:
 
 
 def out_of_place(operation: Any) -> Any:
-    """What makes a new tensor of what `operation` writes over its first argument; None if there is no such thing."""
+    """Return the operation that makes a new tensor where `operation` writes over its first argument, or None."""
     name = operation.overloadpacket.__name__
     packet = getattr(torch.ops.aten, name[:-1], None) if operation.namespace == "aten" and name.endswith("_") else None
     if torch.Tag.inplace_view in operation.tags or operation._overloadname not in getattr(packet, "overloads", list)():
@@ -482,7 +438,7 @@ def out_of_place(operation: Any) -> Any:
 
 @cache
 def elementwise_out(operation: Any) -> Any:
-    """What writes the result of an operation on elements into given memory; None where torch has no such thing."""
+    """Return the form of an operation on elements that writes into given memory, or None."""
     if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_one_tensor(operation):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
@@ -496,19 +452,9 @@ def elementwise_out(operation: Any) -> Any:
     return None
 
 
-def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation does that is made of others, by doing it; NotImplemented for any other."""
-    return operation.decompose(*args, **kwargs)
-
-
 def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that share memory, while one of them is alive."""
+    """Return a key that is equal for tensors that share memory, while one of them is alive."""
     return tensor.untyped_storage()._cdata
-
-
-def schema(operation: Any) -> Any:
-    """The schema of an aten operation; None for a Python function."""
-    return getattr(operation, "_schema", None)
 
 
 FOREACH: dict[Any, tuple[Any, Any]] = {
@@ -517,7 +463,7 @@ FOREACH: dict[Any, tuple[Any, Any]] = {
     torch.ops.aten.mul.Tensor: (torch._foreach_mul, torch._foreach_mul_),
     torch.ops.aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
 }
-"""For operations those on lists of tensors: one that makes new ones, and one that writes over the first list."""
+"""Forms of operations for lists of tensors: one makes new ones, and one writes over the first list."""
 
 foreach_copy: Any = torch._foreach_copy_
 """Copies a list of tensors to others."""
@@ -526,28 +472,23 @@ foreach_copy: Any = torch._foreach_copy_
 # Modules.
 
 
-def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict itself where `module` keeps its own parameters: to look at them at every step is too slow otherwise."""
-    return module._parameters
+parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""The dict itself of a module's own parameters: `named_parameters` is too slow for every step."""
 
+modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The dict itself of a module's parts."""
 
-def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dict itself where `module` keeps its parts."""
-    return module._modules
-
-
-def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict itself where `module` keeps its own buffers."""
-    return module._buffers
+buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""The dict itself of a module's own buffers."""
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype that the gradient of a leaf must have; it cannot be read off other tensors."""
+    """Return the dtype that the gradient of a leaf must have; other tensors do not have it."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def has_other_hooks(parameter: Tensor) -> bool:
-    """Whether more than one hook, or an optimizer, is called when a gradient has been accumulated in `parameter`."""
+    """Return whether several hooks, or an optimizer, are called when a gradient has been accumulated in `parameter`."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
     return len(hooks or ()) > 1 or bool(optimizers_in_backward(parameter))
 
@@ -569,13 +510,13 @@ def put_last(tensor: Tensor, handle: Any) -> None:
 
 
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
-    """Those of `torch.distributed.optim._apply_optimizer_in_backward`, which leaves them there."""
+    """Return those of `torch.distributed.optim._apply_optimizer_in_backward`, which leaves them there."""
     return getattr(parameter, "_in_backward_optimizers", ())
 
 
 def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
-    """Stops such optimizers from running when a gradient is accumulated."""
-    # Whoever has such an optimizer has imported it; others would be warned of what it imports.
+    """Stop such optimizers from running when a gradient is accumulated."""
+    # A user of such an optimizer has imported it; others would be warned of what it imports.
     from torch.distributed.optim import apply_optimizer_in_backward
 
     for parameter in parameters:
@@ -586,23 +527,23 @@ def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
 # torch's DistributedDataParallel, whose names tools call and whose marks they leave.
 
 BufferCommHookLocation = ddp._BufferCommHookLocation
-"""When a hook for buffers runs."""
+"""The time at which a hook for buffers runs."""
 
 JoinConfig = _JoinConfig
-"""What a `Joinable` knows of the context it is in."""
+"""The knowledge of a `Joinable` of the context it is in."""
 
 device_index: Callable[..., int] = _get_device_index
-"""The index of what stands for a device."""
+"""The index of a device."""
 
 set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-"""Marks on a module what not to synchronize."""
+"""Marks parameters and buffers of a module that are not synchronized."""
 
 debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping
 """The names of parameters by their index."""
 
 
 def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
-    """What `set_params_and_buffers_to_ignore` has marked."""
+    """Return the marks of `set_params_and_buffers_to_ignore`."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -611,25 +552,21 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
-def comm_hooks_of(model: DistributedDataParallel) -> list[Any]:
-    """The hooks in the slot of `model`, with their states."""
-    return model._comm_hooks
+comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_comm_hooks")
+"""The hooks of a model, with their states."""
 
-
-def cast_forward_inputs(dtype: torch.dtype | None, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Arguments of forward under mixed precision: `(inputs, kwargs)` whose floating-point tensors are of `dtype`."""
-    cast: Any = _cast_forward_inputs
-    return cast(dtype, *inputs, **kwargs)
+cast_forward_inputs: Any = _cast_forward_inputs
+"""Arguments of forward under mixed precision: `(inputs, kwargs)` whose floating-point tensors are of a dtype."""
 
 
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
-    """Arguments on `device`, by a stream of its own: `([inputs], [kwargs])`."""
+    """Return arguments on `device`, moved by a stream of its own: `([inputs], [kwargs])`."""
     move: Any = _to_kwargs
     return move(inputs, kwargs, device, True)
 
 
 def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
-    """Casts buffers, and leaves the attributes on parameters that torch's class leaves there."""
+    """Cast buffers, and leave the attributes on parameters that torch's class leaves there."""
     # torch looks it up as an attribute, which it is only once something has imported it.
     from torch.distributed import _functional_collectives as _  # noqa: F401
 
@@ -640,12 +577,12 @@ def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
 
 
 def is_root_mesh(mesh: DeviceMesh) -> bool:
-    """Whether `mesh` is not part of a larger one."""
+    """Return whether `mesh` is not part of a larger one."""
     return mesh._get_root_mesh() == mesh
 
 
 def make_local_tensors_of_shards(module: nn.Module) -> None:
-    """What torch's class does to the parameters that tensor parallelism shards."""
+    """Treat the parameters that tensor parallelism shards as torch's class does."""
     # Costs seconds to import, and only tensor parallelism needs it.
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 

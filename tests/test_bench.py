@@ -207,7 +207,6 @@ def test_a_run_over_a_link(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["allreduce", "--model", "gpt5"], "unknown model 'gpt5'"),
         (["allreduce", "--against", "ddp,horovod"], "--against: unknown peer 'horovod'; known ones are ddp, fp16_hook"),
         (["allreduce", "--against", "bf16_hook"], "--against bf16_hook: no peer is left to compare with; add ddp"),
-        (["allreduce", "--backend", "cudagraphs"], "--backend cudagraphs needs --device cuda"),
         (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
         (["allreduce", "--out", "/dev/null/out"], "--out: cannot write /dev/null/out: Not a directory"),
     ],

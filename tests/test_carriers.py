@@ -27,7 +27,7 @@ def in_rank_order(leaves: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, [leaf.float() for leaf in leaves])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("carrier", [allgather, two_shot], ids=repr)
 def test_a_mean_is_the_sum_in_rank_order_divided_afterwards(carrier, n):
     means = run_threads(n, lambda rank: carrier(grads(rank), carrier.init(grads(rank)))[0])
@@ -36,25 +36,18 @@ def test_a_mean_is_the_sum_in_rank_order_divided_afterwards(carrier, n):
         assert all(torch.equal(mean[path], want) for mean in means)
 
 
-@pytest.mark.parametrize("cast", [fp16, bf16])
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_16_bit_wire_adds_in_float32(cast, n):
-    sync = cast(two_shot)
-    dtype = sync.dtype
-    means = run_threads(n, lambda rank: sync(grads(rank), sync.init(grads(rank)))[0])
-    for path in SHAPES:
-        total = in_rank_order([grads(rank)[path].to(dtype) for rank in range(n)])
-        assert torch.equal(means[0][path], (total / n).to(dtype).float())
-
-
 @pytest.mark.parametrize("carrier", [allgather, two_shot], ids=repr)
-def test_casts_have_the_same_bits_in_buckets(carrier):
-    def body(rank: int) -> tuple[list, list]:
-        plain, flat = fp16(carrier), bucketize(fp16(carrier), cap_mb=0.001)
-        return tuple(bits(sync(grads(rank), sync.init(grads(rank)))[0]) for sync in (plain, flat))
+@pytest.mark.parametrize("cast", [fp16, bf16])
+def test_a_16_bit_wire_adds_in_float32_in_buckets_too(cast, carrier):
+    def body(rank: int) -> list[dict[str, Tensor]]:
+        return [sync(grads(rank), sync.init(grads(rank)))[0] for sync in (plain, bucketize(plain, cap_mb=0.001))]
 
-    for plain, flat in run_threads(3, body):
-        assert plain == flat
+    plain = cast(carrier)
+    for mean, in_buckets in run_threads(3, body):
+        assert bits(mean) == bits(in_buckets)
+        for path in SHAPES:
+            total = in_rank_order([grads(rank)[path].to(plain.dtype) for rank in range(3)])
+            assert torch.equal(mean[path], (total / 3).to(plain.dtype if carrier is two_shot else total.dtype).float())
 
 
 def int8_blocks(x: np.ndarray, block: int) -> np.ndarray:
@@ -68,7 +61,7 @@ def int8_blocks(x: np.ndarray, block: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_two_shot_of_blocks_is_what_numpy_computes(n):
     sync, block = quantize(two_shot, block=16), 16
     means = run_threads(n, lambda rank: sync(grads(rank), sync.init(grads(rank)))[0])
@@ -146,13 +139,6 @@ def test_bytes_of_both_hops_are_exact(n):
     assert lower(quantize(two_shot), like, world_size=n).wire_bytes == n * row + row
     assert lower(quantize(allgather), like, world_size=n).wire_bytes == -(-elements // block) * (block + 4)
     assert lower(fp16(two_shot), like, world_size=n).wire_bytes == 2 * (n * chunk + chunk)
-
-
-def test_hops_overlap_with_backward():
-    like = {f"layer{i}": torch.empty(64, 64, device="meta") for i in range(4)}
-    plan = lower(quantize(two_shot), like, world_size=2, bucket_cap_mb=0.01, first_bucket_mb=0.01)
-    slots = {kind: [c.slot for c in plan.collectives if c.kind.name == kind] for kind in ("all_to_all", "all_gather")}
-    assert slots == {"all_to_all": [0, 1, 2, 3], "all_gather": [1, 2, 3, 4]}
 
 
 def test_sums_in_rank_order_are_the_same_in_any_layout():

@@ -1,8 +1,6 @@
 """Runners and the engine on gloo processes: late, missing and wrong gradients, ranks that fail, hang or die."""
 
-import os
 import random
-import signal
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,16 +28,11 @@ from fnddp import (
 from fnddp.core import tree
 from fnddp.core.sync import groups_of
 from fnddp.ir.program import LeafSpec
-from fnddp.laws import DONATIONS, bits, gather, make_engine
+from fnddp.laws import DONATIONS, bits, engine_step, gather, make_engine
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
-from fnddp.run.memory import Memory
-from fnddp.run.program import Program
-from fnddp.run.step import Course, Step
 from fnddp.simulate.ranks import run_threads
-from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
-from tests.forks import forks
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
 
@@ -98,16 +91,13 @@ def check_chaos(rank: int, text: str, make_grads: Any, donation: Donation) -> No
         assert bits(state) == bits(expected), f"step {step}"
 
 
-CHAOS_ON_TWO = [
-    ("allreduce", model_grads),
-    (COMPRESSED, model_grads),
-    (EXAMPLES["partition"], model_grads),
-    (f"warmup({COMPRESSED}, steps=2, before=bf16(allreduce))", model_grads),
-    ("fp16(allreduce)", large_grads),
-    ("two_shot", large_grads),
-]
-CHAOS_ON_MORE = [
-    (3, "allreduce", integer_grads),
+# What may be written over is this rank's own affair: each donation comes up several times.
+CHAOS = [
+    (2, "allreduce", model_grads),
+    (2, COMPRESSED, model_grads),
+    (2, EXAMPLES["partition"], model_grads),
+    (2, f"warmup({COMPRESSED}, steps=2, before=bf16(allreduce))", model_grads),
+    (2, "two_shot", large_grads),
     (3, "error_feedback(quantize(two_shot))", large_grads),
     (3, "fp16(allreduce)", large_grads),
     (4, "warmup(fp16(allreduce), steps=3)", integer_grads),
@@ -115,42 +105,28 @@ CHAOS_ON_MORE = [
 ]
 
 
-# What may be written over is this rank's own affair: with more ranks each donation comes up once or twice.
-CHAOS = [(2, *case, donation) for case in CHAOS_ON_TWO for donation in DONATIONS[1:]]
-CHAOS += [(*case, DONATIONS[1 + i % 3]) for i, case in enumerate(CHAOS_ON_MORE)]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(("n", "text", "make_grads", "donation"), CHAOS)
+@pytest.mark.parametrize(
+    ("n", "text", "make_grads", "donation"), [(*case, DONATIONS[1 + i % 3]) for i, case in enumerate(CHAOS)]
+)
 def test_late_and_missing_gradients(gloo, n, text, make_grads, donation):
     gloo(n, check_chaos, text, make_grads, donation)
 
 
+@pytest.mark.thorough
 @on_ranks(2, 3, 4)
 def test_all_ranks_get_the_same_bits_through_a_ring(rank: int) -> None:
     sync = fnddp.parse("powersgd(fp16(allreduce), rank=2, min_compression_rate=1)")
-    engine = Engine(
-        sync, {path: LeafSpec.of(g) for path, g in large_grads(rank).items()}, donation=Donation(), learns_order=True
-    )
-    state = sync.init(large_grads(rank))
+    engine, state = make_engine(sync, large_grads(rank)), sync.init(large_grads(rank))
     for step in range(3):
-        engine.begin(state)
-        for path, grad in large_grads(rank, step).items():
-            engine.step.feed(path, torch.randn(grad.shape))
-        done = engine.step.finish()
+        random_grads = {path: torch.randn(grad.shape) for path, grad in large_grads(rank, step).items()}
+        with WireCounter() as counter:
+            done = engine_step(engine, state, random_grads, random.Random(rank))
+        assert engine.plan is not None  # in which a ring is one collective
+        assert (counter.wire_bytes, counter.collectives) == (engine.plan.wire_bytes, len(engine.plan.collectives))
         state = engine.state
         everyone = gather((bits(done.mean["large"]), bits(done.mean["odd"][:100]), bits(state)))
         assert all(other == everyone[0] for other in everyone)
-
-
-@on_ranks(3)
-def test_a_ring_counts_as_one_collective(rank: int) -> None:
-    step = fnddp.jit(fp16(allreduce))
-    state = step.init(large_grads(rank))
-    with WireCounter() as counter:
-        step(large_grads(rank), state)
-    assert step.plan is not None
-    assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
 
 
 # Wrong gradients
@@ -186,34 +162,6 @@ def test_wrong_gradients_are_named_and_change_nothing(text, donation):
         assert bits(state) == bits(expected)
 
 
-def test_gradients_in_another_layout():
-    example = {"w": torch.empty(4, 6).t(), "c": torch.empty(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)}
-    mine = {path: torch.randn(leaf.shape) for path, leaf in example.items()}  # row-major
-    for donation in DONATIONS:
-        engine = make_engine(fp16(allreduce), example, donation)
-        engine.begin(())
-        for path, grad in mine.items():
-            engine.step.feed(path, grad.clone())
-        mean = engine.step.finish().mean
-        assert torch.equal(mean["w"], mine["w"].half().float())
-        assert torch.equal(mean["c"], mine["c"].half().float())
-
-
-def test_a_runner_alone():
-    plan = lower(fp16(allreduce), {"w": torch.empty(3)}, world_size=1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        course = Course(C10D, [None], torch.device("cpu"), plan.leaves)
-        step = Step(course, Program(plan, C10D, Memory()), None)
-        assert not step.has_sent
-        step.feed("w", torch.tensor([1.0, 2.0, 1 / 3]))
-        assert step.has_sent
-        means, _ = step.finish()
-    finally:
-        dist.destroy_process_group()
-    assert (means["w"].tolist(), course.parts) == ([1.0, 2.0, 0.333251953125], [])
-
-
 # A rank that fails
 
 
@@ -221,12 +169,12 @@ class Trouble(Exception):
     pass
 
 
-def check_failing_rank(rank: int, text: str, donation: Donation, culprit: int, fed: int) -> None:
+def check_failing_rank(rank: int, text: str, make_grads: Any, donation: Donation, culprit: int, fed: int) -> None:
     sync = fnddp.parse(text)
-    engine = make_engine(sync, integer_grads(rank), donation, learns_order=True)
-    state, expected = sync.init(integer_grads(rank)), sync.init(integer_grads(rank))
-    for step in range(8):
-        mine = integer_grads(rank, step)
+    engine = make_engine(sync, make_grads(rank), donation, learns_order=True)
+    state, expected = sync.init(make_grads(rank)), sync.init(make_grads(rank))
+    for step in range(6):
+        mine = make_grads(rank, step)
         copies = {path: grad.clone() for path, grad in mine.items()}
         before = bits(state)
         fails = step in (0, 3, 4)
@@ -255,41 +203,30 @@ def check_failing_rank(rank: int, text: str, donation: Donation, culprit: int, f
         assert not engine.is_open
 
 
-FAILING = ["allreduce", "warmup(fp16(allreduce), steps=2)", "error_feedback(fp16(allreduce))"]
+@pytest.mark.parametrize(
+    ("text", "fed"), [("allreduce", 0), (COMPRESSED, 2), ("error_feedback(fp16(allreduce, check=True))", 4)]
+)
+def test_a_failing_rank_fails_the_step_on_all(text, fed):
+    for donation in DONATIONS:
+        run_threads(2, check_failing_rank, text, model_grads, donation, 1, fed)
 
 
-@pytest.mark.parametrize("fed", [0, 2, 4])
-@pytest.mark.parametrize("donation", DONATIONS, ids=str)
-def test_a_failing_rank_fails_the_step_on_all(gloo, donation, fed):
-    for text in FAILING:
-        gloo(3, check_failing_rank, text, donation, 1, fed)
-    gloo(2, check_failing_rank, COMPRESSED, donation, 0, fed)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("n", "text", "make_grads", "culprit", "fed"),
+    [
+        (2, COMPRESSED, model_grads, 0, 2),
+        (3, "allreduce", integer_grads, 1, 0),
+        (3, "warmup(fp16(allreduce), steps=2)", integer_grads, 1, 4),
+        (4, "error_feedback(fp16(allreduce))", large_grads, 0, 2),  # a failing rank carries its rings on
+    ],
+)
+def test_a_failing_rank_fails_the_step_on_all_on_gloo(gloo, n, text, make_grads, culprit, fed):
+    for donation in DONATIONS:
+        gloo(n, check_failing_rank, text, make_grads, donation, culprit, fed)
 
 
-@on_ranks(2, 4)
-def test_a_failing_rank_carries_its_rings_on(rank: int) -> None:
-    sync = fnddp.parse("error_feedback(fp16(allreduce))")
-    engine = make_engine(sync, large_grads(rank), DONATIONS[2])
-    state, expected = sync.init(large_grads(rank)), sync.init(large_grads(rank))
-    for step in range(4):
-        mine = large_grads(rank, step)
-        if step != 1:
-            mean, expected = sync(mine, expected)
-        engine.begin(state)
-        for path in list(mine)[: 2 if step == 1 and rank == 0 else None]:
-            engine.step.feed(path, mine[path].clone())
-        if step == 1 and rank == 0:
-            engine.fail(Trouble("here"))
-        elif step == 1:
-            with pytest.raises(StepFailedError, match="rank 0 failed with .*Trouble: here"):
-                engine.step.finish()
-        else:
-            done = engine.step.finish()
-            state = engine.state
-            assert bits(done.mean) == bits(mean)
-            assert bits(state) == bits(expected)
-
-
+@pytest.mark.thorough
 @on_ranks(4)
 def test_several_failing_ranks_are_all_named(rank: int) -> None:
     engine = make_engine(allreduce, model_grads(rank))
@@ -351,6 +288,7 @@ def test_what_a_failed_step_leaves():
     run_threads(2, check_what_a_failed_step_leaves)
 
 
+@pytest.mark.thorough
 @on_ranks(4)
 def test_a_failure_is_known_in_all_groups(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -395,9 +333,7 @@ def test_fail_without_a_step_does_nothing(rank: int) -> None:
     ("text", "make_grads", "fed"),
     [
         ("allreduce", model_grads, 4),  # all is sent, and the vote is missed
-        (COMPRESSED, model_grads, 0),
         (COMPRESSED, model_grads, 2),
-        (COMPRESSED, model_grads, 4),
         ("fp16(allreduce)", large_grads, 2),
     ],
 )
@@ -426,101 +362,39 @@ def test_a_rank_that_never_comes(rank: int, text: str, make_grads: Any, fed: int
     dist.barrier()  # on the default group: rank 1 waits here
 
 
-def dying_rank(rank: int, port: int, text: str, make_grads: Any, fed: int, how: str, results: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=10))
-    sync = fnddp.parse(text)
-    engine = make_engine(sync, make_grads(rank))
-    state = sync.init(make_grads(rank))
-    try:
-        for step in range(3):
-            engine.begin(state)
-            for i, (path, grad) in enumerate(make_grads(rank, step).items()):
-                if rank == 1 and step == 1 and i == fed:
-                    os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-                engine.step.feed(path, grad)
-            if rank == 1 and step == 1:
-                os.kill(os.getpid(), signal.SIGKILL)  # everything is sent, nothing is agreed on
-            engine.step.finish()
-            state = engine.state
-        results.put("no error")
-    except BaseException as error:
-        engine.fail(error)
-        results.put(f"{type(error).__name__}: {error}")
-    results.close()
-    results.join_thread()
-    os._exit(0)  # gloo's threads may not join a dead peer
-
-
-@pytest.mark.parametrize(
-    ("text", "make_grads", "fed", "how"),
-    [
-        ("allreduce", model_grads, 2, "exit"),
-        (COMPRESSED, model_grads, 0, "kill"),
-        ("allreduce", model_grads, 4, "kill"),
-        ("fp16(allreduce)", large_grads, 2, "kill"),
-    ],
-)
-def test_a_rank_that_dies(text, make_grads, fed, how):
-    context = forks()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = context.Queue()
-    processes = [
-        context.Process(target=dying_rank, args=(rank, store.port, text, make_grads, fed, how, results), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        said = results.get(timeout=90)
-        assert said.startswith(("CollectiveError: all_reduce", "CollectiveError: the ranks could not end the step"))
-        assert "Another rank has failed, left, or not called backward; see its own error" in said
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
 # A pipeline that cannot be lowered
 
 
-@on_ranks(2)
-def test_what_cannot_be_lowered_runs_at_the_end(rank: int) -> None:
-    sync = fnddp.parse("error_feedback(fp16(allreduce, check=True))")
-    with pytest.raises(LoweringError):
-        lower(sync, model_grads(rank))
-    engine = make_engine(sync, model_grads(rank), DONATIONS[2], learns_order=True)
+EAGER = error_feedback(fp16(allreduce, check=True))
+
+
+def check_nothing_arrives(rank: int, sync: fnddp.Sync) -> None:
+    leaves = {path: LeafSpec.of(g) for path, g in model_grads(rank).items()}
+    engine = Engine(sync, leaves, donation=Donation(), learns_order=True, skips_unused=True)
     state, expected = sync.init(model_grads(rank)), sync.init(model_grads(rank))
-    for step in range(4):
+    for step in range(6):
         mine = model_grads(rank, step)
-        missing = missing_on(rank, step, list(mine))
+        arrives = {path for path in mine if step in (0, 4) or (step == 2 and rank == 0 and path == "fc.bias")}
+        zeroed = {path: g if path in arrives else torch.zeros_like(g) for path, g in mine.items()}
         engine.begin(state)
         assert engine.plan is None
-        if step == 1:
-            mine = tree.map_leaves(lambda g: 1e6 * g, mine)
-        for path in mine:
-            if path not in missing:
-                engine.step.feed(path, mine[path])
-        if step == 1:  # all ranks see the same mean, so all raise, and go on
-            before = bits(state)
-            with pytest.raises(FloatingPointError) as caught:
-                engine.step.finish()
-            engine.fail(caught.value)
-            assert bits(state) == before
-            continue
-        zeroed = {path: torch.zeros_like(g) if path in missing else g for path, g in mine.items()}
-        mean, expected = sync(zeroed, expected)  # nothing of the engine's is under way
+        for path in arrives:
+            engine.step.feed(path, mine[path])
         done = engine.step.finish()
+        assert not engine.is_open
+        if step % 2:  # on no rank
+            assert done == ({}, frozenset(mine))
+            continue
+        mean, expected = sync(zeroed, expected)
         state = engine.state
-        everywhere = [missing_on(r, step, list(mine)) for r in range(dist.get_world_size())]
-        assert done.unused == set.intersection(*everywhere)
+        assert done.unused == (set(mine) - {"fc.bias"} if step == 2 else set())
         assert bits(done.mean) == bits(mean)
         assert bits(state) == bits(expected)
 
 
-EAGER = error_feedback(fp16(allreduce, check=True))
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_step_without_gradients_is_none_without_a_plan_too(n):
+    run_threads(n, check_nothing_arrives, EAGER)
 
 
 def check_grad_of_inputs(rank: int) -> None:
@@ -535,28 +409,6 @@ def check_grad_of_inputs(rank: int) -> None:
 
 def test_a_backward_without_gradients_changes_nothing_without_a_plan():
     run_threads(2, check_grad_of_inputs)
-
-
-def check_failing_without_a_plan(rank: int) -> None:
-    engine, state = make_engine(EAGER, model_grads(rank)), EAGER.init(model_grads(rank))
-    for step in range(4):
-        fails = step in (1, 2)
-        engine.begin(state)
-        if fails and rank == 1:
-            engine.fail(Trouble("here"))
-            continue
-        for path, grad in model_grads(rank, step).items():
-            engine.step.feed(path, grad)
-        if fails:
-            with pytest.raises(StepFailedError, match="rank 1 failed with .*Trouble: here"):
-                engine.step.finish()
-        else:
-            engine.step.finish()
-            state = engine.state
-
-
-def test_a_failing_rank_fails_the_step_on_all_without_a_plan():
-    run_threads(3, check_failing_without_a_plan)
 
 
 def check_groups_without_a_plan(rank: int) -> None:
@@ -582,11 +434,6 @@ def twice(x: Tensor) -> Tensor:
     return 2 * x
 
 
-library = torch.library.Library("fnddp_tests_cpu", "DEF")
-library.define("twice(Tensor x) -> Tensor")
-library.impl("twice", lambda x: 2 * x, "CPU")
-
-
 def with_first_row(x: Tensor, row: Tensor) -> Tensor:
     result = 2 * x
     result[0] = row[0]
@@ -610,11 +457,9 @@ READS = "it reads the values of tensors"
 NEEDS = "it runs code that needs tensors with values"
 FOREIGN = {
     "custom_op": (NEEDS, twice),
-    "library": (NEEDS, lambda x: torch.ops.fnddp_tests_cpu.twice(x)),
     "numpy": (NEEDS, lambda x: 2 * torch.from_numpy(x.numpy())),
     "compiled": (NEEDS, torch.compile(lambda x: 2 * x, backend="eager")),
     "item": (READS, lambda x: x * round(x.sum().item() * 2 / 7)),
-    "nonzero": (READS, lambda x: torch.zeros_like(x).index_put((x != 0).nonzero(as_tuple=True), 2 * x[x != 0])),
     "repeat": (READS, lambda x: x * torch.repeat_interleave(torch.tensor([2, 5]), torch.tensor([1, 0]))),
     "part": ("it writes with aten.copy_.default to memory", lambda x: with_first_row(x, 2 * x)),
     "list": ("it writes with aten._foreach_mul_.Scalar to memory", lambda x: doubled_in_a_list(x)),

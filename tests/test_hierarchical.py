@@ -27,7 +27,6 @@ SHAPES = [(2, 2), (1, 2), (2, 1)]  # nodes, ranks in each
 LOSSY = [
     "hierarchical(fp16(all_reduce(group='across')), intra='inside')",
     "hierarchical(error_feedback(powersgd(all_reduce(group='across'), min_compression_rate=0)), intra='inside')",
-    "hierarchical(topk(two_shot(group='across'), ratio=0.5), intra='inside')",
     "bf16(hierarchical(powersgd(all_gather('across')), intra='inside', shard=False))",
     "error_feedback(hierarchical(sign(all_gather('across')), intra='inside'))",
 ]
@@ -35,7 +34,6 @@ EXACT = [
     "hierarchical(all_reduce(group='across'), intra='inside')",
     "hierarchical(all_gather('across'), intra='inside')",
     "hierarchical(all_reduce(group='across'), intra='inside', shard=False)",
-    "partition({'*': hierarchical(all_gather('across'), intra='inside')})",
 ]
 
 
@@ -69,6 +67,8 @@ def check_eager_laws(rank: int, text: str, nodes: int, size: int) -> None:
 def check_lowered(rank: int, text: str, nodes: int, size: int) -> None:
     donation = DONATIONS[(len(text) + nodes) % len(DONATIONS)]
     law_6_lowered_is_eager(rank, made(text, rank, nodes, size), few, donation=donation)
+    if text == LOSSY[1]:
+        law_7_resuming_an_engine_is_exact(rank, made(text, rank, nodes, size), few)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,6 @@ def test_laws(text, nodes, size):
 @pytest.mark.parametrize("text", LOSSY + EXACT)
 def test_lowered_is_eager(text):
     run_threads(4, check_lowered, text, 2, 2, seconds=300)
-
-
-def check_resuming_an_engine(rank: int) -> None:
-    law_7_resuming_an_engine_is_exact(rank, made(LOSSY[1], rank, 2, 2), few)
-
-
-def test_resuming_an_engine_is_exact():
-    run_threads(4, check_resuming_an_engine, seconds=300)
 
 
 @on_ranks(4)
@@ -143,24 +135,8 @@ def test_wrong_sizes(sizes, message):
         period(fnddp.parse(LOSSY[0]), {"w": torch.empty(8, 2)}, world_size=sizes)
 
 
-def test_one_number_where_it_is_clear():
-    params = {"w": torch.empty(8, 2)}
-    assert {c.world_size for c in fnddp.lower(fnddp.parse(LOSSY[0]), params, world_size=1).collectives} == {1}
-    assert {c.world_size for c in fnddp.lower(hierarchical(none, intra="a"), params, world_size=4).collectives} == {4}
-    assert fnddp.lower(fnddp.all_reduce("a"), params, world_size={"a": 4}).collectives[0].world_size == 4
-
-
-@on_ranks(4)
-def test_a_mesh_names_the_groups(rank: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
-    sync = hierarchical(allreduce.over((mesh, "across")), intra=(mesh, "inside"))
-    mean, _ = sync({"w": torch.full((6, 2), float(rank))}, sync.init({"w": torch.empty(6, 2)}))
-    assert mean["w"].eq(1.5).all()
-    fnddp.verify(sync, {"w": torch.empty(6, 2)})  # names of groups differ between ranks, pipelines do not
-
-
 @pytest.mark.parametrize("shard", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 def test_integers_are_divided_once(shard, dtype):
     """A mean of rounded means would be another: of 1, 0, 0, 0 it is 1."""
 
@@ -234,6 +210,7 @@ def test_a_module_trains_over_two_levels(rank: int) -> None:
     for _ in range(3):
         wrapped.zero_grad()
         wrapped(x).square().sum().backward()
+    fnddp.verify(sync, {"w": torch.empty(6, 2)})  # names of groups differ between ranks, pipelines do not
     everyone = gather([torch.autograd.grad(_loss(reference, x), reference)])
     for i, parameter in enumerate(model.parameters()):
         want = torch.stack([grads[0][i] for grads in everyone]).mean(0)

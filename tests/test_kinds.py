@@ -100,30 +100,22 @@ def check_same_bits(rank: int, kind: str) -> None:
                     torch.testing.assert_close(done.mean[path], leaf)
         assert engine.plan is not None
         assert {c.kind.name for c in engine.plan.collectives} == {kind}
-        count_in_a_step(engine, sync, of(rank))
-
-
-def count_in_a_step(engine: Any, sync: fnddp.Sync, grads: Any) -> None:
-    with fnddp.WireCounter() as lowered:
-        engine_step(engine, (), grads, random.Random(0))
-    with fnddp.WireCounter() as eager:
-        sync(grads, ())
-    plan = engine.plan
-    assert (lowered.wire_bytes, lowered.collectives) == (plan.wire_bytes, len(plan.collectives))
-    assert eager.wire_bytes == plan.wire_bytes
-    assert eager.collectives == sum(len(c.payloads) for c in plan.collectives)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_lowered_is_eager_on_threads(kind, n):
-    run_threads(n, check_same_bits, kind)
+        with fnddp.WireCounter() as eager:
+            sync(of(rank), ())
+        assert eager.wire_bytes == engine.plan.wire_bytes
+        assert eager.collectives == sum(len(c.payloads) for c in engine.plan.collectives)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_lowered_is_eager_on_threads(kind):
+    run_threads(3, check_same_bits, kind)
+
+
+@pytest.mark.thorough
 @on_ranks(2, 3)
-def test_lowered_is_eager_on_gloo(rank, kind):
-    check_same_bits(rank, kind)
+def test_lowered_is_eager_on_gloo(rank):
+    for kind in KINDS:
+        check_same_bits(rank, kind)
 
 
 def planned(kind: str, **options: Any) -> fnddp.Plan:
@@ -150,12 +142,13 @@ def test_bytes(kind, wire_bytes, link_bytes):
     assert sum(c.link_bytes for c in plan.collectives) == pytest.approx(link_bytes, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", MOVING)
-def test_dtypes_of_a_bucket_share_one_message(kind):
-    (collective,) = planned(kind).collectives
-    assert collective.dtype == torch.uint8
-    assert len({payload.dtype for payload in collective.payloads}) == 6  # complex leaves travel as floats
-    assert all(payload.offset % payload.dtype.itemsize == 0 for payload in collective.payloads)
+def test_rows_of_bytes_begin_where_each_dtype_may_begin():
+    dtypes = (torch.float16, torch.float64, torch.float32, torch.bfloat16)
+    leaves = {str(i): torch.ones(3 + 2 * i, dtype=dtype) for i, dtype in enumerate(dtypes)}
+    (collective,) = fnddp.lower(carried("all_gather"), leaves, world_size=4).collectives
+    assert [payload.dtype.itemsize for payload in collective.payloads] == [8, 4, 2, 2]
+    assert [payload.offset for payload in collective.payloads] == [0, 40, 68, 74]  # 5 * 8, 7 * 4, 3 * 2 bytes
+    assert collective.width == 96  # 74 + 9 * 2, up to a multiple of 8
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
@@ -175,45 +168,8 @@ def test_launched_before_the_last_gradient_and_before_the_commit(kind):
 
 
 @fnddp.transform
-class counted(fnddp.Sync):
-    """Also gathers how many elements are positive, which no all_reduce needs."""
-
-    inner: fnddp.Sync
-
-    def init(self, grads):
-        return torch.zeros((), dtype=torch.int64), self.inner.init(grads)
-
-    def exchange(self, leaves, state):
-        inner = self.inner.exchange(leaves, state[1])
-        mine = torch.stack([(leaf > 0).sum() for leaf in leaves.values()]).sum()
-        return inner._replace(state=(collectives.all_gather(mine).sum(), inner.state))
-
-
-def test_a_gather_for_the_state_alone_is_issued_before_the_commit():
-    plan = fnddp.lower(counted(fnddp.allreduce), {"w": torch.empty(9)}, world_size=8)
-    assert sorted(c.kind.name for c in plan.collectives) == ["all_gather", "all_reduce"]
-    assert not any(segment.launches for segment in plan.segments if segment.commits)
-    assert plan.wire_bytes == 9 * 4 + 8
-
-
-def foreign(leaf: torch.Tensor, how: str) -> torch.Tensor:
-    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name if dist.is_initialized() else "default"
-    flat = leaf.reshape(-1)
-    if how == "uneven":
-        # Rank 0 gets all but one element of everybody, the others what is left.
-        n, first = collectives.world_size(None), flat.numel() - collectives.world_size(None) + 1
-        sent = [first] + [1] * (n - 1)
-        received = [sent[collectives.rank(None)]] * n
-        result = ops.all_to_all_single(flat, received, sent, name)
-        return functional_collectives.wait_tensor(result)[0] + 0 * leaf
-    return functional_collectives.wait_tensor(ops.broadcast(flat, 0, name)).reshape(leaf.shape)
-
-
-@fnddp.transform
 class outlandish(fnddp.Sync):
-    """Calls collectives that are none of the kinds."""
-
-    how: str
+    """Calls a collective that is none of the kinds."""
 
     ops = frozenset({"mean"})
     groups = frozenset({None})
@@ -222,26 +178,15 @@ class outlandish(fnddp.Sync):
         return ()
 
     def exchange(self, leaves, state):
-        made = {path: foreign(leaves[path], self.how) for path in sorted(leaves)}
-        return Exchange({path: made[path] for path in leaves}, leaves, state)
+        name = dist.group.WORLD.group_name if dist.is_initialized() else "default"
+        made = {path: functional_collectives.broadcast(leaves[path], 0, name) for path in sorted(leaves)}
+        mean = {path: functional_collectives.wait_tensor(made[path]) for path in leaves}
+        return Exchange(mean, leaves, state)
 
 
-@pytest.mark.parametrize("how", ["uneven", "broadcast"])
-def test_what_is_no_kind_is_not_lowered(how):
+def test_what_is_no_kind_is_not_lowered():
     with pytest.raises(fnddp.LoweringError, match="no place in a schedule"):
-        fnddp.lower(outlandish(how), {"w": torch.empty(12)}, world_size=4)
-
-
-@pytest.mark.parametrize("how", ["uneven", "broadcast"])
-@on_ranks(2, 3)
-def test_what_is_no_kind_runs_eagerly_with_a_vote(rank, how):
-    sync, grads = outlandish(how), {"w": torch.arange(12.0) + rank, "v": torch.ones(5) * rank}
-    engine = make_engine(sync, grads)
-    expected, _ = sync(grads, ())
-    done = engine_step(engine, (), grads, random.Random(0))
-    assert engine.plan is None
-    assert bits(done.mean) == bits({path: expected[path] for path in done.mean})
-    require_equal_unused(rank, engine, grads)
+        fnddp.lower(outlandish(), {"w": torch.empty(12)}, world_size=4)
 
 
 @fnddp.transform
@@ -258,13 +203,21 @@ class local(fnddp.Sync):
         return Exchange({path: leaf * 1 for path, leaf in leaves.items()}, leaves, state)
 
 
-def require_equal_unused(rank: int, engine: Any, grads: dict[str, torch.Tensor]) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("sync", [outlandish(), local()], ids=repr)
+@on_ranks(2, 3)
+def test_steps_without_planned_collectives_vote(rank, sync):
     """In a step in which the first rank alone has the first leaf, and nobody the second, and in one that fails."""
-    first, second, *_ = grads
+    grads = {"w": torch.arange(12.0) + rank, "v": torch.ones(5) * rank}
+    engine = make_engine(sync, grads)
+    expected, _ = sync(grads, ())
+    done = engine_step(engine, (), grads, random.Random(0))
+    assert engine.plan is None or not engine.plan.collectives
+    assert bits(done.mean) == bits({path: expected[path] for path in done.mean})
     engine.begin(())
     if rank == 0:
-        engine.step.feed(first, grads[first].clone())
-    assert engine.step.finish().unused == {second}
+        engine.step.feed("w", grads["w"].clone())
+    assert engine.step.finish().unused == {"v"}
     engine.begin(())
     if rank == 0:
         engine.fail(ValueError("of rank 0"))
@@ -274,11 +227,23 @@ def require_equal_unused(rank: int, engine: Any, grads: dict[str, torch.Tensor])
     engine_step(engine, (), grads, random.Random(0))
 
 
-@on_ranks(2, 3)
-def test_a_plan_without_collectives_votes(rank):
-    grads = {"w": torch.arange(12.0) + rank, "v": torch.ones(5) * rank}
-    engine = make_engine(local(), grads)
-    engine_step(engine, (), grads, random.Random(0))
-    assert engine.plan is not None
-    assert not engine.plan.collectives
-    require_equal_unused(rank, engine, grads)
+@fnddp.transform
+class remembering(fnddp.Sync):
+    """Exchanges what it remembers too, which depends on no leaf."""
+
+    inner: fnddp.Sync
+
+    def init(self, grads):
+        return {path: torch.ones(3) for path in grads}
+
+    def exchange(self, leaves, state):
+        summed = {path: collectives.all_gather(part).sum(0) for path, part in state.items()}
+        return Exchange(self.inner.exchange(leaves, ()).mean, leaves, summed)
+
+
+def test_what_only_a_state_needs_travels_with_the_first_bucket():
+    plan = fnddp.lower(remembering(fnddp.allreduce), {"w": torch.ones(3)}, world_size=2)
+    gathered, _ = plan.collectives
+    assert (gathered.kind.name, gathered.bucket, gathered.slot, gathered.depth) == ("all_gather", 0, 0, 0)
+    assert gathered.payloads[0].label == "(state)"
+    assert not any(segment.launches for segment in plan.segments if segment.commits)

@@ -143,9 +143,9 @@ class Watched(C10d):
         self.waited: list[int] = []
         self.votes: list[int] = []
 
-    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         self.began.append(self.call)
-        return _WatchedWork(self, super().start(kind, send, receive, op, group, tag))
+        return _WatchedWork(self, super().start(kind, send, receive, op, group))
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         self.votes.append(self.call)

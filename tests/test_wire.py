@@ -20,12 +20,10 @@ from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step
 from fnddp.plan.lower import Traces
 from fnddp.run.engine import Engine
 from fnddp.wire.groups import World, within
-from fnddp.wire.kinds import ALL_REDUCE
 from tests.pipelines import EXAMPLES
 from tests.traces import TracesOfThreads, check_laws
-from tests.wires import AloneWire, Hub, ReadyWork, ThreadWire, over_threads
+from tests.wires import AloneWire, ReadyWork, ThreadWire, over_threads
 
-ALLOWED = 2e-2  # of the largest gradient: bfloat16 on the wire
 OWN = {"topk": fnddp.error_feedback(largest(0.1)), "two_shot": fnddp.error_feedback(int8_two_shot())}
 PIPELINES = {name: fnddp.parse(text) for name, text in EXAMPLES.items()} | OWN
 
@@ -36,12 +34,12 @@ def engine_for(sync: Sync, grads: Any, wire: Any, donation: Any = DONATIONS[2], 
     return Engine(sync, leaves, donation=donation, **options)
 
 
-def eager_and_lowered(wire: ThreadWire, sync: Sync, grads: Any, traces: Traces) -> list[tuple[Any, Any]]:
-    """Law 6, and for each step the mean and what this rank has sent."""
+def eager_and_lowered(wire: ThreadWire, sync: Sync, grads: Any, traces: Traces) -> None:
+    """Law 6."""
     engine = engine_for(sync, grads(wire.me, 0), wire, traces=traces)
     order = random.Random(wire.me)
     expected = sync.init(grads(wire.me, 0))
-    start, steps = copy.deepcopy(expected), []
+    start = copy.deepcopy(expected)
     for step in range(3):
         with within(World(wire)), torch.no_grad():
             done = sync.exchange(tree.flatten(grads(wire.me, step))[0], expected)
@@ -51,47 +49,22 @@ def eager_and_lowered(wire: ThreadWire, sync: Sync, grads: Any, traces: Traces) 
         paths = list(lowered.mean)
         assert bits(lowered.mean) == bits({path: done.mean[path] for path in paths}), f"step {step}"
         assert bits(engine.state) == bits(expected), f"step {step}"
-        steps.append((done.mean, done.sent))
     assert engine.plan is not None
-    return steps
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("name", PIPELINES)
-def test_laws_2_4_and_6(name, n):
-    sync = PIPELINES[name]
-    grads = laws.model if "partition" in name or n == 3 else laws.mixed
-    everyone = over_threads(n, eager_and_lowered, sync, grads, TracesOfThreads(), delay=0.002)
-    for step in range(3):
-        mean = everyone[0][step][0]
-        if not sync.ops:  # nothing is reduced
-            continue
-        for other in everyone:
-            assert bits(other[step][0]) == bits(mean)
-        for path, leaf in mean.items():
-            if tree.is_inexact(leaf) and sync.accounts:
-                sent = torch.stack([other[step][1][path].to(torch.complex128) for other in everyone])
-                total = sent.sum(0) if sync.ops == {"sum"} else sent.mean(0)
-                scale = max(1.0, *[each.abs().max().item() for each in sent if each.numel()], 1.0)
-                torch.testing.assert_close(leaf.to(torch.complex128), total, rtol=0, atol=ALLOWED * scale)
+@pytest.mark.parametrize("name", ["error_feedback", "partition", "quantize", "skip_nonfinite", *OWN])
+def test_lowered_is_eager(name):
+    over_threads(3, eager_and_lowered, PIPELINES[name], laws.model, TracesOfThreads(), delay=0.002)
 
 
-@pytest.mark.parametrize(("n", "grads"), [(2, laws.mixed), (3, laws.model), (3, laws.bare), (4, laws.model)])
+@pytest.mark.parametrize(("n", "grads"), [(2, laws.mixed), (3, laws.bare)])
 @pytest.mark.parametrize("name", OWN)
 def test_own_carriers_keep_the_laws(name, n, grads):
     check_laws(n, OWN[name], grads)
 
 
 MATRICES = {"a": torch.empty(1 << 18, device="meta"), "b": torch.empty(1 << 18, device="meta")}  # 1 MiB each
-
-
-def test_bytes_of_topk():
-    plan = fnddp.lower(OWN["topk"], MATRICES, world_size=1024)
-    kept = 26214  # a tenth of 2 ** 18
-    assert plan.wire_bytes == 2 * kept * (4 + 4)
-    assert sum(c.link_bytes for c in plan.collectives) == 1023 * plan.wire_bytes
-    assert [(c.kind.name, c.slot, c.depth) for c in plan.collectives] == [("all_gather", 0, 0), ("all_gather", 1, 0)]
 
 
 def test_bytes_of_two_shot():
@@ -105,14 +78,6 @@ def test_bytes_of_two_shot():
     ]
     exact = 2 * (blocks * 68 * 1023 / 1024 + 4 * 68 * 1023)
     assert sum(c.link_bytes for c in plan.collectives) == exact
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_own_carriers_survive_zeros(name):
-    with within(World(AloneWire())):
-        mean, state = OWN[name]({"w": torch.zeros(100)}, OWN[name].init({"w": torch.zeros(100)}))
-    assert not mean["w"].any()
-    assert not state.residual["w"].any()
 
 
 def backward_of(wire: ThreadWire, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -137,48 +102,31 @@ def gradients(rank: int, step: int = 0) -> dict[str, torch.Tensor]:
     return torch.func.grad(lambda p: ((batch(rank, step) @ p["first"]) @ p["last"]).sum())(params)
 
 
-def require_overlap(wire: ThreadWire, kind: str) -> None:
-    mine = [what for rank, what in wire.hub.log if rank == wire.me]
-    assert f"{kind} 0" in mine[: mine.index("last gradient")], mine
+KIND_OF = {"allreduce": "all_reduce", "topk": "all_gather", "two_shot": "all_to_all"}
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(
-    ("name", "kind"), [("allreduce", "all_reduce"), ("topk", "all_gather"), ("two_shot", "all_to_all")]
-)
-def test_value_and_grad_overlaps(name, kind, n):
+def require_overlap(wire: ThreadWire, begun: int, name: str) -> None:
+    mine = [what for rank, what in wire.hub.log[begun:] if rank == wire.me]
+    assert KIND_OF[name] in mine[: mine.index("last gradient")], mine
+
+
+@pytest.mark.parametrize("name", KIND_OF)
+def test_value_and_grad_overlaps_and_jit_is_eager(name):
     def body(wire):
         sync, params = PIPELINES[name], parameters()
         step = fnddp.value_and_grad(lambda p, x: backward_of(wire, p, x), sync, wire=wire)
         _, grads, state = step(params, sync.init(params), batch(wire.me))
-        require_overlap(wire, kind)
+        require_overlap(wire, 0, name)
+        jitted = fnddp.jit(sync, wire=wire)(gradients(wire.me), sync.init(params))
         with within(World(wire)):
-            expected, expected_state = sync(gradients(wire.me), sync.init(params))
-        assert bits(grads) == bits(expected)
-        assert bits(state) == bits(expected_state)
-
-    over_threads(n, body)
-
-
-@pytest.mark.parametrize("name", ["error_feedback", "topk", "two_shot"])
-def test_jit(name):
-    def body(wire):
-        sync = PIPELINES[name]
-        step = fnddp.jit(sync, wire=wire)
-        state = expected_state = sync.init(laws.model(0, 0))
-        for i in range(3):
-            mean, state = step(laws.model(wire.me, i), state)
-            with within(World(wire)):
-                expected, expected_state = sync(laws.model(wire.me, i), expected_state)
-            assert bits(mean) == bits(expected)
-        assert step.plan is not None
+            expected = sync(gradients(wire.me), sync.init(params))
+        assert bits((grads, state)) == bits(jitted) == bits(tuple(expected))
 
     over_threads(3, body, delay=0.002)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("name", ["allreduce", "topk", "two_shot"])
-def test_wrapped_module(name, n):
+@pytest.mark.parametrize("name", KIND_OF)
+def test_wrapped_module(name):
     lock = threading.Lock()
 
     def body(wire):
@@ -186,18 +134,17 @@ def test_wrapped_module(name, n):
             torch.manual_seed(wire.me)
             module = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE))
         model = fnddp.DistributedDataParallel(module, sync=PIPELINES[name], wire=wire)
+        begun = len(wire.hub.log)
         module[0].bias.register_hook(lambda grad: wire.hub.log.append((wire.me, "last gradient")))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(3):
             optimizer.zero_grad()
             model(batch(wire.me, step)).square().mean().backward()
             optimizer.step()
-        mine = [what for rank, what in wire.hub.log if rank == wire.me]
-        first = mine.index("last gradient")
-        assert any(what.startswith("all_") and what.endswith(" 0") for what in mine[:first]), mine
+        require_overlap(wire, begun, name)
         return {name: p.detach() for name, p in module.named_parameters()}
 
-    everyone = over_threads(n, body)
+    everyone = over_threads(3, body)
     assert all(bits(other) == bits(everyone[0]) for other in everyone)
 
 
@@ -252,7 +199,7 @@ def test_fewer_ranks_take_part_without_lowering_again():
 
     def body(wire):
         engine = engine_for(fnddp.allreduce, grads, wire)
-        means = []
+        means, plans = [], {}
         for active in (3, 2, 3):
             barrier.wait()
             wire.hub.active = active
@@ -260,7 +207,8 @@ def test_fewer_ranks_take_part_without_lowering_again():
             if wire.me < active:
                 mine = {path: leaf * (wire.me + 1) for path, leaf in grads.items()}
                 means.append(engine_step(engine, (), mine, random.Random(0)).mean)
-        assert len(engine._prepared) == 1
+                plans[id(engine.plan)] = engine.plan
+        assert len(plans) == 1
         return means
 
     first, second, _ = over_threads(3, body)
@@ -288,11 +236,3 @@ def test_rows_are_planned_for_the_ranks_that_take_part():
                 assert bits(done.mean) == bits({path: expected[path] for path in done.mean})
 
     over_threads(3, body)
-
-
-def test_the_hub_notices_ranks_that_differ():
-    hub = Hub(2)
-    one, other = ThreadWire(hub, 0), ThreadWire(hub, 1)
-    one.vote(torch.zeros(2), None)
-    with pytest.raises(RuntimeError, match="the others"):
-        other.start(ALL_REDUCE, torch.zeros(2), torch.zeros(2), "sum", None)

@@ -12,7 +12,9 @@ from fnddp.plan.lower import Traces, plan_of
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.plan import Plan
 from fnddp.simulate.ranks import run_threads
+from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import rank, within
+from fnddp.wire.protocol import Wire
 
 Pass = Callable[[Draft], Draft]
 
@@ -38,6 +40,18 @@ class _Shared(NamedTuple):
     sizes: Mapping[str | None, int]
     traced: Draft
     plans: dict[Any, Plan]
+
+
+class AskedWire:
+    """A wire that notes whether a pipeline has asked on which rank it is."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self.for_rank = wire, False
+        self.size = wire.size
+
+    def rank(self, group: str | None) -> int:
+        self.for_rank = True
+        return self._wire.rank(group)
 
 
 class TracesOfThreads(Traces):
@@ -72,8 +86,9 @@ class TracesOfThreads(Traces):
             is_for_me = shared.owner in (None, me) and shared.sizes == sizes
             if is_for_me and shared.traced.phase.holds_for(request.state, sizes):
                 return shared
-        traced = trace(request)
-        self._made.append(_Shared(me if traced.is_of_rank else None, sizes, replace(traced, request=request), {}))
+        asked = AskedWire(request.world.wire or C10D)
+        traced = trace(replace(request, world=replace(request.world, wire=asked)))
+        self._made.append(_Shared(me if asked.for_rank else None, sizes, replace(traced, request=request), {}))
         return self._made[-1]
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,7 @@ SECONDS = 20
 
 
 class Hub:
-    """Where ranks meet.
-
-    Attributes:
-        active: How many ranks take part from the next step on: the first ones.
-        log: What was started, and by whom, in the order in which it was.
-    """
+    """Where ranks meet: the first `active` ones in the next step. The log has their ranks and what they started."""
 
     def __init__(self, ranks: int, delay: float = 0.0) -> None:
         self.active = ranks
@@ -76,18 +72,16 @@ class ThreadWire:
     def rank(self, group: str | None) -> int:
         return self.me
 
-    def start(
-        self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0
-    ) -> ThreadWork:
-        self.hub.log.append((self.me, f"{kind.name} {tag}"))
-        return self._post(kind, send, receive, op, tag)
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> ThreadWork:
+        self.hub.log.append((self.me, kind.name))
+        return self._post(kind, send, receive, op)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, ThreadWork]:
         self.hub.log.append((self.me, "vote"))
         gathered = flags.new_empty((self.size(group), *flags.shape))
-        return gathered, self._post(ALL_GATHER, flags, gathered, None, -1)
+        return gathered, self._post(ALL_GATHER, flags, gathered, None)
 
-    def _post(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, tag: int) -> ThreadWork:
+    def _post(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> ThreadWork:
         hub, n = self.hub, self.hub.active
         with hub.changed:
             meeting = hub.meetings.setdefault((n, self.started.get(n, 0)), Meeting(kind, op, n))
@@ -126,6 +120,7 @@ class AloneWire:
     def __init__(self, ranks: int = 2) -> None:
         self.ranks = ranks
         self.log: list[str] = []
+        self.started = Counter[str]()  # collectives of a step, by kind
 
     def size(self, group: str | None) -> int:
         return self.ranks
@@ -133,16 +128,16 @@ class AloneWire:
     def rank(self, group: str | None) -> int:
         return 0
 
-    def start(
-        self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0
-    ) -> ReadyWork:
-        self.log.append(f"{kind.name} {tag}")
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> ReadyWork:
+        self.log.append(f"{kind.name} {self.started[kind.name]}")
+        self.started[kind.name] += 1
         together = kind.together(torch.stack([send] * self.ranks), op)
         receive.copy_(together[0].clone().reshape(receive.shape))
         return ReadyWork()
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, ReadyWork]:
         self.log.append("vote")
+        self.started.clear()
         return torch.stack([flags] * self.ranks), ReadyWork()
 
 

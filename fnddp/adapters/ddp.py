@@ -216,7 +216,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
         model: The wrapped module.
         sync: The pipeline. Reducers that name no group use the model's.
         wire: Who moves gradients between ranks; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Returns:

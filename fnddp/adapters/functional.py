@@ -15,8 +15,7 @@ from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engines
 from fnddp.run.step import Step
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
-from fnddp.wire.c10d import C10D
-from fnddp.wire.eager import over
+from fnddp.wire.c10d import C10D, over
 from fnddp.wire.protocol import Wire
 
 T = TypeVar("T")  # the tree of parameters
@@ -51,7 +50,7 @@ def value_and_grad(
         sync: The pipeline.
         has_aux: Whether `loss_fn` returns auxiliary data beside the loss.
         wire: Who moves bytes; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Returns:

@@ -12,8 +12,7 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
 from fnddp.torch_private import is_transforming
-from fnddp.wire.c10d import C10D
-from fnddp.wire.eager import over
+from fnddp.wire.c10d import C10D, over
 from fnddp.wire.protocol import Wire
 
 T = TypeVar("T")  # of trees
@@ -29,7 +28,7 @@ class jit:
     Args:
         sync: The pipeline. One that cannot be lowered runs as it is.
         wire: Who moves bytes; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     >>> from fnddp import allreduce, fp16

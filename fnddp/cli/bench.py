@@ -40,7 +40,7 @@ def bench(
     seed: Seed = 0,
     profile: Annotated[bool, typer.Option("--profile", help="also say where the host's time goes in a step")] = False,
     backend: Annotated[
-        Literal["inductor", "cudagraphs"] | None,
+        Literal["inductor"] | None,
         typer.Option(help="who runs what plans compute; Python by default"),
     ] = None,
     imports: Imports = None,

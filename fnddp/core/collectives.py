@@ -160,7 +160,7 @@ def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[T
     """The results of a kind that computes nothing: rows of `tensors` travel as bytes, so that any dtype may."""
     wires = [layout.to_wire(tensor) for tensor in tensors]
     world = current()
-    if world is not None and not world.carries_bytes:  # a plan lays payloads of all dtypes out in one buffer by itself
+    if world is not None and (world.traced or world.simulated is not None):  # a plan's buffers hold all dtypes
         results = _exchanged(kind, wires, None, group)
     else:
         n = world_size(group)
@@ -224,13 +224,13 @@ def _joined_shape(kind: Kind, payload: Tensor, n: int) -> tuple[int, ...]:
 
 def _over(wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
     started: list[tuple[Any, Tensor, tuple[int, ...]]] = []
-    for tag, payload in enumerate(payloads):
+    for payload in payloads:
         count_payload(payload.numel() * payload.element_size())
         send = payload.reshape(n, -1) if kind.sends_rows else payload.reshape(-1)
         send = send.clone() if kind is ALL_REDUCE else send.contiguous()
         width = send.shape[-1]
         receive = send if kind is ALL_REDUCE else send.new_empty((n, width) if kind.receives_rows else (width,))
-        started.append((wire.start(kind, send, receive, op, group, tag), receive, _joined_shape(kind, payload, n)))
+        started.append((wire.start(kind, send, receive, op, group), receive, _joined_shape(kind, payload, n)))
     for work, _, _ in started:
         waited(work)
     return [receive.reshape(shape) for _, receive, shape in started]

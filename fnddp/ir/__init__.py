@@ -1,1 +1,1 @@
-"""What plans are made of."""
+"""The parts of plans."""

@@ -1,4 +1,4 @@
-"""What plans are made of: leaves, names of values, collectives and steps. Data without behaviour."""
+"""The parts of plans: leaves, names of values, collectives and segments. Data without behaviour."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fnddp.wire.kinds import Kind
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """What a plan knows of a gradient."""
+    """The layout of a gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,11 +28,11 @@ class LeafSpec:
         return self.shape.numel() * self.dtype.itemsize
 
     def is_like(self, grad: Tensor) -> bool:
-        """Whether `grad` is one of this leaf, laid out as it may be."""
+        """Return whether `grad` is one of this leaf, in any memory layout."""
         return grad.shape == self.shape and grad.dtype == self.dtype and grad.device == self.device
 
     def empty(self) -> Tensor:
-        """A tensor like it, with arbitrary values."""
+        """Return a tensor like it, with arbitrary values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def __str__(self) -> str:
@@ -54,8 +54,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """What means over a group divide by: a number."""
+class Divisor:
+    """The number that means over a group divide by."""
 
     group: str | None
 
@@ -77,7 +77,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Span:
-    """Payloads that lie side by side in the buffer that a collective sends, as one tensor."""
+    """Neighbouring payloads in the buffer that a collective sends, as one tensor."""
 
     collective: int
     first: int
@@ -86,7 +86,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Received:
-    """Its result in the buffer that the collective fills: the same memory for an all_reduce."""
+    """The result of a payload in the buffer that a collective fills: the same memory for an all_reduce."""
 
     collective: int
     position: int
@@ -101,20 +101,20 @@ class Mean:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory of the plan's own for what an operation makes, which persists across steps."""
+    """Memory of the plan's own for the result of an operation, which persists across steps."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Temp:
-    """What an operation makes."""
+    """The result of an operation."""
 
     name: str
 
 
-Name: TypeAlias = Grad | Part | Ranks | Held | Sent | Span | Received | Mean | Scratch | Temp
-"""What a value of a plan is called."""
+Name: TypeAlias = Grad | Part | Divisor | Held | Sent | Span | Received | Mean | Scratch | Temp
+"""The name of a value of a plan."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,7 @@ class Payload:
 
     Attributes:
         label: The leaf it comes from, or the first and last of several.
-        shape: Its shape.
         result: The shape of what comes back.
-        dtype: Its dtype.
         offset: Its first column in the buffer, in units of the buffer's dtype.
         width: Its columns: all of it, or a rank's row of it where the kind sends one to each rank.
     """
@@ -152,18 +150,15 @@ class Collective:
 
     Attributes:
         index: Its place in the order in which all ranks issue their collectives.
-        kind: What it does.
         op: "sum", "max" or "min", as the wire adds (a mean is divided before it is summed); None for a kind that
             computes nothing.
         group: The process group's name; None for the default one.
         world_size: Number of ranks in the group.
-        dtype: Of the buffer: that of all payloads, or torch.uint8 where they differ.
-        device: Of the buffer.
+        dtype: That of all payloads, or torch.uint8 where they differ.
         depth: 0 for what depends on gradients only, 1 for what depends on results of depth 0, and so on.
         bucket: The bucket of gradients it carries.
         slot: When it is issued: the bucket's arrival plus the depth.
         width: Columns of the buffer.
-        payloads: What lies in it.
     """
 
     index: int
@@ -189,37 +184,37 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes that one rank hands over."""
+        """Payload bytes of one rank."""
         return sum(payload.nbytes for payload in self.payloads)
 
     @property
     def link_bytes(self) -> float:
-        """What one rank sends over its link, in a ring."""
+        """Bytes that one rank sends over its link, in a ring."""
         return self.kind.link_bytes(self.wire_bytes, self.world_size)
 
     @property
     def send_shape(self) -> tuple[int, ...]:
-        """Of the buffer that is sent."""
+        """The shape of the buffer that is sent."""
         return (self.world_size, self.width) if self.kind.sends_rows else (self.width,)
 
     @property
     def receive_shape(self) -> tuple[int, ...]:
-        """Of the buffer that is filled."""
+        """The shape of the buffer that is filled."""
         return (self.world_size, self.width) if self.kind.receives_rows else (self.width,)
 
     def sent_shape(self, position: int) -> tuple[int, ...]:
-        """Of a payload where it lies in the buffer that is sent: its own, if that needs no gaps."""
+        """Return the shape of a payload in the buffer that is sent: its own, if that needs no gaps."""
         payload = self.payloads[position]
         fits = not self.kind.sends_rows or len(self.payloads) == 1 or payload.shape[0] == self.world_size
         return payload.shape if fits else (self.world_size, payload.numel // self.world_size)
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a result lies in several rows, with those of others between them."""
+        """Whether a result takes several rows, with those of others between them."""
         return self.kind.receives_rows and len(self.payloads) > 1
 
     def received_shape(self, position: int) -> tuple[int, ...]:
-        """Of a result where it lies in the buffer that is filled: its own, if that needs no gaps."""
+        """Return the shape of a result in the buffer that is filled: its own, if that needs no gaps."""
         result = self.payloads[position].result
         return (self.world_size, torch.Size(result).numel() // self.world_size) if self.has_gaps else result
 
@@ -233,13 +228,13 @@ class Operation:
     """One operation of a step, as it is shown.
 
     Attributes:
-        made: What it makes.
+        made: The name of its result.
         spec: Shape and dtype of that; None for what is no tensor.
-        function: What it does, by its name in aten.
-        arguments: Names of values, numbers, and what else it is called with.
+        function: Its name in aten.
+        arguments: Names of values, numbers, and others.
         options: Keyword arguments that matter.
-        written: Where its result lies, if not in memory of its own.
-        count: For how many leaves it does that; what is named is that of the first.
+        written: The memory of its result, if not its own.
+        count: The number of leaves that it is run for; the names are those of the first.
     """
 
     made: Name
@@ -253,18 +248,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class Segment:
-    """What a plan runs without a break.
+    """Work of a plan that runs without a break.
 
     Attributes:
         slot: Position in the software pipeline.
         needs: Leaves whose gradients must have arrived.
         waits: Collectives that must be complete.
-        inputs: What `run` takes.
-        outputs: What it returns.
-        frees: What nobody reads after it.
-        run: The computation.
+        inputs: The arguments of `run`.
+        outputs: Its results.
+        frees: Values that nothing reads after it.
         launches: The collective that is issued at the end.
-        operations: The computation, to be shown.
+        operations: The computation of `run`, to be shown.
         commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
     """
 

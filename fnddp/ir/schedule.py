@@ -1,7 +1,7 @@
-"""The data of a plan: what `run` runs, `cost` costs and `show` shows."""
+"""The data of a plan, which `run` runs, `cost` costs and `show` prints."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,28 +11,21 @@ from fnddp.core import tree
 from fnddp.core.sync import State, Sync
 from fnddp.ir.program import Collective, Held, LeafSpec, Name, Scratch, Segment
 
-BACKENDS = ("inductor", "cudagraphs")
-"""Who can run segments, beside Python."""
 
-
-def require_backend(backend: str | None, devices: Iterable[torch.device]) -> None:
-    """Raises a ValueError if `backend` cannot run a plan whose gradients are on `devices`."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    if backend == "cudagraphs" and (others := {device.type for device in devices} - {"cuda", "meta"}):
-        raise ValueError(
-            f"backend='cudagraphs' needs gradients on CUDA devices, got some on {', '.join(sorted(others))}"
-        )
+def require_backend(backend: str | None) -> None:
+    """Raise a ValueError unless `backend` can run segments."""
+    if backend not in (None, "inductor"):
+        raise ValueError(f"backend must be None or 'inductor', got {backend!r}")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """For which numbers a graph is the right one.
+    """The numbers for which a graph is valid.
 
     Attributes:
         counters: Positions of the Python ints among the parts of the state.
         groups: The groups over which means are taken.
-        holds: Whether it is, for these counters, followed by the ranks that each of the groups has.
+        holds: Whether the graph is valid for these counters, followed by the ranks that each of the groups has.
     """
 
     counters: tuple[int, ...]
@@ -40,33 +33,31 @@ class Phase:
     holds: Callable[[Sequence[int]], bool]
 
     def holds_for(self, state: State, sizes: Mapping[str | None, int]) -> bool:
-        """Whether it is, for the counters of `state` and groups of these sizes."""
+        """Return whether the graph is valid for the counters of `state` and groups of these sizes."""
         parts, _ = tree.flatten_any(state)
         return self.holds([*(parts[i] for i in self.counters), *sizes.values()])
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """A pipeline lowered for given leaves, a phase and a world: what one rank does in one step, in a static order.
+    """A pipeline lowered for given leaves, a phase and a world: the work of one rank in one step, in a static order.
 
     Attributes:
-        sync: The pipeline.
-        leaves: What it synchronizes, by path.
+        leaves: Gradients, by path.
         buckets: The bucket of each leaf, in the order in which gradients are expected.
         segments: In the order in which they run.
         means: For each leaf the name of its mean.
         state: For each part of the next state its name, or a number.
-        phase: The numbers for which this plan is the one.
-        following: The counters of the next step, of what `phase.holds` takes.
+        following: The counters of the next step, from the arguments of `phase.holds`.
         overwrites: Leaves whose gradients are written over.
         overwrites_state: Positions of the parts of the state that are written over.
         results: Leaves whose means have persistent memory of their own.
         memories: For leaves the name of what is free to be that memory in the next step.
         constants: Tensors that the pipeline's own code holds.
         scratch: Memory of the plan's own for temporary results, which persists across steps.
-        peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
-            collectives, temporaries, and what it returns.
-        backend: Who runs segments: None for Python, or one of BACKENDS.
+        peak_bytes: Memory that a step takes at most in addition to its gradients and state: buffers of collectives,
+            temporaries, and what it returns.
+        backend: None for Python, or "inductor".
     """
 
     sync: Sync
@@ -88,7 +79,7 @@ class Schedule:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """In the order in which every rank issues them."""
+        """The collectives, in the order in which every rank issues them."""
         return tuple(segment.launches for segment in self.segments if segment.launches is not None)
 
     @property
@@ -98,7 +89,7 @@ class Schedule:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes that one rank hands to its collectives in a step."""
+        """Payload bytes that one rank passes to its collectives in a step."""
         return sum(collective.wire_bytes for collective in self.collectives)
 
     @property

@@ -1,4 +1,4 @@
-"""A plan while it is made: what one pass hands to the next."""
+"""The draft of a plan: what one pass gives to the next."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,33 +12,8 @@ from fnddp.wire.groups import World
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a plan is asked for.
-
-    Attributes:
-        sync: The pipeline.
-        leaves: The gradients, by path.
-        state: Shapes, dtypes and devices of its tensors are read, and the values of its Python ints.
-        buckets: The bucket of each leaf; its order is the order of arrival.
-        donation: What a step may write over.
-        dropped: Leaves without gradients on any rank. What is only theirs is neither computed nor sent.
-        world: Who moves bytes, and how large groups are.
-        backend: Who runs segments; None for Python.
-    """
-
-    sync: Sync
-    leaves: dict[str, LeafSpec]
-    state: State
-    buckets: dict[str, int]
-    donation: "Donation"
-    dropped: frozenset[str]
-    world: World
-    backend: str | None
-
-
-@dataclass(frozen=True)
 class Donation:
-    """What a step may write over.
+    """Memory that a step may write over.
 
     Attributes:
         gradients: "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them).
@@ -50,38 +25,49 @@ class Donation:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What will be a segment: nodes of the graph.
+class Request:
+    """The input of lowering: the arguments of `lower_leaves`, with the bucket of each leaf.
 
-    Attributes:
-        slot: Position in the software pipeline.
-        needs: Leaves that must have arrived, beyond those that earlier cuts needed.
-        waits: Collectives that must be complete, likewise.
-        nodes: What is computed, in this order.
-        launches: The node of the collective that is issued at the end.
-        commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
+    Of the tensors in `state`, only shapes, dtypes and devices are read; of its Python ints, the values.
+    """
+
+    sync: Sync
+    leaves: dict[str, LeafSpec]
+    state: State
+    buckets: dict[str, int]
+    donation: Donation
+    dropped: frozenset[str]
+    world: World
+    backend: str | None
+
+
+@dataclass
+class Cut:
+    """The nodes of a future `Segment`, in the order in which they are computed; its other fields are a segment's.
+
+    `needs` and `waits` have only what earlier cuts have not needed and waited for, and `launches` is a node.
     """
 
     slot: int
-    needs: tuple[str, ...]
-    waits: tuple[int, ...]
-    nodes: tuple[fx.Node, ...]
-    launches: fx.Node | None
     commits: bool
+    needs: list[str] = field(default_factory=list[str])
+    waits: list[int] = field(default_factory=list[int])
+    nodes: list[fx.Node] = field(default_factory=list[fx.Node])
+    launches: fx.Node | None = None
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where results are written.
+    """The memory of results.
 
     Attributes:
         payloads: The payloads that a node is copied to, as (collective, position).
-        targets: What the result of a node is written over: another node's memory, a payload, or the memory of a mean.
-        lies_in: The memory in which a result lies, where that is not its own.
+        targets: Memory that the result of a node is written over: another node's, a payload, or that of a mean.
+        lies_in: The memory of a result, where that is not its own.
         overwritten: The inputs of the graph that are written over.
         scratch: Memory of the plan's own for results that many operations make at once.
         results: Leaves whose mean has memory of its own.
-        memories: For leaves what is free to be that memory in the next step: a node, or that memory.
+        memories: For leaves the memory of their mean in the next step: a node, or the same.
     """
 
     payloads: dict[fx.Node, list[tuple[int, int]]]
@@ -93,7 +79,7 @@ class Placement:
     memories: dict[str, "fx.Node | Name"]
 
     def memory(self, node: fx.Node) -> "fx.Node | Name":
-        """What the result of `node` lies in, called by the node that made it or by its name."""
+        """Return the memory of the result of `node`: the node that made it, or a name."""
         memory: fx.Node | Name = node
         while isinstance(memory, fx.Node) and memory in self.lies_in:
             memory = self.lies_in[memory]
@@ -103,20 +89,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a pass takes and returns. It may change the graph that it is given.
+    """The argument and result of a pass, which may change the graph that it is given.
 
     Attributes:
-        request: What is asked for.
         graph: From leaves, parts of the state and numbers of ranks to means and the next state.
         held: Tensors with values that the graph reads, by the targets of their nodes.
-        names: What the inputs of the graph, and the tensors it holds, are called.
-        phase: What the graph is for.
-        is_of_rank: Whether the graph is this process's: the pipeline has asked for its rank. (Tests share traces of
-            others between ranks that are threads.)
+        names: Names of the inputs of the graph, and of the tensors it holds.
         cuts: The graph in order.
-        placement: Where results are written.
         batches: Operations that are run as one: the first of them, and all.
-        segments: The code.
     """
 
     request: Request
@@ -124,7 +104,6 @@ class Draft:
     held: dict[str, Tensor]
     names: dict[fx.Node, Name]
     phase: Phase
-    is_of_rank: bool = False
     cuts: tuple[Cut, ...] = ()
     placement: Placement | None = None
     batches: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
@@ -136,9 +115,8 @@ class Draft:
 
 
 def copied(traced: Draft, request: Request) -> Draft:
-    """A trace, with a graph of its own, for another request."""
+    """Return a trace, with a graph of its own, for another request."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    outputs = graph.graph_copy(traced.graph, copies)
-    graph.output(outputs)
+    graph.output(graph.graph_copy(traced.graph, copies))
     names = {copies[node]: name for node, name in traced.names.items()}
-    return Draft(request, graph, traced.held, names, traced.phase, traced.is_of_rank)
+    return Draft(request, graph, traced.held, names, traced.phase)

@@ -1,7 +1,7 @@
 """`lower`: from a pipeline and parameters to a plan, pass by pass."""
 
 import gc
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.core.tree import Tree
-from fnddp.ir.program import Grad, Held, LeafSpec, Part, Ranks
+from fnddp.ir.program import Divisor, Grad, Held, LeafSpec, Part
 from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import numbers, output_nodes
@@ -40,31 +40,30 @@ def lower(
     donation: Donation = KEEP,
     backend: str | None = None,
 ) -> Plan:
-    """Lowers a pipeline to a static schedule: what one rank computes and sends in one step, in which order.
+    """Lower a pipeline to a static schedule of what one rank computes and sends in one step.
 
     Nothing is run and nothing is sent: the plan is data, to be printed, costed and drawn. The adapters lower by
     themselves; use this to look at a pipeline, or to plan for a cluster on a laptop.
 
     Args:
         sync: The pipeline.
-        params: Any pytree of parameters or gradients; meta tensors will do. Or a module: those of its
+        params: Any pytree of parameters or gradients, also on the meta device; or a module, for those of its
             parameters that are trained.
         state: The pipeline's state, whose counters choose the phase (a warm-up, or what comes after it); None for the
             first step.
-        world_size: Plan for a group of this size, without a process group; for a pipeline over several groups for
-            those sizes, by the group's name (None is the default group): {"node": 8, "across": 128}. None for the
-            groups that there are.
+        world_size: Ranks to plan for, without a process group; for a pipeline over several groups by the group's
+            name (None is the default group): {"node": 8, "across": 128}. None for the groups that there are.
         arrival: Leaf paths in the order in which their gradients are expected; None for the reverse of `params`.
         bucket_cap_mb: Gradients are bucketed, in the order of arrival, and a bucket is closed once it holds this
             many MiB. A bucket's payloads travel together.
         first_bucket_mb: The same for the first bucket.
         donation: What a step may write over; nothing, unless an adapter owns gradients or state.
-        backend: Who runs the segments: None for Python, "inductor", or "cudagraphs". See `docs/compile.md`.
+        backend: What runs the segments: None for Python, or "inductor". See `docs/compile.md`.
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
         ValueError: `arrival` does not name the leaves of `params`, a size is not positive, `world_size` does not give
-            the size of each group of the pipeline, or the backend is none for these parameters.
+            the size of each group of the pipeline, or the backend is unknown.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -86,7 +85,7 @@ def lower(
     if isinstance(params, nn.Module):
         params = {name: p for name, p in params.named_parameters() if p.requires_grad}
     leaves, _ = tree.flatten(params)
-    require_backend(backend, [leaf.device for leaf in leaves.values()])
+    require_backend(backend)
     world = planned_world(sync, sync.groups, world_size)
     with torch.inference_mode(False):  # in which operations are traced as others than they are
         with within(world):
@@ -116,12 +115,11 @@ def lower_leaves(
     backend: str | None = None,
     traces: "Traces | None" = None,
 ) -> Plan:
-    """`lower`, for leaves by path, and buckets of any number of sizes, in bytes.
+    """Lower as `lower` does, for leaves by path, and buckets of any number of sizes, in bytes.
 
     Args:
-        world: Who moves bytes, and how large groups are.
-        dropped: Leaves without gradients on any rank. What is only theirs is neither computed nor sent.
-        backend: Who runs segments.
+        world: The wire, and the sizes of groups.
+        dropped: Leaves without gradients on any rank. What only they need is neither computed nor sent.
         traces: Of the same pipeline, leaves, and kind of state.
     """
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
@@ -153,7 +151,7 @@ class Traces:
         self._sizes: dict[str | None, int] = {}
 
     def of(self, request: Request) -> Draft:
-        """A trace for `request`, which passes may change."""
+        """Return a trace for `request`, which passes may change."""
         sizes = sizes_of(request)
         if self._last is None or sizes != self._sizes or not self._last.phase.holds_for(request.state, sizes):
             made = trace(request)
@@ -162,27 +160,26 @@ class Traces:
         return copied(self._last, request)
 
     def plan(self, request: Request) -> Plan:
-        """The plan for `request`."""
+        """Return the plan for `request`."""
         return plan_of(self.of(request))
 
     def clear(self) -> None:
-        """Forgets it."""
+        """Drop the trace."""
         self._last = None
 
 
 def plan_of(draft: Draft) -> Plan:
-    """What passes make of a trace, which they change."""
+    """Return the plan that the passes make of a trace, which they change."""
     for step in PASSES:
         draft = step(draft)
-    return _finished(draft)
-
-
-def _finished(draft: Draft) -> Plan:
     assert draft.placement is not None
     request, placement = draft.request, draft.placement
     outputs = output_nodes(draft.graph)
     results: list[Any] = [name_of(node, draft.names) for node in outputs]
     overwritten = {draft.names[node] for node in placement.overwritten}
+    by_name = {name: node for node, name in draft.names.items()}
+    counted = [*map(Part, draft.phase.counters), *map(Divisor, draft.phase.groups)]
+    following = [outputs[len(request.leaves) + i] for i in draft.phase.counters]
     return Plan(
         sync=request.sync,
         leaves=request.leaves,
@@ -191,7 +188,7 @@ def _finished(draft: Draft) -> Plan:
         means={path: name for path, name in zip(request.leaves, results, strict=False) if name is not None},
         state=tuple(results[len(request.leaves) :]),
         phase=draft.phase,
-        following=_following(draft, outputs[len(request.leaves) :]),
+        following=numbers(following, [by_name[name] for name in counted]),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, Part))),
         results=placement.results,
@@ -201,9 +198,3 @@ def _finished(draft: Draft) -> Plan:
         peak_bytes=peak_bytes(draft),
         backend=request.backend,
     )
-
-
-def _following(draft: Draft, state: Sequence[Any]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    by_name = {name: node for node, name in draft.names.items()}
-    names = [*map(Part, draft.phase.counters), *map(Ranks, draft.phase.groups)]
-    return numbers([state[i] for i in draft.phase.counters], [by_name[name] for name in names])

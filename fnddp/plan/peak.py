@@ -1,4 +1,4 @@
-"""What a step takes of memory."""
+"""The memory of a step."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fnddp.plan.graph import launch, launch_of, output_nodes, take, value
 
 
 def peak_bytes(draft: Draft) -> int:
-    """Memory that a step takes at most beside gradients and state: buffers, means, scratch memory, temporaries."""
+    """Return the most memory that a step takes in addition to gradients and state."""
     placement = draft.placement
     assert placement is not None
     nodes = [node for cut in draft.cuts for node in (*cut.nodes, cut.launches) if node is not None]

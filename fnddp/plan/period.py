@@ -1,4 +1,4 @@
-"""What a pipeline does in the long run: the steps that it repeats, and a plan for each kind of them."""
+"""The steps that a pipeline repeats in the long run, with a plan for each kind of them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,20 +17,14 @@ from fnddp.plan.world import planned_world
 from fnddp.wire.groups import WorldSize, within, world_size
 
 LONGEST = 10_000
-"""Steps within which counters come back to where they were. Where they do not, so many steps are the period."""
+"""Steps within which counters come back to where they were. Where they do not, they are the period."""
 AHEAD = 64
-"""A counter that only grows is told from one that chooses phases by as many of its next values."""
+"""Steps looked ahead to find that a counter selects no phase."""
 
 
 @dataclass(frozen=True)
 class Recurring:
-    """Steps of a period that are alike.
-
-    Attributes:
-        plan: Theirs.
-        state: With the counters of one of them.
-        steps: How many they are.
-    """
+    """Steps of a period that are alike: their number, their plan, and a state with the counters of one of them."""
 
     plan: Plan
     state: State
@@ -45,12 +39,11 @@ def period(
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float = 25,
 ) -> tuple[Recurring, ...]:
-    """The steps that a pipeline repeats after all warm-ups, those that are alike as one, as they first come.
+    """Return the steps that a pipeline repeats after all warm-ups, each kind once, as they first come.
 
     Most pipelines do the same in every step. `every(10, ...)` does not, nor do the `refresh` of `powersgd` and
-    `measure`: a mean over the period is what they cost, and no step of it is. Counters are followed from step to step,
-    and a plan is lowered for each phase that they get to. The wrong choice for the first steps of a training: lower
-    those, with their state.
+    `measure`: they cost a mean over the period, which no single step does. The wrong choice for the first steps of a
+    training: lower those, with their state.
 
     Args:
         sync, params, world_size, arrival, bucket_cap_mb: As `lower` takes them.
@@ -98,7 +91,7 @@ class _Walk:
         return tree.unflatten_any(self._spec, [p if isinstance(p, Tensor) else next(left) for p in self._parts])
 
     def index(self, counters: Sequence[int]) -> int:
-        """The place among `plans` of the one for these counters."""
+        """Return the place among `plans` of the one for these counters."""
         for index, plan in enumerate(self.plans):
             if plan.phase.holds(self._numbers(plan, counters)):
                 return index
@@ -106,7 +99,7 @@ class _Walk:
         return len(self.plans) - 1
 
     def until_it_repeats(self, counters: Sequence[int]) -> list[Sequence[int]]:
-        """The counters of each step from these on, the last like one before."""
+        """Return the counters of each step from these on, the last like one before."""
         walked, seen = [counters], {self._key(counters)}
         while len(walked) <= LONGEST:
             plan = self.plans[self.index(walked[-1])]
@@ -117,17 +110,17 @@ class _Walk:
         return walked
 
     def that_repeat(self, walked: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """The steps from the one that is like the last on, without that."""
+        """Return the steps from the one that is like the last on, without the last."""
         keys = [self._key(at) for at in walked]
         return walked[keys.index(keys[-1]) : -1] or walked[:-1]
 
     def _key(self, counters: Sequence[int]) -> tuple[int | None, ...]:
-        """Equal for steps from which all goes on alike."""
+        """Return a key that is equal for steps from which all goes on alike."""
         plan = self.plans[self.index(counters)]
         return tuple(None if self._only_grows(plan, counters, i) else at for i, at in enumerate(counters))
 
     def _only_grows(self, plan: Plan, counters: Sequence[int], i: int) -> bool:
-        """Whether counter `i` is past all warm-ups and chooses nothing: it draws random numbers, if anything."""
+        """Return whether counter `i` is past all warm-ups and selects no phase (it may draw random numbers)."""
         if counters[i] < AFTER_ALL_WARM_UPS:
             return False
         later = ([*counters[:i], counters[i] + k, *counters[i + 1 :]] for k in range(1, AHEAD))

@@ -13,16 +13,7 @@ from fnddp.show.text import show
 
 @dataclass(frozen=True, repr=False)
 class Plan(Schedule):
-    """A pipeline lowered for given leaves, a phase and a world: inert data that prints, draws and costs itself.
-
-    Attributes:
-        sync: The pipeline.
-        leaves: What it synchronizes, by path.
-        buckets: The bucket of each leaf, in the order in which gradients are expected.
-        segments: What runs without a break, in order.
-        peak_bytes: Memory that a step takes at most beside the gradients and the state it is given: buffers of
-            collectives, temporaries, and what it returns.
-    """
+    """A pipeline lowered for given leaves, a phase and a world: inert data that prints, draws and costs itself."""
 
     def __repr__(self) -> str:
         return (
@@ -34,12 +25,10 @@ class Plan(Schedule):
         return self.show()
 
     def show(self, code: bool = False) -> str:
-        """The plan as text: slot by slot what must have arrived, what is computed, and what is sent.
+        """Return the plan as text: slot by slot what must have arrived, what is computed, and what is sent.
 
-        Steps of a slot that look alike are one line. `print(plan)` prints this.
-
-        Args:
-            code: Every segment, and every operation.
+        `print(plan)` prints this. Segments of a slot that look alike are one line, unless `code` asks for every
+        operation.
 
         >>> import torch
         >>> from fnddp import allreduce, fp16, lower
@@ -61,16 +50,13 @@ class Plan(Schedule):
         return show(self, code)
 
     def to_svg(self, link: Links | None = None) -> str:
-        """The plan as a picture: a timeline of the gradients that arrive, the computation and the wire.
+        """Return the plan as an SVG picture: a timeline of the gradients that arrive, the computation and the wire.
 
         Collectives are drawn as long as they are large, or, with a link, as they take; computations all alike, since
-        a plan does not know how long they take. In a notebook the last expression of a cell is drawn by itself.
+        a plan does not know how long they take. Notebooks draw a plan that is the last expression of a cell.
 
         Args:
-            link: What connects the ranks, of all groups or by the group's name.
-
-        Returns:
-            An SVG document.
+            link: The connection of the ranks: of all groups, or by the group's name (None is the default group).
 
         Raises:
             ValueError: A group has no link.
@@ -89,12 +75,12 @@ class Plan(Schedule):
     def estimate(
         self, link: Links, *, backward_seconds: float | None = None, overhead_seconds: float = 0.0
     ) -> Estimate:
-        """What the collectives of a step cost, and with `backward_seconds`, what backward does not hide of them.
+        """Return the cost of a step's collectives, and with `backward_seconds`, what backward does not hide of them.
 
         See `fnddp.cost.estimate.estimate` for the model.
 
         Args:
-            link: Of all groups, or by the group's name (None is the default group).
+            link: See `to_svg`.
             backward_seconds: Without it nothing is hidden.
             overhead_seconds: Encode and decode that backward does not hide.
 
@@ -113,14 +99,13 @@ class Plan(Schedule):
         return estimate(self.collectives, link, backward_seconds=backward_seconds, overhead_seconds=overhead_seconds)
 
     def predict(self, link: Links, compute: Compute) -> Step:
-        """A step on a clock: `estimate`, with what is computed before, between and after the collectives.
+        """Return a step on a clock: `estimate`, with what is computed before, between and after the collectives.
 
         See `fnddp.cost.step.predict` for the model.
 
         Args:
-            link: Of all groups, or by the group's name (None is the default group).
-            compute: What a rank computes and how long that takes: see `fnddp.measure_backward` and
-                `fnddp.measure_segments`.
+            link: See `to_svg`.
+            compute: The computation of a rank, as `fnddp.measure_backward` and `fnddp.measure_segments` return it.
 
         Raises:
             ValueError: A group has no link, or `compute` is of another plan or has an arrival after backward's end.
@@ -134,18 +119,14 @@ class Plan(Schedule):
         return predict(self, link, compute)
 
     def to_trace(self, link: Links, compute: Compute | None = None) -> str:
-        """The predicted step as a trace for https://ui.perfetto.dev or chrome://tracing.
+        """Return the predicted step as JSON in Chrome's trace event format, for https://ui.perfetto.dev.
 
-        Ranges are called as those that runners give to torch's profiler, so that a measured trace
-        (`torch.profiler.profile`, `export_chrome_trace`) can be compared with it. There are two tracks, what a rank
-        computes and what is on the wire.
+        It has two tracks, computation and wire. Ranges are named as in a measured trace (`torch.profiler.profile`,
+        `export_chrome_trace`), so that the two can be compared.
 
         Args:
-            link: Of all groups, or by the group's name (None is the default group).
-            compute: What a rank computes; None for no time at all, which leaves the wire.
-
-        Returns:
-            JSON, in Chrome's trace event format.
+            link: See `to_svg`.
+            compute: See `predict`; None for no time at all, which leaves the wire.
 
         Raises:
             ValueError: A group has no link, or `compute` is of another plan.

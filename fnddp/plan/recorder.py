@@ -1,7 +1,7 @@
-"""Writes down what is done to fake tensors, as a graph of aten operations and collectives.
+"""A recorder of operations on fake tensors, as a graph of aten operations and collectives.
 
-What make_fx does, for programs that are long because they have many leaves. It spends its time on proxies, and on
-asking again what an operation makes that has been asked for another leaf of the same shape.
+It replaces make_fx for programs that are long because they have many leaves: make_fx spends its time on proxies, and on
+computing again the shapes that an operation makes of another leaf of the same shape.
 """
 
 import operator
@@ -15,9 +15,6 @@ from fnddp.ir.program import LoweringError
 from fnddp.torch_private import (
     Fakes,
     TorchDispatchMode,
-    constant_of,
-    decomposed,
-    device_of_fake,
     has_symbolic_size,
     is_dense_fake,
     is_fake_view,
@@ -36,15 +33,15 @@ _CONSTANTS = (int, float, complex, str, NoneType, torch.dtype, torch.device, tor
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations while it is entered, within the mode of the fake tensors that they are done to.
+    """Records operations on fake tensors while it is entered, within their mode.
 
     Attributes:
-        graph: What was recorded. A node's `meta["val"]` is the fake tensor, or the symbolic number, that it stands for.
+        graph: A node's `meta["val"]` is the fake tensor, or the symbolic number, that it stands for.
         held: Tensors with values that were met on the way, by the names of their `get_attr` nodes.
     """
 
     _shared: ClassVar[dict[Any, Any]] = {}
-    """What torch's own operations make, by what is known of their arguments: in all traces. One runs at a time."""
+    """Results of torch's own operations, by their arguments: of all traces, of which one runs at a time."""
 
     def __init__(self, fakes: Fakes) -> None:
         super().__init__()
@@ -61,7 +58,7 @@ class Recorder(TorchDispatchMode):
         self._owners: dict[int, int] = {}  # how many of the tensors share a storage
 
     def add_input(self, value: Any) -> fx.Node:
-        """A placeholder for a fake tensor, or for a symbolic number."""
+        """Add a placeholder for a fake tensor, or for a symbolic number."""
         self._inputs += 1
         node = self.graph.placeholder(f"input_{self._inputs}")
         node.meta["val"] = value
@@ -72,18 +69,18 @@ class Recorder(TorchDispatchMode):
         return node
 
     def finish(self, outputs: list[Any]) -> fx.Graph:
-        """The graph, which returns `outputs`."""
+        """Return the graph, with `outputs`."""
         self.graph.output([self._argument(output) for output in outputs])
         return self.graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a question
-            is_quick = func is torch.ops.prim.device.default
-            return (is_quick and device_of_fake(args[0])) or func(*args, **kwargs)
+            quick = getattr(args[0], "fake_device", None) if func is torch.ops.prim.device.default else None
+            return quick or func(*args, **kwargs)
         if func not in self._whole:
             with self:
-                simpler = decomposed(func, args, kwargs)
+                simpler = func.decompose(*args, **kwargs)
             if simpler is not NotImplemented:
                 return simpler
             self._whole.add(func)
@@ -104,7 +101,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation makes: once asked, always known, but where it writes in place, or makes several."""
+        """Return the result of the operation, from an earlier one like it if it makes one tensor or view."""
         makes_view = makes_one_view(func)
         if not makes_view and not makes_one_tensor(func):
             return func(*args, **kwargs)
@@ -134,7 +131,7 @@ class Recorder(TorchDispatchMode):
         return type(argument), argument  # 1, 1.0 and True are not the same
 
     def _is_own(self, argument: Any) -> bool:
-        """Whether what an operation makes of `argument` says nothing about other traces."""
+        """Return whether the result of an operation on `argument` does not hold for other traces."""
         if isinstance(argument, Tensor):
             return self._likes.get(id(argument)) is None
         if isinstance(argument, torch.device):  # the current one, whichever that is
@@ -169,7 +166,7 @@ class Recorder(TorchDispatchMode):
         return detached
 
     def _pure(self, func: Any, args: Any, made: Any) -> Any:
-        """For an operation in place on memory that nobody else sees the one that makes a new tensor."""
+        """Return the operation that makes a new tensor, for one in place on memory that nothing else reads."""
         pure = out_of_place(func)
         if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
             raise LoweringError(f"it writes with {func} to memory that others read")
@@ -198,8 +195,8 @@ class Recorder(TorchDispatchMode):
         return self._numbers[expression]
 
     def _hold(self, tensor: Tensor) -> fx.Node:
-        """A tensor with values, of the pipeline's own."""
-        value = constant_of(tensor)
+        """Add a tensor with values, of the pipeline's own."""
+        value = getattr(tensor, "constant", tensor)  # of a fake tensor, the one that it stands for
         if value is None:
             raise LoweringError("it uses a tensor without values that another trace has made")
         name = f"_tensor_constant{len(self.held)}"

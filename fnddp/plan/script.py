@@ -1,4 +1,4 @@
-"""Writes Python: straight-line code of calls, which frees each value when it has been read for the last time."""
+"""Straight-line Python code of calls, which frees each value when it has been read for the last time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,24 +22,24 @@ class Script:
         self._count = 0
 
     def variable(self) -> Variable:
-        """A new one."""
+        """Return a new variable."""
         self._count += 1
         return Variable(f"v{self._count}")
 
     def call(self, function: Callable[..., Any], arguments: Any = (), options: Any = None) -> Variable:
-        """A call, and what stands for its result. Arguments are variables, constants, and lists of them."""
+        """Add a call; return the variable of its result. Arguments are variables, constants, and lists of them."""
         made = self.variable()
         self._call(made.name, [made], function, arguments, options or {})
         return made
 
     def call_for(self, count: int, function: Callable[..., Any], arguments: Any, options: Any) -> list[Variable]:
-        """A call that returns a list of `count` results."""
+        """Add a call that returns a list of `count` results."""
         made = [self.variable() for _ in range(count)]
         self._call(f"[{', '.join([each.name for each in made])}]", made, function, arguments, options)
         return made
 
     def function(self, inputs: Iterable[Variable], outputs: Sequence[Variable]) -> Callable[..., tuple[Any, ...]]:
-        """The script as a function of `inputs`, which returns a tuple of `outputs`."""
+        """Return the script as a function of `inputs`, which returns a tuple of `outputs`."""
         inputs = list(inputs)
         kept = set(outputs)
         lines: list[str] = []

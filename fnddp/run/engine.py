@@ -109,7 +109,7 @@ class Engine(Course):
             lower_leaves, world=self._world, bucket_caps=bucket_caps, donation=donation, backend=backend
         )
         self._traces = Traces() if traces is None else traces
-        require_backend(backend, [leaf.device for leaf in self.leaves.values()])
+        require_backend(backend)
         self._needs_plans = backend is not None
         self._memory = Memory()
         self._debug = debug_level()

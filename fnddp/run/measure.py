@@ -137,9 +137,7 @@ class _Mirror:
     def rank(self, group: str | None) -> int:
         return 0
 
-    def start(
-        self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0
-    ) -> "_Mirror":
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> "_Mirror":
         n = self.size(group)
         receive.copy_(kind.together(send.expand(n, *send.shape), op)[0])
         return self

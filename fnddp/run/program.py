@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync, parts_of, require_means
-from fnddp.ir.program import Collective, Grad, LeafSpec, Mean, Name, Part, Ranks, Received, Segment, Sent, Span, Temp
+from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
 from fnddp.ir.schedule import Phase
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
@@ -130,7 +130,7 @@ class Program:
         written = frozenset(plan.overwrites_state)
         self.parts = [(register, part.index, part.index in written) for register, part in registers.all(Part)]
         self.results = registers.all(Mean)
-        self.ranks = [(register, each.group) for register, each in registers.all(Ranks)]
+        self.ranks = [(register, each.group) for register, each in registers.all(Divisor)]
         self.slices: list[tuple[int, BufferSlice]] = [
             each for kind in (Sent, Received, Span) for each in registers.all(kind)
         ]
@@ -226,7 +226,7 @@ def without_schedule(
         slot=0,
         needs=tuple(leaves),
         waits=(),
-        inputs=(*map(Grad, leaves), *(Part(i) for i in range(len(given))), *map(Ranks, groups)),
+        inputs=(*map(Grad, leaves), *(Part(i) for i in range(len(given))), *map(Divisor, groups)),
         outputs=(*means.values(), *state_after),
         frees=(),
         run=run,

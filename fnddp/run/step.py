@@ -582,7 +582,7 @@ class Step:
         try:
             with _NOTHING if observer is None else observer.launches(collective, stream), without_modes():
                 self._works[index] = self._program.wire.start(
-                    collective.kind, buffer.send, buffer.receive, collective.op, collective.group, index
+                    collective.kind, buffer.send, buffer.receive, collective.op, collective.group
                 )
         except RuntimeError as error:
             raise failure_of(collective, error) from error

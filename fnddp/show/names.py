@@ -20,7 +20,7 @@ def name(of: Name) -> str:
             return f"grads[{text(path)}]"
         case program.Part(index):
             return f"state[{index}]"
-        case program.Ranks(group):
+        case program.Divisor(group):
             return "ranks" if group is None else f"ranks of {group}"
         case program.Sent(collective, position) | program.Received(collective, position):
             return f"c{collective}[{position}]"

@@ -1,1 +1,1 @@
-"""Who moves bytes between ranks, and what ranks must agree on before."""
+"""Wires, which move bytes between ranks, and what ranks must agree on before."""

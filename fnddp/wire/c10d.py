@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnddp.torch_private import connect_again, without_modes
 from fnddp.wire.gloo_messages import Messages, faster, is_gloo_on_cpu
-from fnddp.wire.groups import live_group, live_rank, live_size
+from fnddp.wire.groups import World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import CollectiveError, Wire, Work
 
@@ -39,7 +39,7 @@ class C10d:
         """See `Wire.rank`."""
         return live_rank(group)
 
-    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         """See `Wire.start`."""
         live = self._live(group, send.device)
         steps = faster(kind, send, receive, op, live)
@@ -54,7 +54,7 @@ class C10d:
         return gathered, work
 
     def broadcast_object(self, value: Any, group: str | None, device: torch.device) -> Any:
-        """`value` as the first rank has it: the host waits for it."""
+        """Return the first rank's `value`."""
         values = [value]
         with without_modes():
             dist.broadcast_object_list(values, group=self._live(group, device), device=device, group_src=0)
@@ -70,7 +70,20 @@ class C10d:
 
 C10D = C10d()
 
-# By the group over whose ranks they are, and by use: the name of each, or why there is none.
+
+def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `sync` with collectives over `wire`; itself over torch.distributed, which torch.compile traces."""
+    if wire is C10D:
+        return sync
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with within(World(wire)):
+            return sync(*args, **kwargs)
+
+    return run
+
+
+# By the group over whose ranks they are, and by use: the name of each, or the reason that there is none.
 _dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[str]]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -79,12 +92,8 @@ def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
     """Return a wire whose collectives cannot meet any others on `groups`: a user's own, within backward.
 
     On gloo, messages meet in the order in which they are sent, and the moment at which a plan sends is a matter of
-    timing. So each gloo group gets a second one over the same ranks. It is made once, by all ranks of the group, and
-    named after it: it takes a few milliseconds and one more connection between each two ranks.
-
-    Args:
-        wire: Another wire than torch.distributed is returned as it is.
-        groups: By name; those of one rank need none.
+    timing. So each gloo group gets a second one over the same ranks, once: in a few milliseconds, with one more
+    connection between each two ranks. Another wire than torch.distributed is returned as it is.
 
     Raises:
         CollectiveError: Another rank of a group did not come within the timeout of that group, now or before.
@@ -99,11 +108,6 @@ def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
 def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None = None) -> str:
     """Return the name of a gloo group over the ranks of `group` for one use, which the first call of each rank makes.
 
-    Args:
-        group: A process group.
-        use: What it is for; its name is that of `group` with this appended.
-        timeout: See `connect_again`.
-
     Raises:
         CollectiveError: See `with_dedicated_groups`.
     """
@@ -114,15 +118,15 @@ def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None =
     if is_first:  # without the lock: threads may connect several groups, in another order on each rank
         try:
             made.set_result(connect_again(group, f"{group.group_name}/{use}", timeout).group_name)
-        except RuntimeError as error:
+        except BaseException as error:
+            reason = str(error) or type(error).__name__
             made.set_exception(
                 CollectiveError(
-                    f"the ranks of process group {group.group_name!r} could not be connected for {use}: {error}. All "
+                    f"the ranks of process group {group.group_name!r} could not be connected for {use}: {reason}. All "
                     "of its ranks must do so, for pipelines in the same order; another rank has failed, left, or not "
                     "come to this point; see its own error"
                 )
             )
-        except BaseException as error:
-            made.set_exception(error)
-            raise
+            if not isinstance(error, RuntimeError):  # such as a KeyboardInterrupt, which is this call's alone
+                raise
     return made.result()

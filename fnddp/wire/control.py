@@ -1,4 +1,4 @@
-"""What ranks tell each other beside payloads: for set-up and errors, never counted as traffic."""
+"""Messages between ranks that are no payloads: for set-up and errors, never counted as traffic."""
 
 import pickle
 from typing import Any
@@ -18,12 +18,12 @@ BROADCAST_BYTES = 250 * 2**20
 
 
 def total(value: int, group: str | None) -> int:
-    """The sum of `value` over the ranks of `group`: the host waits for it."""
+    """Return the sum of `value` over the ranks of `group`."""
     return _reduced(value, "sum", group)
 
 
 def highest(value: int, group: str | None) -> int:
-    """The largest `value` of the ranks of `group`: the host waits for it."""
+    """Return the largest `value` of the ranks of `group`."""
     return _reduced(value, "max", group)
 
 
@@ -35,13 +35,13 @@ def _reduced(value: int, op: str, group: str | None) -> int:
 
 
 def wire_device(group: str | None) -> torch.device:
-    """Where the payloads of `group` live: the current CUDA device for NCCL, the CPU otherwise."""
+    """Return the device of payloads of `group`: the current CUDA device for NCCL, the CPU otherwise."""
     on_cuda = "nccl" in dist.get_backend(live_group(group))
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def broadcast(tensors: list[Tensor], group: str | None, *, source: int = 0, wire: Wire = C10D) -> None:
-    """Makes `tensors` equal to those of the group's rank `source`, in place; by torch.distributed in few messages."""
+    """Make `tensors` equal to those of the group's rank `source`, in place; by torch.distributed in few messages."""
     if wire is not C10D:
         for tensor in tensors:
             _broadcast_over(wire, tensor, group, source)
@@ -58,17 +58,12 @@ def _broadcast_over(wire: Wire, tensor: Tensor, group: str | None, source: int) 
 
 
 def all_gather_object(value: Any, group: str | None) -> list[Any]:
-    """`value` of every rank, in rank order: for set-up, never inside a step."""
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[Any] = [None] * world_size(group)
-    with without_modes():  # WireCounter's: this is no payload
-        dist.all_gather_object(gathered, value, group=live_group(group))
-    return gathered
+    """Return `value` of every rank, in rank order: for set-up, never inside a step."""
+    return gather_over(C10D, value, group, wire_device(group)) if dist.is_initialized() else [value]
 
 
 def gather_object(value: Any, group: str | None) -> list[Any]:
-    """`value` of every rank, in rank order, on the first one; on the others nothing."""
+    """Return `value` of every rank, in rank order, on the first one; on the others nothing."""
     if not dist.is_initialized():
         return [value]
     is_first = live_rank(group) == 0
@@ -79,14 +74,7 @@ def gather_object(value: Any, group: str | None) -> list[Any]:
 
 
 def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> list[Any]:
-    """`value` of every rank of `group`, over any wire: the host waits for it.
-
-    Args:
-        wire: What moves it.
-        value: Anything that pickles.
-        group: The name of the group.
-        device: Where the payloads of the group live.
-    """
+    """Return `value`, anything that pickles, of every rank of `group`, over any wire; `device` is that of payloads."""
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     with without_modes():
         sizes = _gathered(wire, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
@@ -99,7 +87,7 @@ def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device)
 
 
 def first_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> Any:
-    """`value` as the first rank of `group` has it; see `gather_over`."""
+    """Return the `value` of the first rank of `group`; see `gather_over`."""
     if isinstance(wire, C10d):
         return wire.broadcast_object(value, group, device)
     return gather_over(wire, value, group, device)[0]
@@ -112,7 +100,7 @@ def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:
 
 
 def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
-    """`value` of every rank, of the same length on all.
+    """Return `value` of every rank, of the same length on all.
 
     Raises:
         RuntimeError: A launcher has started several ranks, but torch.distributed is not initialized.
@@ -121,7 +109,4 @@ def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
         require_alone()
         return [value]
     mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(wire_device(group))
-    gathered = [torch.empty_like(mine) for _ in range(world_size(group))]
-    with without_modes():
-        dist.all_gather(gathered, mine, group=live_group(group))
-    return [bytes(each.tolist()) for each in gathered]
+    return [bytes(row.tolist()) for row in _gathered(C10D, mine, group)]

@@ -1,4 +1,4 @@
-"""Counting what a rank hands to its collectives."""
+"""A counter of what a rank passes to its collectives."""
 
 from typing import Any
 
@@ -33,15 +33,11 @@ _PAYLOAD_ARGUMENT = {
 
 
 class WireCounter(TorchDispatchMode):
-    """Counts the wire bytes of the collectives that this thread starts inside the `with` block.
+    """Counter of the collectives that this thread starts in the `with` block, and of their `wire_bytes`.
 
-    Wire bytes are the payload one rank hands to its collectives, as the papers count (4 per float32 element of a
+    Wire bytes are the payload one rank passes to its collectives, as the papers count (4 per float32 element of a
     plain mean): not what crosses the link, and not the byte for each leaf with which ranks end a step alike. A world
     of one without torch.distributed has no collectives: it counts 0.
-
-    Attributes:
-        wire_bytes: Bytes so far.
-        collectives: Number of collectives so far.
 
     >>> import torch
     >>> import torch.distributed as dist
@@ -74,7 +70,7 @@ class WireCounter(TorchDispatchMode):
 
 
 def count_payload(nbytes: int) -> None:
-    """Tells the counters of this thread of a collective that they do not see: of a plan, or on a wire of one's own."""
+    """Report a collective that the counters of this thread do not see: of a plan, or on a wire of one's own."""
     if has_modes():
         _count(nbytes)
 

@@ -28,8 +28,8 @@ Steps: TypeAlias = Iterator[list[dist.Work]]
 class Messages:
     """A collective under way, as a `Work`. Its first messages are posted at once.
 
-    gloo tells that a message is over only to who waits for it. So a thread does, and posts those that follow: the
-    collective goes on while the host computes.
+    gloo reports that a message is over only to a thread that waits for it. So one does, and posts those that follow:
+    the collective goes on while the host computes.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -57,12 +57,12 @@ class Messages:
 
 
 def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether gloo carries what the CPU sends to the other ranks of `group`, if there are any."""
+    """Return whether gloo carries what the CPU sends to the other ranks of `group`, if there are any."""
     return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Steps | None:
-    """Return the messages that are faster than the collective of `group`; None where its own is. So on all ranks."""
+    """Return messages, on all ranks, where they are faster than the collective of `group`; None elsewhere."""
     if receive.nbytes < _BYTES or send.is_cuda or not is_gloo_on_cpu(group):
         return None
     if kind is ALL_REDUCE and send.dtype == torch.float16 and op == "sum":
@@ -79,7 +79,7 @@ def _next_tag(group: dist.ProcessGroup) -> int:
 
 
 def ring(buffer: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
-    """gloo's ring, with torch's sum: gloo adds float16 one number at a time, in three times the time.
+    """Run gloo's ring with torch's sum: gloo adds float16 one number at a time, in three times the time.
 
     A reduce-scatter and an all-gather of one chunk for each rank, in n - 1 messages each. Every element is added up on
     one rank, in the order of the ring, so all ranks get the same bits.
@@ -99,7 +99,7 @@ def ring(buffer: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
 
 
 def direct(send: Tensor, receive: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
-    """Row r of `send` to each rank r, and theirs to row r of `receive`: all at once, both ways at the same time.
+    """Send row r of `send` to each rank r, and receive theirs in row r of `receive`, both ways at the same time.
 
     gloo sends before it asks for what it receives. On a rank that comes later than another, the request then waits
     behind its own payload, and the two go one after the other: twice the time on two ranks.

@@ -1,4 +1,4 @@
-"""The process groups that there are, and the worlds that a pipeline may be planned for or run in instead."""
+"""Process groups, and the worlds that a pipeline may be planned for or run in instead."""
 
 import os
 import weakref
@@ -16,7 +16,7 @@ from fnddp.wire.protocol import Wire
 from fnddp.wire.simulated import Ranks
 
 DEFAULT_GROUP = "default"
-"""How the default group is called in a graph that is traced."""
+"""The name of the default group in a graph that is traced."""
 
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -28,20 +28,19 @@ LAUNCHERS = {
 
 
 WorldSize: TypeAlias = int | Mapping[str | None, int]
-"""The number of ranks of a cluster that is not there: of every group, or of each by name (None: the default group)."""
+"""The number of ranks to plan for: of every group, or of each by name (None: the default group)."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What a pipeline meets, if not torch.distributed as it is.
+    """The surroundings of a pipeline that does not run on torch.distributed as it is.
 
     Attributes:
-        wire: Who moves bytes; None for torch.distributed.
+        wire: None for torch.distributed.
         traced: Whether collectives are recorded, not run.
-        size: Where a plan is made for a cluster that is not there.
-        ranks: What means divide by, by group, where it is not the size: a number that a graph takes as an input.
-        simulated: The ranks of a simulation, of which this is a step.
-        asked: The groups in which a pipeline that is traced has asked for this process's rank.
+        size: Of the groups that a plan is made for, where they need not be there.
+        ranks: Divisors of means, by group, where they are not the size: numbers that a graph takes as inputs.
+        simulated: The ranks of the simulation that runs.
     """
 
     wire: Wire | None = None
@@ -49,18 +48,12 @@ class World:
     size: WorldSize | None = None
     ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
     simulated: Ranks | None = None
-    asked: set[str | None] = field(default_factory=set[str | None])
 
     def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:
-        """The part of `size` that is about `groups`; all of it for None."""
+        """Return the part of `size` that is about `groups`; all of it for None."""
         if self.size is None or isinstance(self.size, int) or groups is None:
             return self.size
         return {group: n for group, n in self.size.items() if group in groups}
-
-    @property
-    def carries_bytes(self) -> bool:
-        """Whether what is only moved is handed over as bytes; otherwise in its own dtype."""
-        return not self.traced and self.simulated is None
 
 
 _world: ContextVar[World | None] = ContextVar("_world", default=None)
@@ -68,7 +61,7 @@ _world: ContextVar[World | None] = ContextVar("_world", default=None)
 
 @contextmanager
 def within(world: World) -> Generator[None]:
-    """Pipelines called in the block meet `world`."""
+    """Run the block in `world`."""
     token = _world.set(world)
     try:
         yield
@@ -78,12 +71,12 @@ def within(world: World) -> Generator[None]:
 
 @torch_private.constant_for_dynamo
 def current() -> World | None:
-    """The world of the block that this runs in; None for torch.distributed as it is."""
+    """Return the world of the block that this runs in; None for torch.distributed as it is."""
     return _world.get()
 
 
 def world_size(group: str | None) -> int:
-    """The number of ranks in `group`; 1 without torch.distributed.
+    """Return the number of ranks in `group`; 1 without torch.distributed.
 
     Raises:
         RuntimeError: A launcher started several ranks but the process group is not initialized, or a group is named
@@ -91,26 +84,22 @@ def world_size(group: str | None) -> int:
         ValueError: A plan is made for groups of other names.
     """
     world = current()
-    if world is not None and world.simulated is not None:
+    if world is None:
+        return live_size(group)
+    if world.simulated is not None:
         return world.simulated.size(group)
-    if world is not None and world.size is not None:
-        return _planned_size(world.size, group)
-    if world is not None and world.wire is not None:
-        return world.wire.size(group)
-    return live_size(group)
-
-
-def _planned_size(sizes: WorldSize, group: str | None) -> int:
-    if isinstance(sizes, int):
-        return sizes
-    if group not in sizes:
-        which = "the default group (None)" if group is None else f"group {group!r}"
-        raise ValueError(f"the plan has no number of ranks for {which}; there are those of {list(sizes)}")
-    return sizes[group]
+    if isinstance(world.size, int):
+        return world.size
+    if world.size is not None:
+        if group not in world.size:
+            which = "the default group (None)" if group is None else f"group {group!r}"
+            raise ValueError(f"the plan has no number of ranks for {which}; there are those of {list(world.size)}")
+        return world.size[group]
+    return live_size(group) if world.wire is None else world.wire.size(group)
 
 
 def live_size(group: str | None) -> int:
-    """The same, of torch.distributed."""
+    """Return the same, of torch.distributed."""
     if dist.is_initialized():
         # By name: Dynamo cannot trace the resolution of a named group.
         name = live_name(group)
@@ -124,7 +113,7 @@ def live_size(group: str | None) -> int:
 
 
 def require_alone() -> None:
-    """Raises a RuntimeError if a launcher has started several ranks."""
+    """Raise a RuntimeError if a launcher has started several ranks."""
     for _, variable, _ in LAUNCHERS.values():
         launched = os.environ.get(variable, "1")
         if launched not in ("1", "") and not (variable == "SLURM_NTASKS" and is_slurm_shell()):
@@ -136,44 +125,40 @@ def require_alone() -> None:
 
 
 def is_slurm_shell() -> bool:
-    """Whether this is one process in an allocation, which srun has not started."""
+    """Return whether this is one process in an allocation, which srun has not started."""
     return "SLURM_PROCID" not in os.environ or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def ranks(group: str | None) -> int:
-    """What a mean over `group` divides by: the ranks that take part in the step. A graph takes it as an input."""
+    """Return the divisor of a mean over `group`: the ranks that take part in the step. A graph takes it as an input."""
     world = current()
     return world_size(group) if world is None or group not in world.ranks else world.ranks[group]
 
 
 def rank(group: str | None) -> Any:
-    """This process's rank in `group`; 0 without torch.distributed. An int, or a tensor where ranks are simulated."""
+    """Return this rank in `group`, an int, or a tensor where ranks are simulated; 0 without torch.distributed."""
     world = current()
     if world is not None and world.simulated is not None:
         return world.simulated.rank_in(group)
-    if world is not None and world.traced:
-        world.asked.add(group)
     if world is not None and world.size is not None:
         return 0  # a plan for ranks that need not be there is the first one's
     return live_rank(group) if world is None or world.wire is None else world.wire.rank(group)
 
 
 def live_rank(group: str | None) -> int:
-    """The same, of torch.distributed."""
+    """Return the same, of torch.distributed."""
     return dist.get_rank(live_group(group)) if dist.is_initialized() else 0
 
 
 def is_alone() -> bool:
-    """Whether there is nobody to send anything to: no process group, and no other wire or plan for one."""
+    """Return whether there is no other rank: no process group, and no other wire or plan for one."""
     world = current()
-    there_is_one = world is not None and (
-        world.size is not None or world.wire is not None or world.simulated is not None
-    )
-    return not there_is_one and not dist.is_initialized()
+    is_live = world is None or (world.size is None and world.wire is None and world.simulated is None)
+    return is_live and not dist.is_initialized()
 
 
 def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
-    """What tells `group` apart from one that is initialized later under the same name; None without torch.distributed.
+    """Return what differs if `group` is initialized again under the same name; None without torch.distributed.
 
     Raises:
         RuntimeError: See `world_size`.
@@ -183,12 +168,12 @@ def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
 
 
 def live_name(group: str | None) -> str:
-    """The name by which torch.distributed knows `group`."""
+    """Return the name of `group` in torch.distributed."""
     return live_group(None).group_name if group is None else group
 
 
 def live_group(group: str | None) -> dist.ProcessGroup:
-    """The process group of that name.
+    """Return the process group of that name.
 
     Raises:
         RuntimeError: There is none.

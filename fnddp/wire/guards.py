@@ -1,4 +1,4 @@
-"""Where a collective would silently give wrong numbers: inside transforms of torch.func."""
+"""Refusals inside transforms of torch.func, where a collective would silently give wrong numbers."""
 
 import torch.distributed as dist
 
@@ -10,7 +10,7 @@ from fnddp.torch_private import is_batching, is_differentiating
 
 
 def refuse_differentiation() -> None:
-    """Raises a RuntimeError inside torch.func.grad or jvp, under torch.compile too."""
+    """Raise a RuntimeError inside torch.func.grad or jvp, under torch.compile too."""
     # torch.func.jvp through a functional collective gives a zero tangent, silently; under torch.compile, so does grad.
     if is_differentiating():
         raise RuntimeError(
@@ -20,7 +20,7 @@ def refuse_differentiation() -> None:
 
 
 def refuse_batching() -> None:
-    """Raises a RuntimeError inside torch.func.vmap where there is a process group."""
+    """Raise a RuntimeError inside torch.func.vmap where there is a process group."""
     # torch has no rule for it: under vmap a functional collective returns what this rank had, or memory as it was.
     if dist.is_initialized() and is_batching():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Sums over ranks in the order of their numbers: the same bits wherever they are computed, and in whatever layout."""
+"""Sums over ranks in the order of their numbers: the same bits on every device and in any layout."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def sum_in_rank_order(rows: Tensor, onto: Tensor | None = None) -> Tensor:
-    """`((rows[0] + rows[1]) + rows[2]) + ...`: `[ranks, *shape]` becomes `[*shape]`.
+    """Return `((rows[0] + rows[1]) + rows[2]) + ...`, `[*shape]`.
 
     torch's own sum over a dimension adds in an order that depends on the shape, the strides and the machine.
 
     Args:
-        rows: What each rank has.
+        rows: Of each rank, `[ranks, *shape]`.
         onto: The sum of the ranks before these, `[*shape]`: `(onto + rows[0]) + ...`.
 
     >>> rows = torch.tensor([[1e8], [1.0], [-1e8]])

@@ -5,7 +5,6 @@ With n ranks, a payload of shape s and its result: all_reduce s -> s; all_gather
 kind has something for each rank, the buffer has a row for each.
 """
 
-import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from fnddp.wire.in_order import sum_in_rank_order
 _dist: Any = dist
 _all_gather: Any = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
-_REDUCE_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCE_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Pass:
     """One way of a payload around the ranks.
 
     Attributes:
-        share: What a rank sends in it, relative to what it hands over.
+        share: Bytes that a rank sends in it, relative to its payload.
         adds: Whether what is received is added to.
         is_direct: Whether every rank sends to each other one, in n - 1 messages; otherwise it is a ring's (or tree's).
     """
@@ -37,184 +36,107 @@ class Pass:
     is_direct: bool = False
 
 
-class Kind(abc.ABC):
-    """What plans, wires, costs and simulations ask of a collective. Each kind is one value."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Kind:
+    """A collective as plans, wires, costs and simulations know it. Each kind is one value.
+
+    Attributes:
+        name: As errors and plans call it.
+        computes: Whether payloads are added up, or the largest is taken. Otherwise it moves bytes of any dtype.
+        sends_rows: Whether a rank sends a part to each rank, `[n, ...]`.
+        receives_rows: Whether a rank gets a part from each rank, `[n, ...]`.
+        operator: The functional collective that stands for it in a traced graph.
+    """
 
     name: str
     computes: bool
-    """Whether payloads are added up, or the largest is taken. Otherwise dtypes do not matter: it moves bytes."""
     sends_rows: bool
-    """Whether a rank hands over a part for each rank, `[n, ...]`."""
     receives_rows: bool
-    """Whether a rank gets a part from each rank, `[n, ...]`."""
     operator: Any
-    """The functional collective that stands for it in a traced graph."""
-
-    @abc.abstractmethod
-    def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        """The shape of the result of a payload of `shape`."""
-
-    @abc.abstractmethod
-    def passes(self, n: int) -> tuple[Pass, ...]:
-        """How payloads travel."""
-
-    @abc.abstractmethod
-    def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        """What a rank hands over inside its node of `g` ranks, and across nodes, when it goes in two levels."""
-
-    @abc.abstractmethod
-    def together(self, sends: Tensor, op: str | None) -> Tensor:
-        """What all ranks receive, `[n, *result]`, of what they send, `[n, *payload]`; sums are in rank order."""
-
-    @abc.abstractmethod
-    def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:
-        """Starts it on torch.distributed, in given memory."""
-
-    @abc.abstractmethod
-    def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-        """Starts it as a functional collective, for graphs and torch.compile; the result must be waited for."""
-
-    @abc.abstractmethod
-    def read(self, arguments: tuple[Any, ...]) -> tuple[Any, str | None, str] | None:
-        """Payload, op and group of a call of `operator`; None for a call that is not of this kind (uneven splits)."""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the result lies where the payload lay."""
+        """Whether the result takes the memory of the payload."""
         return not (self.sends_rows or self.receives_rows)
 
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> str:  # a copy is the same object
+        return self.name.upper()
+
+    def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+        """Return the shape of the result of a payload of `shape`."""
+        rest = shape[1:] if self.sends_rows else shape
+        return (n, *rest) if self.receives_rows else rest
+
+    def passes(self, n: int) -> tuple[Pass, ...]:
+        """Return how payloads travel."""
+        if self is ALL_GATHER:
+            return (Pass(n - 1),)
+        first = Pass((n - 1) / n, adds=self.computes, is_direct=not self.computes)
+        return (first, Pass((n - 1) / n)) if self.is_in_place else (first,)
+
     def link_bytes(self, payload: float, n: int) -> float:
-        """What one rank sends over its link."""
+        """Return how much of `payload` bytes one rank sends over its link."""
         return payload * sum(one.share for one in self.passes(n))
 
-
-class _AllReduce(Kind):
-    name, computes, operator = "all_reduce", True, _functional.all_reduce.default
-    sends_rows, receives_rows = False, False
-
-    def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        return shape
-
-    def passes(self, n: int) -> tuple[Pass, ...]:
-        return Pass((n - 1) / n, adds=True), Pass((n - 1) / n)
-
     def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        return payload, payload / g
+        """Return what a rank sends inside its node of `g` ranks, and across nodes, when it goes in two levels."""
+        if self is ALL_GATHER:  # across nodes first, then what came from there to the neighbours
+            return payload * nodes, payload
+        return payload, payload / g if self.computes else payload
 
     def together(self, sends: Tensor, op: str | None) -> Tensor:
-        return _reduced(sends, op).expand_as(sends)
+        """Return what all ranks receive, `[n, *result]`, of what they send, `[n, *payload]`; sums are in rank order."""
+        if not self.computes:
+            return sends.transpose(0, 1) if self.sends_rows else sends.expand(sends.shape[0], *sends.shape)
+        computed = {"max": Tensor.amax, "min": Tensor.amin}.get(op or "sum")
+        reduced = sum_in_rank_order(sends) if computed is None else computed(sends, 0)
+        return reduced if self.sends_rows else reduced.expand_as(sends)
 
     def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:
-        return dist.all_reduce(send, _REDUCE_OP[op or "sum"], group=group, async_op=True)
+        """Start it on torch.distributed, in given memory."""
+        if self.is_in_place:
+            return dist.all_reduce(send, REDUCE_OP[op or "sum"], group=group, async_op=True)
+        if self.computes:
+            return _reduce_scatter(receive, send.view(-1), REDUCE_OP[op or "sum"], group=group, async_op=True)
+        function: Any = dist.all_to_all_single if self.sends_rows else _all_gather
+        return function(receive.view(-1), send.view(-1), group=group, async_op=True)
 
     def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-        return self.operator(payload, op, group)
-
-    def read(self, arguments: tuple[Any, ...]) -> tuple[Any, str | None, str] | None:
-        payload, op, group = arguments
-        return (payload, op, group) if op in _REDUCE_OP else None
-
-
-class _AllGather(Kind):
-    name, computes, operator = "all_gather", False, _functional.all_gather_into_tensor.default
-    sends_rows, receives_rows = False, True
-
-    def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        return (n, *shape)
-
-    def passes(self, n: int) -> tuple[Pass, ...]:
-        return (Pass(n - 1),)
-
-    def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        return payload * nodes, payload  # across nodes first, then what came from there to the neighbours
-
-    def together(self, sends: Tensor, op: str | None) -> Tensor:
-        return sends.expand(sends.shape[0], *sends.shape)
-
-    def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:
-        return _all_gather(receive.view(-1), send, group=group, async_op=True)
-
-    def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-        return self.operator(payload, n, group)
-
-    def read(self, arguments: tuple[Any, ...]) -> tuple[Any, str | None, str] | None:
-        payload, _, group = arguments
-        return payload, None, group
-
-
-class _ReduceScatter(Kind):
-    name, computes, operator = "reduce_scatter", True, _functional.reduce_scatter_tensor.default
-    sends_rows, receives_rows = True, False
-
-    def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        return shape[1:]
-
-    def passes(self, n: int) -> tuple[Pass, ...]:
-        return (Pass((n - 1) / n, adds=True),)
-
-    def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        return payload, payload / g
-
-    def together(self, sends: Tensor, op: str | None) -> Tensor:
-        return _reduced(sends, op)
-
-    def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:
-        return _reduce_scatter(receive, send.view(-1), _REDUCE_OP[op or "sum"], group=group, async_op=True)
-
-    def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-        return self.operator(payload, op, n, group)
-
-    def read(self, arguments: tuple[Any, ...]) -> tuple[Any, str | None, str] | None:
-        payload, op, _, group = arguments
-        return (payload, op, group) if op in _REDUCE_OP else None
-
-
-class _AllToAll(Kind):
-    name, computes, operator = "all_to_all", False, _functional.all_to_all_single.default
-    sends_rows, receives_rows = True, True
-
-    def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        return shape
-
-    def passes(self, n: int) -> tuple[Pass, ...]:
-        return (Pass((n - 1) / n, is_direct=True),)
-
-    def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        return payload, payload
-
-    def together(self, sends: Tensor, op: str | None) -> Tensor:
-        return sends.transpose(0, 1)
-
-    def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:
-        return dist.all_to_all_single(receive.view(-1), send.view(-1), group=group, async_op=True)
-
-    def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
+        """Start it as a functional collective, for graphs and torch.compile; the result must be waited for."""
+        if self.computes:
+            return self.operator(payload, op, n, group) if self.sends_rows else self.operator(payload, op, group)
+        if not self.sends_rows:
+            return self.operator(payload, n, group)
         rows = [payload.shape[0] // n] * n
         return self.operator(payload, rows, rows, group)
 
     def read(self, arguments: tuple[Any, ...]) -> tuple[Any, str | None, str] | None:
-        payload, received, sent, group = arguments
-        return (payload, None, group) if len({*received, *sent}) == 1 else None
+        """Return payload, op and group of a call of `operator`; None for a call that is not of this kind."""
+        payload, *given, group = arguments
+        if self.computes:
+            return (payload, given[0], group) if given[0] in REDUCE_OP else None
+        is_uneven = self.sends_rows and len({*given[0], *given[1]}) > 1
+        return None if is_uneven else (payload, None, group)
 
 
-ALL_REDUCE: Kind = _AllReduce()
-ALL_GATHER: Kind = _AllGather()
-REDUCE_SCATTER: Kind = _ReduceScatter()
-ALL_TO_ALL: Kind = _AllToAll()
+ALL_REDUCE = Kind("all_reduce", True, False, False, _functional.all_reduce.default)
+ALL_GATHER = Kind("all_gather", False, False, True, _functional.all_gather_into_tensor.default)
+REDUCE_SCATTER = Kind("reduce_scatter", True, True, False, _functional.reduce_scatter_tensor.default)
+ALL_TO_ALL = Kind("all_to_all", False, True, True, _functional.all_to_all_single.default)
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)}
+KINDS = {kind.name: kind for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)}
 
 
 def of_operator(target: Any) -> Kind | None:
-    """The kind that a function of a traced graph stands for."""
+    """Return the kind that a function of a traced graph stands for."""
     return next((kind for kind in KINDS.values() if kind.operator is target), None)
 
 
 def named(kind: Kind | str) -> Kind:
-    """The kind of that name.
+    """Return the kind of that name.
 
     Raises:
         ValueError: There is none.
@@ -224,9 +146,3 @@ def named(kind: Kind | str) -> Kind:
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of collective; known: {', '.join(KINDS)}")
     return KINDS[kind]
-
-
-def _reduced(sends: Tensor, op: str | None) -> Tensor:
-    if op in (None, "sum"):
-        return sum_in_rank_order(sends)
-    return sends.amax(0) if op == "max" else sends.amin(0)

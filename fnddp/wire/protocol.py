@@ -1,4 +1,4 @@
-"""Who moves bytes between ranks: what an engine asks of a wire."""
+"""Wires, which move bytes between ranks."""
 
 import abc
 from typing import Protocol
@@ -16,11 +16,11 @@ class Work(Protocol):
     """A collective that has been started."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         ...
 
     def wait(self) -> object:
-        """Returns when it is done; on CUDA, when the current stream will wait for it. False says that it failed."""
+        """Return when it is done; on CUDA, when the current stream will wait for it. False: it failed."""
         ...
 
 
@@ -28,29 +28,27 @@ class Wire(Protocol):
     """Moves bytes between the ranks of process groups, which have names; None is the default one.
 
     The default is `fnddp.wire.c10d.C10d`: torch.distributed. All ranks start the same collectives of a group in the
-    same order. A wire need not know which dtypes there are: kinds that compute nothing hand it bytes. It can be hashed
-    and weakly referred to, as objects can; where ranks are threads, each has one of its own.
+    same order. Kinds that compute nothing send bytes, whatever the dtype. A wire can be hashed and weakly referred to,
+    as objects can; where ranks are threads, each has one of its own.
     """
 
     def size(self, group: str | None) -> int:
-        """The number of ranks of `group` that take part in the next step: what a mean divides by."""
+        """Return the number of ranks of `group` that take part in the next step, by which a mean divides."""
         ...
 
     def rank(self, group: str | None) -> int:
-        """This rank's place among them: its row where a kind has one for each."""
+        """Return this rank's place among them: its row where a kind has one for each."""
         ...
 
-    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
-        """Starts a collective and returns at once; `send` and `receive` are its own until it is waited for.
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
+        """Start a collective and return at once; `send` and `receive` are its own until it is waited for.
 
         Args:
             kind: Which collective.
-            send: What this rank hands over: flat, or `[ranks, width]` where the kind sends a row to each rank.
-            receive: Where the result goes: the same tensor as `send` for an all_reduce, else flat or
-                `[ranks, width]`.
+            send: This rank's payload: flat, or `[ranks, width]` where the kind sends a row to each rank.
+            receive: Memory for the result: the same tensor as `send` for an all_reduce, else flat or `[ranks, width]`.
             op: "sum", "max" or "min" for a kind that computes; None for one that carries bytes.
             group: The name of the group.
-            tag: Tells collectives apart that are under way at the same time; the same on all ranks.
 
         Raises:
             RuntimeError: It cannot be started.
@@ -58,41 +56,37 @@ class Wire(Protocol):
         ...
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
-        """Starts to gather the flags of all ranks, with which they end a step alike: no payload, never counted.
+        """Start to gather the flags of all ranks, by which they end a step alike: no payload, never counted.
 
         Returns:
-            What will be `[ranks, *flags.shape]` once the work is waited for, and the work.
+            Memory for `[ranks, *flags.shape]`, filled once the work is waited for; and the work.
         """
         ...
 
 
 class Elastic(abc.ABC):
-    """A wire whose ranks may leave between two steps, and others join: a `Wire` that is this, too.
+    """An additional base class of a `Wire` whose ranks may leave between two steps, and others join.
 
-    What a newcomer cannot know is not learnt from a step: the order in which gradients arrive. A collective that loses
-    a rank does not raise: it is reported, its result means nothing, and the vote of the step raises.
+    The order in which gradients arrive is not learnt from a step, since newcomers cannot know it. A collective that
+    loses a rank does not raise: it is reported, its result means nothing, and the vote of the step raises.
     """
 
     @property
     @abc.abstractmethod
     def epoch(self) -> int:
-        """Another number after each change of its ranks, with which all of them begin anew, in step."""
+        """A number that is incremented when the ranks change: all of them then begin anew."""
 
     @property
     @abc.abstractmethod
     def lost(self) -> Exception | None:
-        """What a collective of this epoch has failed with."""
+        """The error with which a collective of this epoch has failed."""
 
     @abc.abstractmethod
     def report(self, error: Exception) -> None:
-        """The step is none, because of `error`. Who asks the wire whether it is to be taken is told so."""
+        """Mark the step as failed with `error`: no rank may apply it."""
 
 
 def waited(work: Work) -> None:
-    """Waits for `work`.
-
-    Raises:
-        RuntimeError: It failed, also where it says so by returning False.
-    """
+    """Wait for `work`; raise a RuntimeError if it fails, also where it returns False."""
     if work.wait() is False:
         raise RuntimeError("its wait() returned False: it did not complete")

@@ -10,17 +10,17 @@ from torch import Tensor
 from fnddp.wire.kinds import Kind, named
 
 Division = tuple[tuple[int, ...], ...]
-"""How a process group divides all ranks: groups of equal size, each with its ranks in order."""
+"""The groups of one name: of equal size, each with its ranks in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of a simulation, as the pipeline that runs in it meets them.
+    """The ranks of a simulation.
 
     Attributes:
-        n: How many there are.
-        rank: Which of them this is: within vmap, all of them.
-        groups: How the groups with a name divide them. The default group has all.
+        n: Their number.
+        rank: The rank that runs: within vmap, all of them.
+        groups: By name; the default group has all ranks.
     """
 
     n: int
@@ -28,11 +28,11 @@ class Ranks:
     groups: Mapping[str, Division] = field(default_factory=dict[str, Division])
 
     def size(self, group: str | None) -> int:
-        """The number of ranks in each group of that name."""
+        """Return the number of ranks in each group of that name."""
         return len(self.division(group)[0])
 
     def rank_in(self, group: str | None) -> Tensor:
-        """The place of this rank in its group of that name."""
+        """Return the place of this rank in its group of that name."""
         if group is None:
             return self.rank
         places = torch.empty(self.n, dtype=torch.int64, device=self.rank.device)
@@ -41,11 +41,7 @@ class Ranks:
         return places[self.rank]
 
     def division(self, group: str | None) -> Division:
-        """The groups of that name.
-
-        Raises:
-            ValueError: There are none.
-        """
+        """Return the groups of that name; raise a ValueError if there are none."""
         if group is None:
             return (tuple(range(self.n)),)
         if group not in self.groups:
@@ -57,7 +53,7 @@ class Ranks:
         return self.groups[group]
 
     def moved(self, kind: Kind, payload: Tensor, op: str | None, group: str | None) -> Tensor:
-        """What this rank receives in a collective in which every rank sends its `payload`."""
+        """Return the result of a collective in which every rank sends its `payload`."""
         division = self.division(group)
         everyone = _together(
             payload, kind.name, op, self.n, [r for members in division for r in members], len(division)
@@ -67,12 +63,11 @@ class Ranks:
 
 
 def _of_all(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:
-    """Where all ranks send the same."""
     return _received(payload.expand(n, *payload.shape), kind, op, order, groups)
 
 
 def _received(sends: Tensor, kind: str, op: str | None, order: Sequence[int], groups: int) -> Tensor:
-    """What ranks receive, `[n, *result]`, of what they send, `[n, *payload]`; a row, where all receive the same."""
+    """Return `[n, *result]` for `[n, *payload]`; one row where all ranks receive the same."""
     of_kind = named(kind)
     if groups == 1:
         received = of_kind.together(sends, op)

@@ -1,8 +1,8 @@
-"""Weighted means: how often a rank's gradient counts.
+"""Weighted means of gradients.
 
 A weighted mean is the plain mean of gradients that are scaled before anything else is done with them: by n w / W, with
-n ranks, this rank's weight w, and the sum of all weights W. So what a lossy pipeline remembers of a gradient is already
-weighted, and is sent whatever the weight of the next step.
+n ranks, this rank's weight w, and the sum of all weights W. So the residual of a lossy pipeline is already weighted,
+and is sent whatever the weight of the next step.
 """
 
 import math
@@ -23,7 +23,7 @@ class Weight:
 
     Attributes:
         number: Finite and not negative; NaN if the rank gave no such number.
-        text: How errors name it.
+        text: Its name in errors.
     """
 
     number: float
@@ -59,11 +59,7 @@ FAILED = Weight(-2.0, "none, because it failed")
 
 
 def require_weights(everyone: Sequence[Weight]) -> None:
-    """Raise a ValueError unless each rank has given a valid weight.
-
-    Args:
-        everyone: The weights of all ranks, in rank order.
-    """
+    """Raise a ValueError unless each rank, of all in rank order, has given a valid weight."""
     invalid = [rank for rank, weight in enumerate(everyone) if math.isnan(weight.number)]
     if invalid:
         raise ValueError(f"weight: must be a number, finite and not negative, but {_said(everyone, invalid)}")
@@ -83,11 +79,7 @@ def _said(everyone: Sequence[Weight], ranks: Sequence[int]) -> str:
 
 
 def scale_of(weight: float, everyone: Sequence[float]) -> float:
-    """Return what a rank of `weight` scales its gradients by.
-
-    Args:
-        weight: Its own.
-        everyone: Those of all ranks, in rank order; valid ones.
+    """Return the scale of the gradients of a rank with `weight`, among the valid weights of `everyone`.
 
     Raises:
         ValueError: On all ranks: all weights are zero.
@@ -105,12 +97,7 @@ def scale_of(weight: float, everyone: Sequence[float]) -> float:
 
 
 def compiled_scale_of(weight: Tensor, everyone: Tensor) -> Tensor:
-    """Return `scale_of` as a tensor, for torch.compile, with an assertion of torch's in place of errors.
-
-    Args:
-        weight: This rank's, a float64 scalar.
-        everyone: Those of all ranks, `[ranks]`.
-    """
+    """Return `scale_of` of float64 tensors, for torch.compile, with an assertion of torch's in place of errors."""
     are_weights = (everyone >= 0).all() & (everyone > 0).any() & everyone.isfinite().all()
     torch.ops.aten._assert_async.msg(are_weights, "weight: one is negative or not finite, or all ranks gave 0")
     down = torch.where(everyone.max() > 2.0**900, 2.0**-64, 1.0)
@@ -118,7 +105,7 @@ def compiled_scale_of(weight: Tensor, everyone: Tensor) -> Tensor:
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:
-    """`grad` times `scale`. What counts nothing may be no number: a mean over no tokens is 0 / 0."""
+    """Return `grad` times `scale`; zeros for scale 0, also of NaN: a mean over no tokens is 0 / 0."""
     if scale == 1:
         return grad
     return grad * scale if scale else torch.zeros_like(grad)

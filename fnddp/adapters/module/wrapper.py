@@ -84,7 +84,7 @@ class DistributedDataParallel(TorchNames):
         sync: The pipeline.
         wire: Who moves gradients between ranks; torch.distributed by default. Another one must know the group of the
             pipeline. Buffers are made equal, and ranks join, by torch.distributed alone.
-        backend: Who runs what is computed between collectives: None for Python, "inductor", or "cudagraphs"; see
+        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Attributes:
@@ -394,7 +394,7 @@ class DistributedDataParallel(TorchNames):
             device = torch.device(self.device_type, self.device_ids[0])
             (inputs,), (kwargs,) = torch_private.to_kwargs(inputs, kwargs, device)
         if self.mixed_precision is not None:
-            inputs, kwargs = torch_private.cast_forward_inputs(self.mixed_precision.param_dtype, inputs, kwargs)
+            inputs, kwargs = torch_private.cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
     @torch_private.untraced

@@ -7,14 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.torch_private import without_modes
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_OP, REDUCE_SCATTER, Kind
 from fnddp.wire.protocol import Elastic, Work
 
 if TYPE_CHECKING:
     from torchft import Manager
 
 _c10d: Any = dist.distributed_c10d
-_REDUCE_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class QuorumError(RuntimeError):
@@ -99,7 +98,7 @@ class ManagerWire(Elastic):
         with without_modes():
             return self._manager.participating_rank() or 0
 
-    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None, tag: int = 0) -> Work:
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         """See `Wire.start`; its work does not raise."""
         _require_unnamed(group)
         self.require([kind])
@@ -194,7 +193,7 @@ class _Vote(_Collective):
 
 def _all_reduce(pg: Any, send: Tensor, receive: Tensor, op: str | None) -> Any:
     options = _c10d.AllreduceOptions()
-    options.reduceOp = _REDUCE_OP[op or "sum"]
+    options.reduceOp = REDUCE_OP[op or "sum"]
     return pg.allreduce([send], options)
 
 
@@ -205,7 +204,7 @@ def _all_gather(pg: Any, send: Tensor, receive: Tensor, op: str | None) -> Any:
 
 def _reduce_scatter(pg: Any, send: Tensor, receive: Tensor, op: str | None) -> Any:
     options = _c10d.ReduceScatterOptions()
-    options.reduceOp = _REDUCE_OP[op or "sum"]
+    options.reduceOp = REDUCE_OP[op or "sum"]
     return pg.reduce_scatter_tensor_coalesced([receive], [send.view(-1)], options)
 
 

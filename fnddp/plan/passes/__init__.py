@@ -10,4 +10,3 @@ from fnddp.plan.passes.place import place
 from fnddp.plan.passes.simplify import simplify
 
 PASSES = (drop, simplify, fuse, combine, order, place, foreach, emit)
-"""What turns a traced pipeline into segments."""

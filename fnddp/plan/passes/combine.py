@@ -1,8 +1,8 @@
 """Pass 5: few large collectives instead of many small ones.
 
 Collectives of one bucket that have the same depth, kind, device, group and operation share a flat buffer; those that
-compute something also need the same dtype, the others are bytes. They are independent by construction: of two that
-depend on each other, one is deeper. XLA's all-reduce combiner does the same; the buckets are those of torch's DDP.
+compute something also need the same dtype, the others are bytes. They are independent by construction: a collective is
+deeper than those it depends on. XLA's all-reduce combiner does the same; the buckets are those of torch's DDP.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import fx
 
 from fnddp.ir.program import Collective, LoweringError, Payload
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import is_collective, is_light, launch, sorted_topologically, take, tensor_nodes, value
+from fnddp.plan.graph import is_light, launch, sorted_topologically, take, tensor_nodes, value
 from fnddp.torch_private import functional_collectives
 from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
 from fnddp.wire.kinds import Kind, of_operator
@@ -25,14 +25,14 @@ _wait: Any = functional_collectives.wait_tensor.default
 
 @dataclass(frozen=True)
 class Reach:
-    """What a node depends on: leaves (a bit for each), and the longest chain of collectives."""
+    """The dependences of a node: leaves (a bit for each), and the longest chain of collectives."""
 
     leaves: int
     depth: int
 
 
 def reaches(graph: fx.Graph) -> dict[fx.Node, Reach]:
-    """What each node of a traced graph depends on. A collective has the depth of its payload, its result one more."""
+    """Return the reach of each node of a traced graph; a collective is as deep as its payload, its result one more."""
     reach: dict[fx.Node, Reach] = {}
     for i, node in enumerate(graph.nodes):
         inputs = [reach[source] for source in node.all_input_nodes]
@@ -47,14 +47,7 @@ def reaches(graph: fx.Graph) -> dict[fx.Node, Reach]:
 
 @dataclass(frozen=True)
 class Traced:
-    """A collective of a traced graph.
-
-    Attributes:
-        node: It.
-        waited: Its result.
-        payload: What it sends.
-        kind, op, group: As in `Collective`.
-    """
+    """A collective of a traced graph: the nodes of it, its result and its payload; the rest as in `Collective`."""
 
     node: fx.Node
     waited: fx.Node
@@ -66,7 +59,7 @@ class Traced:
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """What collectives that share a buffer have in common, in the order in which they are issued.
+    """The key of collectives that share a buffer, which sorts them in the order in which they are issued.
 
     By slot, then depth: a bucket's second round is issued behind the next bucket's first. Names of groups do not count:
     they may differ between ranks; there the order is that of the trace.
@@ -81,7 +74,7 @@ class Key:
 
 
 def combine(draft: Draft) -> Draft:
-    """Replaces the collectives of a traced graph by combined ones.
+    """Replace the collectives of a traced graph by combined ones.
 
     Raises:
         LoweringError: The pipeline's own code calls a collective that is none of the kinds.
@@ -123,7 +116,7 @@ def _bits(mask: int) -> Iterator[int]:
 def _traced(draft: Draft) -> list[Traced]:
     found: list[Traced] = []
     for node in tensor_nodes(draft.graph):
-        if node.target is _wait or not is_collective(node):
+        if node.target is _wait or not str(node.target).startswith(("_c10d_functional", "c10d")):
             continue
         kind = of_operator(node.target)
         read = None if kind is None else kind.read(node.args)

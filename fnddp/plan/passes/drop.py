@@ -1,4 +1,4 @@
-"""Pass 2: takes leaves out that never have a gradient, and all that is only theirs."""
+"""Pass 2: without leaves that never have a gradient, and all that only they need."""
 
 from typing import Any
 
@@ -10,10 +10,7 @@ from fnddp.plan.passes.combine import reaches
 
 
 def drop(draft: Draft) -> Draft:
-    """The means of dropped leaves become their gradients, which are zeros; the state that only they change stays.
-
-    What has no mean in this phase keeps none.
-    """
+    """Make the means of dropped leaves their gradients, which are zeros, and keep the state that only they change."""
     graph, paths = draft.graph, draft.paths
     gone = sum(1 << i for i, path in enumerate(paths) if path in draft.request.dropped)
     if not gone:

@@ -10,7 +10,7 @@ from torch import fx
 from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
 from fnddp.plan.draft import Cut, Draft
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
-from fnddp.plan.passes.foreach import is_in_place, is_whole, operand_of
+from fnddp.plan.passes.foreach import is_in_place, is_whole
 from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
 from fnddp.plan.script import Script, Variable
 from fnddp.torch_private import FOREACH, foreach_copy
@@ -26,7 +26,7 @@ _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what th
 
 
 def emit(draft: Draft) -> Draft:
-    """Turns every cut into a segment."""
+    """Turn every cut into a segment."""
     assert draft.placement is not None
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
@@ -39,8 +39,8 @@ def emit(draft: Draft) -> Draft:
         segments.append(
             Segment(
                 slot=cut.slot,
-                needs=cut.needs,
-                waits=cut.waits,
+                needs=tuple(cut.needs),
+                waits=tuple(cut.waits),
                 inputs=tuple(code.inputs),
                 outputs=tuple(name_of(node, draft.names) for node in outputs),
                 frees=tuple(frees),
@@ -54,7 +54,7 @@ def emit(draft: Draft) -> Draft:
 
 
 def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
-    """The name of what `node` stands for; names and numbers are themselves."""
+    """Return the name of the value of `node`; names and numbers are themselves."""
     if not isinstance(node, fx.Node):
         return node
     if node.target is take:
@@ -71,10 +71,9 @@ class _Code:
     """The code of one segment while it is written.
 
     Attributes:
-        inputs: What it reads or writes of what is there, and what stands for it.
-        made: What it computes, and what stands for it.
-        operations: The same, to be shown.
-        script: The code.
+        inputs: Variables of the values that it reads or writes.
+        made: Variables of the values that it computes.
+        operations: The computation, to be shown.
     """
 
     def __init__(self, cut: Cut, draft: Draft) -> None:
@@ -109,14 +108,14 @@ class _Code:
         self._say(node)
 
     def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
-        """What `node` computes, into a place that is there."""
+        """Compute `node` into given memory."""
         if self._is_compiled:  # which makes one of the two, and takes no `out` with gaps
             return self.script.call(aten.copy_.default, [place, self.script.call(_target(node), arguments, options)])
         writing = PRODUCTS.get(node.target) or elementwise(node.target)
         return self.script.call(writing, arguments, {**options, "out": place})
 
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
-        """Operations that are alike, as one."""
+        """Compute operations that are alike, as one."""
         first = nodes[0]
         operands = [self._values(node.args[0]) for node in nodes]
         rest = self._values(first.args[1:])
@@ -136,7 +135,7 @@ class _Code:
             self.script.call(foreach_copy, [[places[i] for i in elsewhere], [operands[i] for i in elsewhere]])
             copied = nodes[elsewhere[0]]
             place = name_of(self._placement.targets[copied], self._names)
-            self._say_copied(place, operand_of(copied), len(elsewhere))
+            self._say_copied(place, copied.args[0], len(elsewhere))
         self.made.update(zip(nodes, places, strict=True))
         if first.target in COPIES:
             return
@@ -163,13 +162,13 @@ class _Code:
         return self.script.call(aten.view.default, [where, list(value(node).shape)])
 
     def _pack(self, source: fx.Node) -> None:
-        """Copies a large result into the buffers that it is sent in."""
+        """Copy a large result into the buffers that it is sent in."""
         for place in self._placement.payloads.get(source, ()):
             if Sent(*place) != self._placement.targets.get(source):
                 self._copy_into([(source, _collective_of(source, place), place[1])])
 
     def _pack_the_rest(self, launched: fx.Node) -> None:
-        """Copies what is not in the buffer: small results, gradients, parts of the state, results of collectives."""
+        """Copy what is not in the buffer: small results, gradients, parts of the state, results of collectives."""
         sources, collective = launch_of(launched)
         rest = [
             (source, collective, position)
@@ -236,7 +235,7 @@ class _Code:
 
 
 def _spans(places: Iterable[Any]) -> Iterator[Span]:
-    """Payloads, as tensors of all that lie side by side."""
+    """Yield payloads, neighbours as one."""
     last: Span | None = None
     for place in sorted(places, key=lambda place: (place.collective, place.position)):
         if last is not None and (last.collective, last.last + 1) == (place.collective, place.position):

@@ -1,4 +1,4 @@
-"""Pass 8: what is done to many small tensors alike is one operation.
+"""Pass 8: one operation for many small tensors.
 
 On a small tensor an operation costs what it costs to call it, so those of a segment that are alike except for their
 leaf become one of torch's `_foreach` operations, which gives the same bits. (On a large tensor they would only be
@@ -23,7 +23,7 @@ aten: Any = torch.ops.aten
 
 
 def foreach(draft: Draft) -> Draft:
-    """Finds the operations that are run as one."""
+    """Find the operations that are run as one."""
     if draft.request.backend == "inductor":  # compiled into loops, which nobody calls one by one
         return draft
     assert draft.placement is not None
@@ -46,20 +46,15 @@ def foreach(draft: Draft) -> Draft:
 
 
 def is_in_place(node: fx.Node, placement: Placement) -> bool:
-    """Whether an operation writes over its first operand."""
-    target, operand = placement.targets.get(node), operand_of(node)
+    """Return whether an operation writes over its first operand."""
+    target, operand = placement.targets.get(node), node.args[0]
     if target is None or not isinstance(operand, fx.Node):
         return False
     return placement.memory(node) == placement.memory(operand)
 
 
-def operand_of(node: fx.Node) -> Any:
-    """Its first one."""
-    return node.args[0]
-
-
 def _alike(nodes: Sequence[fx.Node], placement: Placement, returned: set[Any]) -> Iterator[tuple[fx.Node, ...]]:
-    """Neighbours that are the same operation on other tensors, by the kind of place that they write to."""
+    """Yield neighbours that are the same operation on other tensors, by the kind of place that they write to."""
 
     def kind(node: fx.Node) -> object:
         return kind_of(node) if _may_be_joined(node, placement, returned) else node
@@ -81,31 +76,27 @@ def _may_be_joined(node: fx.Node, placement: Placement, returned: set[Any]) -> b
         return node in placement.targets or placement.memory(node) not in returned
     if node.kwargs and not is_tensor(node.args[-1]) and not is_whole(node, placement):
         return False  # alpha, and a number
-    tensors = [value(arg) for arg in node.args if is_tensor(arg)]
-    is_plain = all((t.shape, t.dtype, t.device) == _like(node) for t in tensors)
+    made, tensors = value(node), [value(arg) for arg in node.args if is_tensor(arg)]
+    is_plain = all((t.shape, t.dtype, t.device) == (made.shape, made.dtype, made.device) for t in tensors)
     return node.target in FOREACH and is_plain and _has_same_bits(node, placement)
 
 
 def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
-    """CUDA multiplies by the inverse of a number where it divides one tensor by it, and divides each of many."""
+    # CUDA multiplies by the inverse of a number where it divides one tensor by it, and divides each of many.
     by_number = node.target is aten.div.Tensor and not is_tensor(node.args[1])
     return not by_number or value(node).device.type != "cuda" or is_whole(node, placement)
 
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:
-    """Whether an operation with a number may be done to several results at once, as one tensor: in a buffer."""
+    """Return whether an operation with a number may take several results as one tensor: in a buffer."""
     by_number = node.target in FOREACH and not is_tensor(node.args[1])
     # Where nothing is computed on the way, a buffer is bytes.
     is_sent = any(user.target is launch and launch_of(user)[1].kind.computes for user in node.users)
     return by_number and is_sent and isinstance(placement.targets.get(node), Sent)
 
 
-def _like(node: fx.Node) -> tuple[Any, ...]:
-    return value(node).shape, value(node).dtype, value(node).device
-
-
 def _independent(nodes: Iterable[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
-    """Runs of neighbours of which none makes or writes what another reads.
+    """Yield runs of neighbours of which none makes or writes what another reads.
 
     Nor may one write what it reads itself, but for its first operand: that is copied to its place before it runs.
     """
@@ -113,7 +104,7 @@ def _independent(nodes: Iterable[fx.Node], placement: Placement) -> Iterator[lis
     written: set[Any] = set()
     read: set[Any] = set()
     for node in nodes:
-        memory, first = placement.memory(node), operand_of(node)
+        memory, first = placement.memory(node), node.args[0]
         others = {placement.memory(source) for source in node.all_input_nodes if source is not first}
         operands = others | ({placement.memory(first)} if isinstance(first, fx.Node) else set())
         if memory in read or memory in others or operands & written:

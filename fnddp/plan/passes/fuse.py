@@ -1,4 +1,4 @@
-"""Pass 4: what was lost, in one pass over memory: `x - p @ q.T` as one product with an addition."""
+"""Pass 4: residuals in one pass over memory: `x - p @ q.T` as one product with an addition."""
 
 from functools import cache
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import is_view, remove_dead, tensor_nodes, value
+from fnddp.plan.graph import is_tensor, is_view, remove_dead, tensor_nodes, value
 
 aten: Any = torch.ops.aten
 
@@ -16,9 +16,9 @@ SAMPLE = 512  # rows and columns on which bits are compared
 
 
 def fuse(draft: Draft) -> Draft:
-    """Turns the difference of a matrix and a product that nobody else reads into `addmm`, where the bits stay the same.
+    """Turn the difference of a matrix and a product that nothing else reads into `addmm`, where the bits stay the same.
 
-    They do where the product is summed before it meets x. BLAS libraries differ in that, so it is tried.
+    They do where the product is summed before x is added. BLAS libraries differ in that, so it is tried.
     """
     graph = draft.graph
     for node in list(tensor_nodes(graph)):
@@ -30,7 +30,8 @@ def fuse(draft: Draft) -> Draft:
         p, q = product.args
         layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))
         shape = (*_sample(value(product)), value(p).shape[1])
-        if len(product.users) > 1 or not _keeps_bits(shape, layouts, _device(value(x))):
+        device = torch.device("cpu") if value(x).device.type == "meta" else value(x).device
+        if len(product.users) > 1 or not _keeps_bits(shape, layouts, device):
             continue
         with graph.inserting_before(node):
             matrix = _view(graph, x, value(product).shape)
@@ -42,13 +43,9 @@ def fuse(draft: Draft) -> Draft:
 
 
 def _through_views(node: fx.Node) -> fx.Node:
-    while is_view(node) and len(node.users) == 1 and _is_contiguous(value(node)):
+    while is_view(node) and len(node.users) == 1 and is_tensor(node) and value(node).is_contiguous():
         (node,) = node.all_input_nodes
     return node
-
-
-def _is_contiguous(made: Any) -> bool:
-    return isinstance(made, Tensor) and made.is_contiguous()  # not the list of pieces that a split makes
 
 
 def _fits(x: Any, product: Tensor) -> bool:
@@ -70,13 +67,9 @@ def _view(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
 
 
 def _sample(product: Tensor) -> tuple[int, int]:
-    """A smaller shape that a product's kernels treat alike: with the same remainders."""
+    """Return a smaller shape that a product's kernels treat alike: with the same remainders."""
     rows, columns = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in product.shape)
     return rows, columns
-
-
-def _device(x: Tensor) -> torch.device:
-    return torch.device("cpu") if x.device.type == "meta" else x.device
 
 
 @cache

@@ -14,7 +14,7 @@ runs as soon as it can, while what it reads is in the cache and what it makes is
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -35,9 +35,9 @@ from fnddp.plan.graph import (
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """When a node runs: slot by slot, collectives of earlier rounds first, leaves as they arrive.
+    """The place of a node in the order: slot by slot, collectives of earlier rounds first, leaves as they arrive.
 
-    What only a mean needs comes after what the state needs: a mean may then lie where its gradient was remembered.
+    Nodes that only a mean needs follow those of the state: a mean may then take the memory of its gradient's residual.
     """
 
     slot: int
@@ -48,7 +48,7 @@ class Position:
 
 
 def order(draft: Draft) -> Draft:
-    """Sorts the nodes of a combined graph and cuts them where something must be there first, or is sent."""
+    """Sort the nodes of a combined graph, and cut them where something must be there first, or is sent."""
     graph, paths = draft.graph, draft.paths
     positions, reading = _positions(graph, paths, draft.request.buckets)
     outputs = output_nodes(graph)
@@ -69,7 +69,7 @@ def order(draft: Draft) -> Draft:
 def _positions(
     graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
 ) -> tuple[dict[fx.Node, Position], dict[fx.Node, float]]:
-    """When each node runs, and the last leaf that it depends on, by its place in the order of arrival."""
+    """Return the position of each node, and the last leaf that it depends on, by its place in the order of arrival."""
     arrival = {path: float(place) for place, path in enumerate(buckets)}
     last_of = {bucket: arrival[path] for path, bucket in buckets.items()}
     end_of = {arrival[path]: last_of[bucket] for path, bucket in buckets.items()}
@@ -103,10 +103,10 @@ def _positions(
 
 
 def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) -> list[fx.Node]:
-    """`nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf.
+    """Return `nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf.
 
-    Views, which cost nothing, as soon as they can, and light ones of a kind as soon as all of them can: heavy ones may
-    wait for them, whose inputs take memory meanwhile.
+    Views, which cost nothing, run as soon as they can, and light ones of a kind as soon as all of them can: heavy ones
+    may wait for them, whose inputs take memory meanwhile.
     """
     index = {node: i for i, node in enumerate(nodes)}
     lacking = {node: sum(source in index for source in node.all_input_nodes) for node in nodes}
@@ -146,33 +146,17 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
             run(nodes[heapq.heappop(heavy)[1]])
             continue
         kind = next(iter(light)) if kind is None else kind
-        ready = light.pop(kind)
-        waiting[kind] -= len(ready)
-        for node in sorted(ready, key=lambda node: (reading[node], index[node])):
+        waiting[kind] -= len(light[kind])
+        for node in sorted(light.pop(kind), key=lambda node: (reading[node], index[node])):
             run(node)
     return done
-
-
-@dataclass
-class _Open:
-    """A cut while it is made."""
-
-    slot: int
-    commits: bool
-    needs: list[str] = field(default_factory=list[str])
-    waits: list[int] = field(default_factory=list[int])
-    nodes: list[fx.Node] = field(default_factory=list[fx.Node])
-    position: Position | None = None  # of the last of them
-
-    def closed(self, launches: fx.Node | None = None) -> Cut:
-        return Cut(self.slot, tuple(self.needs), tuple(self.waits), tuple(self.nodes), launches, self.commits)
 
 
 def _cut(
     nodes: Sequence[fx.Node], at: Mapping[fx.Node, Position], leaf_of: Mapping[fx.Node, str], end: int
 ) -> list[Cut]:
     cuts: list[Cut] = []
-    current: _Open | None = None
+    current: Cut | None = None
     arrived: set[fx.Node] = set()
     waited: set[int] = set()
     launched = {launch_of(node)[1].index for node in nodes if node.target is launch}
@@ -182,23 +166,19 @@ def _cut(
         waits: set[int] = launched - waited if commits else set()
         if node.target is take:
             waits |= {launch_of(take_of(node)[0])[1].index} - waited
-        stands_behind = current is not None and current.nodes and current.position != at[node]
-        if current is not None and (((needs or waits) and stands_behind) or commits != current.commits):
-            cuts.append(current.closed())
-            current = None
-        if current is None:
-            current = _Open(at[node].slot, commits)
-        current.position = at[node]
+        stands_behind = current is not None and current.nodes and at[current.nodes[-1]] != at[node]
+        if current is None or ((needs or waits) and stands_behind) or commits != current.commits:
+            current = Cut(at[node].slot, commits)
+            cuts.append(current)
         arrived.update(needs)
         waited |= waits
         current.needs += [leaf_of[source] for source in needs]
         current.waits += sorted(waits)
         if node.target is launch:
-            cuts.append(current.closed(node))
-            current = None
+            current.launches, current = node, None
         else:
             current.nodes.append(node)
-    return cuts if current is None else [*cuts, current.closed()]
+    return cuts
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

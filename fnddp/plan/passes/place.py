@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent
 from fnddp.plan.draft import Donation, Draft, Placement
-from fnddp.plan.graph import is_light, is_view, launch, launch_of, output_nodes, placeholders, value
+from fnddp.plan.graph import is_light, is_tensor, is_view, launch, launch_of, output_nodes, placeholders, value
 from fnddp.torch_private import elementwise_out
 from fnddp.wire.in_order import SUM, SUM_INTO
 
@@ -27,16 +27,16 @@ COPIES = {aten._to_copy.default, aten.clone.default}
 
 
 def elementwise(target: Any) -> Any:
-    """What writes over given memory, element by element: over the first operand, too. None for other operations."""
+    """Return what writes element by element into given memory, also of the first operand; None for other operations."""
     return aten.addmm.out if target is aten.addmm.default else elementwise_out(target)
 
 
 Memory: TypeAlias = fx.Node | Mean | Scratch
-"""What results lie in, called by the node that made it, or by its name."""
+"""The memory of a result: the node that made it, or its name."""
 
 
 def place(draft: Draft) -> Draft:
-    """Decides what each operation writes over."""
+    """Decide what each operation writes over."""
     memories = _Memories(draft)
     for node in memories.nodes:
         memories.decide(node)
@@ -44,11 +44,7 @@ def place(draft: Draft) -> Draft:
 
 
 class _Memories:
-    """Which node lies where, and until when it is read there, while operations are given their places one by one.
-
-    Attributes:
-        nodes: In the order in which they run.
-    """
+    """The memory of each node, and its last read, while operations get their places one by one, in order."""
 
     def __init__(self, draft: Draft) -> None:
         graph, paths = draft.graph, draft.paths
@@ -79,8 +75,8 @@ class _Memories:
                 self._last_read[self.memory(node)] = float("inf")
         self._means = means
         parts = parts[: len(state)]  # the other inputs are numbers
-        self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if _is_node(node)}
-        self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if _is_node(node)}
+        self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
+        self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
         self.remembered = _read_together(self.leaves, parts)
         self._targets: dict[fx.Node, fx.Node | Name] = {}
         self._overwritten: set[fx.Node] = set()
@@ -89,14 +85,14 @@ class _Memories:
         self.scratch: dict[Scratch, Tensor] = {}  # as bytes
 
     def memory(self, node: fx.Node) -> Memory:
-        """The memory that the result of `node` lies in."""
+        """Return the memory of the result of `node`."""
         memory: Memory = node
         while isinstance(memory, fx.Node) and memory in self._lies_in:
             memory = self._lies_in[memory]
         return memory
 
     def decide(self, node: fx.Node) -> None:
-        """Gives `node` its place by the first rule that has one."""
+        """Give `node` its place by the first rule that has one."""
         if node.target not in COPIES and node.target not in PRODUCTS and elementwise(node.target) is None:
             return
         payload = self._payload(node)
@@ -116,7 +112,7 @@ class _Memories:
             self._overwritten.add(memory)
 
     def is_free(self, memory: Memory, node: fx.Node) -> bool:
-        """Whether `node` may write there: nobody reads it later, and `node` itself only element by element."""
+        """Return whether `node` may write there: nothing reads it later, and `node` itself only element by element."""
         if isinstance(memory, Scratch) and self.is_kept(node):
             return False  # the next step writes there
         now = self.when[node]
@@ -126,16 +122,12 @@ class _Memories:
         in_place = len(reads) == 1 and _is_first_only(node, reads[0]) and _same_layout(value(reads[0]), value(node))
         return self._last_read[memory] == now and elementwise(node.target) is not None and in_place
 
-    def is_ours(self, memory: Memory) -> bool:
-        """Whether an operation of the plan made it; a buffer of a collective is not ours to change."""
-        return isinstance(memory, fx.Node) and memory.op == "call_function" and memory.target is not launch
-
     def is_kept(self, memory: Memory) -> bool:
-        """Whether it is returned."""
+        """Return whether it is part of the result."""
         return self._last_read.get(memory) == float("inf")
 
     def placement(self) -> Placement:
-        """All that was decided."""
+        """Return all decisions."""
         memories = {path: self._for_next(path, node) for path, node in zip(self.leaf_at, self._means, strict=True)}
         return Placement(
             payloads=self._payloads,
@@ -148,7 +140,7 @@ class _Memories:
         )
 
     def _payload(self, node: fx.Node) -> Sent | None:
-        """The one payload that `node` is, or is made to be by what writes over it, for nobody else to read.
+        """Return the one payload that `node` becomes, maybe through an operation that writes over it.
 
         A product would be slower with gaps between rows.
         """
@@ -169,30 +161,31 @@ class _Memories:
         return Sent(index, position) if fits else None
 
     def _for_next(self, path: str, mean: Any) -> Memory | None:
-        """What becomes the memory of the leaf's next mean, once nobody holds this one."""
+        """Return the memory of the leaf's next mean, once nothing holds this one."""
         if path not in self._results:
             return None
-        if _is_node(mean) and self.memory(mean) == Mean(path):
+        if isinstance(mean, fx.Node) and self.memory(mean) == Mean(path):
             return Mean(path)
         return self.remembered.get(path) if self.is_kept(Mean(path)) else Mean(path)
 
 
 def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
-    """First, since it takes no memory at all: the operand, if it is ours and nobody reads it again."""
+    """First, since it takes no memory at all: the operand, if it may be written over and nothing reads it again."""
     operand = node.args[0] if elementwise(node.target) is not None else None
     if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
         return None
     memory = memories.memory(operand)
     if isinstance(memory, fx.Node):
-        gradient = memory in memories.leaves and memories.donation.gradients == "yes"
-        whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
-        if not (memories.is_ours(memory) or gradient) or not whole:
+        is_ours = memory.op == "call_function" and memory.target is not launch  # not a buffer of a collective
+        is_given = memory in memories.leaves and memories.donation.gradients == "yes"
+        is_whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
+        if not (is_ours or is_given) or not is_whole:
             return None
     return operand if memories.is_free(memory, node) else None
 
 
 def over_part(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """The part of the state that `node` is the next value of: a state must lie where states lie."""
+    """The part of the state that `node` is the next value of: states keep their memory."""
     part = memories.part_of.get(node)
     if not memories.donation.state or part is None or memories.when[node] < memories.commits:
         return None
@@ -200,10 +193,7 @@ def over_part(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_remembered(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """What was remembered of the gradient that `node` is the mean of: its residual before this step.
-
-    After the states, since some next state may still want to lie there.
-    """
+    """The residual, before this step, of the gradient that `node` is the mean of; the next state comes first."""
     path = memories.mean_of.get(node)
     part = None if path is None else memories.remembered.get(path)
     if not memories.donation.state or memories.donation.gradients != "yes" or part is None:
@@ -213,7 +203,7 @@ def over_remembered(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
-    """The memory of a mean, for the mean or for what it is computed from: where nothing that is there already fits."""
+    """The memory of a mean, for the mean or for what it is computed from, where no memory in use fits."""
     path = memories.mean_of.get(node)
     if memories.donation.gradients == "at_end":  # where means go over gradients
         path = None
@@ -226,7 +216,7 @@ def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
 
 
 def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """The gradient that `node` is the mean of. Last: only where means are to lie there."""
+    """The gradient that `node` is the mean of, where means replace gradients."""
     path = memories.mean_of.get(node)
     if path is None or memories.donation.gradients == "no" or memories.when[node] < memories.commits:
         return None
@@ -236,7 +226,7 @@ def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
-    """Memory that other steps have used, for what is large and does not outlive this one.
+    """Memory of earlier steps, for large results that do not outlive this one.
 
     On a CPU new pages cost many times what it costs to fill them. (A compiler makes less, and CUDA has an allocator.)
     """
@@ -262,11 +252,11 @@ RULES: tuple[Callable[[_Memories, fx.Node], Memory | None], ...] = (
     over_gradient,
     over_scratch,
 )
-"""Where the result of an operation may lie, in the order in which they are asked."""
+"""Each returns memory for the result of an operation, or None; the first that returns some decides."""
 
 
 def _read_together(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str, fx.Node]:
-    """For each leaf the part of the state that is added to it, or otherwise read with it."""
+    """Return for each leaf the part of the state that is added to it, or otherwise read with it."""
     return {
         path: part
         for leaf, path in leaves.items()
@@ -278,10 +268,6 @@ def _read_together(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict
 
 def _is_first_only(user: fx.Node, node: fx.Node) -> bool:
     return user.args[0] is node and user.args.count(node) == 1
-
-
-def _is_node(output: Any) -> bool:
-    return isinstance(output, fx.Node)
 
 
 def _same_kind(a: Any, b: Any) -> bool:

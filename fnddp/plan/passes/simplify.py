@@ -1,4 +1,4 @@
-"""Pass 3: without operations that change nothing, such as a view of the same shape."""
+"""Pass 3: without operations that change nothing."""
 
 from typing import Any
 
@@ -12,8 +12,7 @@ aten: Any = torch.ops.aten
 
 
 def simplify(draft: Draft) -> Draft:
-    """Removes views whose shape and strides are those of what they view, zeros that are subtracted (what memory does
-    where nothing was sent), and then what nobody reads."""
+    """Remove views whose shape and strides are those of what they view, and zeros that memory subtracts."""
     graph = draft.graph
     for node in list(tensor_nodes(graph)):
         source = node.args[0] if node.args else None
@@ -26,11 +25,8 @@ def simplify(draft: Draft) -> Draft:
 
 def _subtracts_zeros(node: fx.Node) -> bool:
     # To the bit: x - 0 is x for all x, -0.0 and NaN too.
-    return node.target is aten.sub.Tensor and not node.kwargs and _is_zeros(node.args[1])
-
-
-def _is_zeros(argument: object) -> bool:
-    return isinstance(argument, fx.Node) and argument.target is aten.zeros_like.default
+    is_difference = node.target is aten.sub.Tensor and not node.kwargs
+    return is_difference and getattr(node.args[1], "target", None) is aten.zeros_like.default
 
 
 def _same(before: object, after: object) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fnddp.core import tree
 from fnddp.core.sync import groups_of, parts_of, require_means
-from fnddp.ir.program import Grad, Held, LoweringError, Name, Part, Ranks
+from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, Part
 from fnddp.ir.schedule import Phase
 from fnddp.plan.draft import Draft, Request
 from fnddp.plan.graph import placeholders, remove_dead
@@ -32,7 +32,7 @@ _one_at_a_time = threading.Lock()  # fake tensors change settings of the whole p
 
 
 def trace(request: Request) -> Draft:
-    """Traces one exchange of the pipeline, without what only `sent` needs.
+    """Trace one exchange of the pipeline, without what only `sent` needs.
 
     Raises:
         LoweringError: The pipeline reads values of tensors, or holds foreign code. Other errors are its own.
@@ -80,14 +80,14 @@ def trace(request: Request) -> Draft:
             ) from error
         raise
     remove_dead(graph)
-    inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Ranks, sizes)]
+    inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Divisor, sizes)]
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
-    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()), bool(world.asked))
+    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()))
 
 
 def sizes_of(request: Request) -> dict[str | None, int]:
-    """The groups over which means are taken, and how many ranks they have: rows of payloads are shaped for those."""
+    """Return the groups over which means are taken, and their sizes, for which rows of payloads are shaped."""
     with within(request.world):
         return {} if is_alone() else {group: world_size(group) for group in groups_of(request.sync)}
