@@ -286,7 +286,7 @@ def test_both_phases_of_every_are_lowered_and_only_one_sends():
         (lambda: measure(partition({"*": every(2, allreduce)})), r"such as every\(n, measure\(...\)\)"),
         (lambda: measure(fnddp.all_reduce(op="sum")), "takes no mean over one process group"),
         (lambda: measure(allreduce, every_steps=0), "every_steps must be at least 1, got 0"),
-        (lambda: clip_by_global_norm(allreduce, max_norm=0), "max_norm must be above 0, got 0"),
+        (lambda: clip_by_global_norm(allreduce, max_norm=0), "max_norm must be positive, got 0"),
         (lambda: switch({}), "begins at step 0"),
         (lambda: switch({1: allreduce}), "begins at step 0"),
         (lambda: switch({0: allreduce, 2.5: allreduce}), "a step must be an int, got 2.5"),

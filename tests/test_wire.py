@@ -70,7 +70,7 @@ def test_laws_2_4_and_6(name, n):
         for other in everyone:
             assert bits(other[step][0]) == bits(mean)
         for path, leaf in mean.items():
-            if tree.is_inexact(leaf) and sync.accounts:
+            if tree.is_inexact(leaf) and sync.sent_is_exact:
                 sent = torch.stack([other[step][1][path].to(torch.complex128) for other in everyone])
                 total = sent.sum(0) if sync.ops == {"sum"} else sent.mean(0)
                 scale = max(1.0, *[each.abs().max().item() for each in sent if each.numel()], 1.0)

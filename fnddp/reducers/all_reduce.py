@@ -1,7 +1,10 @@
 """All-reduce: every rank gets the same reduction of all ranks' payloads."""
 
+from typing import ClassVar
+
 from fnddp.core import collectives
 from fnddp.core.group import Group, group_name
+from fnddp.core.options import one_of
 from fnddp.core.sync import Exchange, State, Sync, registry, transform
 from fnddp.core.tree import Leaves, Tree, require_leaves
 
@@ -25,7 +28,7 @@ class all_reduce(Sync):
             see that they are not; `DistributedDataParallel` refuses.)
 
     Raises:
-        ValueError: `op` is unknown; at the exchange: "max" or "min" of a complex leaf.
+        ValueError: At the exchange: "max" or "min" of a complex leaf.
 
     >>> import torch
     >>> all_reduce(op="sum")
@@ -37,9 +40,10 @@ class all_reduce(Sync):
     group: Group = None
     op: str = "mean"
 
+    limits: ClassVar = {"op": one_of(*collectives.OPS)}
+
     def __post_init__(self) -> None:
-        if self.op not in collectives.OPS:
-            raise ValueError(f"all_reduce: op must be one of {', '.join(collectives.OPS)}, got {self.op!r}")
+        super().__post_init__()
         object.__setattr__(self, "group", group_name(self.group))
 
     @property

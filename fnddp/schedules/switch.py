@@ -1,4 +1,4 @@
-"""Changes the pipeline at given steps."""
+"""Other pipelines from given steps on."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -15,8 +15,7 @@ Stages: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 class SwitchState(NamedTuple):
     """`step`: exchanges done, at most the first step of the last stage.
 
-    `stages`: the state of each stage's pipeline, by its first step. A tensor that the stage before has too stands
-    there, and here is None.
+    `stages`: the state of each stage's pipeline, by its first step. None in place of a tensor that an earlier one has.
     """
 
     step: Replicated[int]
@@ -31,10 +30,8 @@ class switch(Sync):
     stage takes over tensors of the stage before: those at the same place in a state of the same class, with the same
     shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
     queries of another rank and counters begin anew. Memory outside, `error_feedback(switch({...}))`, needs none of
-    that. The wrong choice for what changes in every step: each stage is a phase, with a plan of its own, and at most 8
-    are kept.
-
-    The counter is a Python int that stops at the last stage.
+    that. The wrong choice for changes in every step: each stage is a phase, with a plan of its own, of which adapters
+    keep at most 8.
 
     Args:
         stages: Pipelines by their first step, counted in exchanges; one begins at 0.
