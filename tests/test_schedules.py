@@ -276,28 +276,6 @@ def test_both_phases_of_every_are_lowered_and_only_one_sends():
         assert bytes_sent == [0, 0, 0, lower(inner, params, world_size=8).wire_bytes]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: every(0, allreduce), "every: n must be at least 1, got 0"),
-        (lambda: powersgd(every(2, allreduce)), r"put what skips outside, such as every\(n, powersgd\(...\)\)"),
-        (lambda: topk(every(2, allgather), k=1), r"put what skips outside, such as every\(n, topk\(...\)\)"),
-        (lambda: delayed(every(2, allreduce)), r"such as every\(n, delayed\(...\)\)"),
-        (lambda: measure(partition({"*": every(2, allreduce)})), r"such as every\(n, measure\(...\)\)"),
-        (lambda: measure(fnddp.all_reduce(op="sum")), "takes no mean over one process group"),
-        (lambda: measure(allreduce, every_steps=0), "every_steps must be at least 1, got 0"),
-        (lambda: clip_by_global_norm(allreduce, max_norm=0), "max_norm must be positive, got 0"),
-        (lambda: switch({}), "begins at step 0"),
-        (lambda: switch({1: allreduce}), "begins at step 0"),
-        (lambda: switch({0: allreduce, 2.5: allreduce}), "a step must be an int, got 2.5"),
-        (lambda: switch({0: "allreduce"}), "must be a dict of pipelines by step"),
-    ],
-)
-def test_what_cannot_be_is_an_error_that_says_why(make: Any, message: str):
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
-
-
 def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
     class forgetful(fnddp.Sync):
         def init(self, grads: Any) -> Any:
@@ -604,20 +582,6 @@ def test_a_user_reads_it_from_the_module(rank: int) -> None:
 
 
 # What ranks would not do alike.
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "clip_by_global_norm(partition({'e*': none, '*': allreduce}), 1.0)",
-        "measure(partition({'e*': none, '*': allreduce}))",
-        "partition({'e*': fp16(none, check=True), '*': allreduce})",
-        "clip_by_global_norm(partition({'e*': all_reduce(group='1'), '*': allreduce}), 1.0)",
-    ],
-)
-def test_what_all_ranks_decide_needs_means_that_all_have(text):
-    with pytest.raises(TypeError, match="gives ranks other means of some leaves"):
-        fnddp.parse(text)
 
 
 def test_a_nan_that_one_rank_alone_gets_is_a_step_that_has_not_been_on_all():

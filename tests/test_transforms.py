@@ -1,7 +1,5 @@
 """What the laws do not say about single transforms: options, edge cases, errors."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -31,7 +29,7 @@ from fnddp.core.sync import registry
 from fnddp.laws import bits
 from fnddp.simulate.ranks import run_threads
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
-from tests.pipelines import EXAMPLES, grads
+from tests.pipelines import EXAMPLES, MEMORY, grads
 from tests.ranks import on_ranks
 
 
@@ -113,58 +111,116 @@ def test_device_meshes(gloo):
     assert gloo(4, check_mesh) == [[1.0, 0.5, 0.5], [2.0, 0.5, 0.5], [1.0, 2.5, 2.5], [2.0, 2.5, 2.5]]
 
 
+BAD_OPTIONS = {
+    "all_reduce(op='avg')": "op must be one of mean, sum, max, min, got 'avg'",
+    "all_reduce(group=3)": "group must be a ProcessGroup",
+    "fp16(3)": "inner must be a pipeline",
+    "warmup(allreduce, 3, before=None)": "warmup: before must be a pipeline",
+    "warmup(allreduce, steps=2.5)": "warmup: steps must be an int, got 2.5",
+    "warmup(allreduce, -1)": "steps must be at least 0, got -1",
+    "cast(allreduce, 'load')": "dtype must be one of float16, bfloat16, float32, float64, got 'load'",
+    "bucketize(allreduce, cap_mb=0)": "cap_mb must be positive",
+    "bucketize(allreduce, cap_mb=1e999)": "bucketize: cap_mb must be a finite number, got inf",
+    "bucketize(allreduce, first_cap_mb=0)": "first_cap_mb must be positive",
+    "powersgd(allreduce, rank=2.0)": "powersgd: rank must be an int, got 2.0",
+    "powersgd(allreduce, seed=[1])": "powersgd: seed must be an int",
+    f"powersgd(allreduce, seed={2**64})": "seed must fit 64 bits",
+    "powersgd(allreduce, rank=0)": "rank must be at least 1, got 0",
+    "powersgd(allreduce, orthogonalization='svd')": "got 'svd'",
+    "powersgd(allreduce, epsilon=-0.1)": "epsilon must be at least 0",
+    "powersgd(allreduce, min_compression_rate=-0.1)": "min_compression_rate must be at least 0",
+    "powersgd(allreduce, refresh=1)": r"refresh must be 0 \(never\) or at least 2 exchanges, got 1",
+    "powersgd(allreduce, refresh=4, warm_start=False)": "go on from the last factors; leave warm_start=True",
+    "powersgd(allreduce, alternate=True, warm_start=False)": "leave warm_start=True",
+    "powersgd(fp16(all_reduce(op='max')))": "factors P and Q must add",
+    "error_feedback(allreduce, decay='1')": "decay must be a finite number, got '1'",
+    "error_feedback(allreduce, decay=1.5)": r"decay must be in \[0, 1\], got 1.5",
+    "error_feedback(allreduce, decay=-0.5)": r"decay must be in \[0, 1\], got -0.5",
+    "error_feedback(all_reduce(op='min'))": "losses do not add up",
+    "ef21(allgather, eta=0)": r"ef21: eta must be in \(0, 1\], got 0",
+    "ef21(allgather, eta=1.5)": "got 1.5",
+    "ef21(all_reduce(op='max'))": "estimates do not add up",
+    "momentum_correction(allgather, momentum=1.0)": r"momentum must be in \[0, 1\), got 1.0",
+    "momentum_correction(allgather, momentum=-0.1)": "got -0.1",
+    "momentum_correction(all_reduce(op='min'))": "losses do not add up",
+    "partition({})": "no rules",
+    "partition({'*': 'allreduce'})": "rules must be a dict of pipelines by pattern",
+    "partition('ab')": "rules must be a dict of pipelines by pattern, got 'ab'",
+    "partition((('*', allreduce), ('*', allreduce)))": "a pattern occurs twice",
+    f"partition({{'{'*' * 2000}': allreduce}})": "a pattern has 2000 characters",
+    "every(0, allreduce)": "every: n must be at least 1, got 0",
+    "powersgd(every(2, allreduce))": r"put what skips outside, such as every\(n, powersgd\(...\)\)",
+    "topk(every(2, allgather), k=1)": r"put what skips outside, such as every\(n, topk\(...\)\)",
+    "delayed(every(2, allreduce))": r"such as every\(n, delayed\(...\)\)",
+    "measure(partition({'*': every(2, allreduce)}))": r"such as every\(n, measure\(...\)\)",
+    "measure(all_reduce(op='sum'))": "takes no mean over one process group",
+    "measure(allreduce, every_steps=0)": "every_steps must be at least 1, got 0",
+    "clip_by_global_norm(allreduce, max_norm=0)": "max_norm must be positive, got 0",
+    "switch({})": "begins at step 0",
+    "switch({1: allreduce})": "begins at step 0",
+    "switch({0: allreduce, 2.5: allreduce})": "a step must be an int, got 2.5",
+    "switch({0: 'allreduce'})": "must be a dict of pipelines by step",
+    # What all ranks decide needs means that all have.
+    "clip_by_global_norm(partition({'e*': none, '*': allreduce}), 1.0)": "gives ranks other means of some leaves",
+    "measure(partition({'e*': none, '*': allreduce}))": "gives ranks other means of some leaves",
+    "partition({'e*': fp16(none, check=True), '*': allreduce})": "gives ranks other means of some leaves",
+    "clip_by_global_norm(partition({'e*': all_reduce(group='1'), '*': allreduce}), 1.0)": "gives ranks other means",
+    "random_k(allreduce)": "random_k: give ratio or k",
+    "random_k(allreduce, k=0)": "k must be at least 1",
+    "random_block(allreduce, ratio=1.5)": r"ratio must be in \(0, 1\]",
+    "random_block(allreduce, ratio=0.5, block=3)": "give ratio or block",
+    "fp8(allgather, format='e3m4')": "format must be one of e4m3, e5m2",
+    "fp8(allgather, block=0)": "block must be at least 1",
+    "quantize(allgather, bits=2, block=6)": "multiple of 4",
+    "quantize(allgather, bits=3)": "bits must be one of 8, 4, 2, got 3",
+    "sign(allgather, chunk=12)": "chunk must be a positive multiple of 8, got 12",
+    "qsgd(allgather, levels=128)": r"levels must be in 1\.\.127",
+    "qsgd(allgather, block=0)": "block must be at least 1",
+    "terngrad(allgather, clip=0)": "clip must be positive",
+    "terngrad(allgather, block=0)": "block must be at least 1",
+    "topk(allgather, k=1, chunk=0)": "chunk must be at least 1",
+    "dct_topk(allgather, k=0)": "k must be at least 1",
+    "dct_topk(allgather, index='uint8')": "index must be one of small, int16",
+    "dct_topk(allgather, chunk=200, index='int16')": "use small",
+    "dct_topk(allgather, chunk=50000, index='int32')": "use small",
+    "natural(topk(allgather, k=1))": r"its payload has no fractions that topk\(allgather, k=1\) could encode",
+    "majority_vote(topk(allgather, k=1))": "its payload has no fractions",
+    "sign(topk(allgather, k=1), scale='none')": "its payload has no fractions",
+    "quantize(allreduce)": r"give it a carrier, quantize\(allgather\)",
+    "majority_vote(powersgd(allgather))": r"give it a carrier, majority_vote\(allgather\)",
+    "natural(random_k(allgather, k=1))": r"give it a carrier, natural\(allgather\)",
+    "topk(dct_topk(allgather), k=1)": r"topk: dct_topk works on gradients .* dct_topk\(topk\(allgather\)\)",
+    "topk(majority_vote(two_shot), k=1)": r"topk: majority_vote\(two_shot\) carries no encoded payloads",
+}
+
+
+@pytest.mark.parametrize("text", BAD_OPTIONS, ids=lambda text: text[:60])
+def test_bad_options_are_named_at_construction(text):
+    with pytest.raises((TypeError, ValueError), match=BAD_OPTIONS[text]):
+        fnddp.parse(text)
+
+
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "message"),
     [
-        (lambda: all_reduce(op="avg"), ValueError, "op must be one of mean, sum, max, min, got 'avg'"),
-        (lambda: all_reduce(group=3), TypeError, "group must be a ProcessGroup"),
-        (
-            lambda: fp16(all_reduce),
-            TypeError,
-            "inner must be a pipeline such as allreduce, got .*call it: all_reduce",
-        ),
-        (lambda: fp16("allreduce"), TypeError, "inner must be a pipeline"),
-        (lambda: warmup(allreduce, 3, before=None), TypeError, "warmup: before must be a pipeline"),
-        (
-            lambda: cast(allreduce, torch.int8),
-            ValueError,
-            "dtype must be one of float16, bfloat16, float32, float64, got torch.int8",
-        ),
-        (lambda: cast(allreduce, "complex64"), ValueError, "got 'complex64'"),
-        (lambda: cast(allreduce, "load"), ValueError, "got 'load'"),
-        (lambda: bucketize(allreduce, cap_mb=0), ValueError, "must be positive"),
-        (
-            lambda: bucketize(allreduce, cap_mb=math.inf),
-            ValueError,
-            "bucketize: cap_mb must be a finite number, got inf",
-        ),
-        (lambda: bucketize(allreduce, first_cap_mb=0), ValueError, "must be positive"),
-        (lambda: powersgd(allreduce, rank=2.0), TypeError, "powersgd: rank must be an int, got 2.0"),
-        (lambda: powersgd(allreduce, seed=[1]), TypeError, "powersgd: seed must be an int"),
-        (lambda: powersgd(allreduce, seed=2**64), ValueError, "seed must fit 64 bits"),
-        (lambda: warmup(allreduce, steps=2.5), TypeError, "warmup: steps must be an int, got 2.5"),
-        (lambda: error_feedback(allreduce, decay="1"), ValueError, "decay must be a finite number, got '1'"),
-        (lambda: cast(allreduce, "float8_e4m3fn"), ValueError, "dtype must be one of float16"),
-        (lambda: powersgd(allreduce, rank=0), ValueError, "rank must be at least 1, got 0"),
-        (lambda: powersgd(allreduce, orthogonalization="svd"), ValueError, "got 'svd'"),
-        (lambda: powersgd(allreduce, epsilon=-0.1), ValueError, "at least 0"),
-        (lambda: powersgd(allreduce, min_compression_rate=-0.1), ValueError, "at least 0"),
-        (lambda: powersgd(fp16(all_reduce(op="max"))), TypeError, "factors P and Q must add"),
-        (lambda: error_feedback(allreduce, decay=1.5), ValueError, r"decay must be in \[0, 1\], got 1.5"),
-        (lambda: error_feedback(allreduce, decay=-0.5), ValueError, r"decay must be in \[0, 1\], got -0.5"),
-        (lambda: error_feedback(all_reduce(op="min")), TypeError, "losses do not add up"),
-        (lambda: warmup(allreduce, -1), ValueError, "steps must be at least 0, got -1"),
-        (lambda: partition({}), ValueError, "no rules"),
-        (lambda: partition({"*": "allreduce"}), TypeError, "rules must be a dict of pipelines by pattern"),
-        (lambda: partition("ab"), TypeError, "rules must be a dict of pipelines by pattern, got 'ab'"),
-        (lambda: partition((("*", allreduce), ("*", allreduce))), ValueError, "a pattern occurs twice"),
-        (lambda: partition({"*" * 2000: allreduce}), ValueError, "a pattern has 2000 characters"),
-        (lambda: from_hook(3), TypeError, "expected hook"),
+        (lambda: fp16(all_reduce), "inner must be a pipeline such as allreduce, got .*call it: all_reduce"),
+        (lambda: error_feedback(fp16), r"error_feedback: inner must be a pipeline.*; call it: fp16\(\.\.\.\)"),
+        (lambda: fp16("allreduce"), "inner must be a pipeline"),
+        (lambda: fp16(allreduce, 3), r"fp16\(\) takes 1 positional argument but 2 were given"),
+        (lambda: cast(allreduce, torch.int8), "dtype must be one of .*, got torch.int8"),
+        (lambda: from_hook(3), "expected hook"),
     ],
 )
-def test_bad_options_are_named_at_construction(make, error, message):
-    with pytest.raises(error, match=message):
+def test_what_is_no_text_is_refused_too(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+@pytest.mark.parametrize("outer", MEMORY)
+@pytest.mark.parametrize("inner", MEMORY)
+def test_two_memories_are_an_error(outer, inner):
+    with pytest.raises(TypeError, match=f"{outer}: {inner} in it remembers what is lost, too"):
+        fnddp.parse(f"{outer}(bucketize({inner}(topk(allgather, k=1))))")
 
 
 WRAPPERS = {
@@ -240,16 +296,26 @@ def test_what_is_done_to_an_output_reaches_neither_the_state_nor_an_input(text):
         assert bits(leaves) == bits(grads("model", 0, 0))
 
 
-@pytest.mark.parametrize("text", EXAMPLES.values())
-def test_bad_leaves_are_named(text):
+def test_bad_leaves_are_named():
+    sync = bucketize(fp16(allreduce))  # the call flattens the tree, for all pipelines
+    for tree, error, message in [
+        ({"a": [torch.ones(2), 3.0]}, TypeError, "leaf 'a.1' is a float, not a tensor"),
+        ({"a": torch.ones(2).to_sparse()}, ValueError, r"leaf 'a' has layout torch.sparse_coo; synchronize leaf.to_de"),
+        ({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, ValueError, "two leaves have the path 'a.b'"),
+    ]:
+        with pytest.raises(error, match=message):
+            sync(tree, ())
+
+
+@pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
+def test_exchange_takes_leaves_by_path(text):
+    nested = {"layer": {"weight": torch.ones(12, 20), "bias": torch.ones(12)}}
     sync = fnddp.parse(text)
-    state = sync.init({"weight": torch.ones(2), "bias": torch.ones(2)})
-    with pytest.raises(TypeError, match=r"leaf 'a.1' is a float, not a tensor"):
-        sync({"a": [torch.ones(2), 3.0]}, state)
-    with pytest.raises(ValueError, match=r"leaf 'a' has layout torch.sparse_coo; synchronize leaf.to_dense\(\)"):
-        sync({"a": torch.ones(2).to_sparse()}, state)
-    with pytest.raises(ValueError, match=r"two leaves have the path 'a.b'"):
-        sync({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, state)
+    state = sync.init(nested)
+    with pytest.raises(TypeError, match=r"exchange takes a dict of tensors by leaf path, and 'layer' is a dict; call"):
+        sync.exchange(nested, state)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="by leaf path, got a Tensor; call the pipeline"):
+        sync.exchange(torch.ones(12, 20), state)  # type: ignore[arg-type]
 
 
 def test_a_state_of_another_tree_is_named():
@@ -313,11 +379,6 @@ def test_casts_compare_by_what_they_do():
             assert one == other == fnddp.parse(repr(other))
             assert hash(one) == hash(other)
             assert repr(one) == repr(other) == f"{short.__name__}(allreduce{', check=True' if check else ''})"
-    with pytest.raises(TypeError, match=r"fp16\(\) takes 1 positional argument but 2 were given"):
-        fp16(allreduce, 3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"error_feedback: inner must be a pipeline.*; call it: fp16\(\.\.\.\)"):
-        error_feedback(fp16)  # type: ignore[arg-type]
-    assert repr(fp16(allreduce, check=True)) == "fp16(allreduce, check=True)"
     assert fp16(allreduce) != bf16(allreduce)
 
 
@@ -374,15 +435,12 @@ ZEROS = {
 }
 
 
-@pytest.mark.parametrize("orthogonalization", METHODS)
 @pytest.mark.parametrize("rank", [1, 2, 5, 16, 100])
 @pytest.mark.parametrize("name", ZEROS)
-def test_powersgd_of_difficult_matrices(name, rank, orthogonalization):
-    gradients = {"w": ZEROS[name]}
-    for make in (powersgd, batched_powersgd):
-        sync = make(allreduce, rank=rank, orthogonalization=orthogonalization)
-        if make is powersgd:
-            sync = powersgd(allreduce, rank=rank, orthogonalization=orthogonalization, min_compression_rate=0)
+def test_powersgd_of_difficult_matrices(name, rank):
+    gradients, number = {"w": ZEROS[name]}, rank + list(ZEROS).index(name)
+    for make, options in ((powersgd, {"min_compression_rate": 0}), (batched_powersgd, {})):
+        sync = make(allreduce, rank=rank, orthogonalization=METHODS[number % 3], **options)
         mean, state = steps(sync, gradients)
         assert all(part.value.isfinite().all() for part in fnddp.core.state.parts(state) if torch.is_tensor(part.value))
         assert mean["w"].isfinite().all()
@@ -391,14 +449,20 @@ def test_powersgd_of_difficult_matrices(name, rank, orthogonalization):
             torch.testing.assert_close(mean["w"] / (scale or 1), ZEROS[name] / (scale or 1), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("orthogonalization", METHODS)
-def test_powersgd_recovers_after_zero_and_after_infinite_gradients(orthogonalization):
-    sync = powersgd(allreduce, rank=2, orthogonalization=orthogonalization)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"orthogonalization": method} for method in METHODS),
+        *({"alternate": True}, {"refresh": 3}, {"alternate": True, "refresh": 3}),
+    ],
+)
+def test_powersgd_recovers_after_zero_and_after_infinite_gradients(options):
+    sync = powersgd(allreduce, rank=2, min_compression_rate=0, **options)
     good = {"w": torch.outer(torch.arange(1.0, 33.0), torch.arange(1.0, 25.0))}
     _, state = steps(sync, good)
-    for bad in (torch.zeros(32, 24), torch.full((32, 24), torch.inf)):
+    for bad in (torch.zeros(32, 24), torch.full((32, 24), torch.inf), torch.zeros(32, 24)):
         _, state = sync({"w": bad}, state)
-    for _ in range(2):
+    for _ in range(4):
         mean, state = sync(good, state)
     torch.testing.assert_close(mean["w"], good["w"], rtol=1e-4, atol=1e-3)
 
@@ -511,12 +575,12 @@ def test_random_numbers_are_standard_normal_and_independent():
 # squared, warm-up, partition, memory
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 9, 10, 99, 100, 101])
-def test_squares_hold_every_size(size):
-    gradients = {"flat": torch.arange(float(size))}
-    side = squared(error_feedback(fp16(allreduce))).init(gradients).residual["flat"].shape[0]
-    assert side**2 >= size > (side - 1) ** 2 or size == side == 0
-    torch.testing.assert_close(squared(allreduce)(gradients, ())[0], gradients)
+def test_squares_hold_every_size():
+    for size in (0, 1, 2, 3, 4, 5, 9, 10, 99, 100, 101):
+        gradients = {"flat": torch.arange(float(size))}
+        side = squared(error_feedback(fp16(allreduce))).init(gradients).residual["flat"].shape[0]
+        assert side**2 >= size > (side - 1) ** 2 or size == side == 0
+        torch.testing.assert_close(squared(allreduce)(gradients, ())[0], gradients)
 
 
 def test_warmup_switches_once_and_stops_counting():
@@ -588,9 +652,7 @@ def test_from_hook(rank):
 
 
 def test_from_hook_needs_a_process_group():
-    with pytest.raises(
-        RuntimeError, match=r"needs a process group: call torch.distributed.init_process_group\(\) first"
-    ):
+    with pytest.raises(RuntimeError, match=r"needs a process group: call torch.distributed.init_process_group\(\) "):
         from_hook(lambda state, bucket: None)({"w": torch.ones(1)}, ())
 
 
@@ -650,17 +712,6 @@ def test_names_are_taken_once():
         @fnddp.transform
         class fp16(fnddp.Sync):
             inner: fnddp.Sync
-
-
-@pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
-def test_exchange_takes_leaves_by_path(text):
-    nested = {"layer": {"weight": torch.ones(12, 20), "bias": torch.ones(12)}}
-    sync = fnddp.parse(text)
-    state = sync.init(nested)
-    with pytest.raises(TypeError, match=r"exchange takes a dict of tensors by leaf path, and 'layer' is a dict; call"):
-        sync.exchange(nested, state)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="by leaf path, got a Tensor; call the pipeline"):
-        sync.exchange(torch.ones(12, 20), state)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
