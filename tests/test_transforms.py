@@ -223,59 +223,42 @@ def test_two_memories_are_an_error(outer, inner):
         fnddp.parse(f"{outer}(bucketize({inner}(topk(allgather, k=1))))")
 
 
-WRAPPERS = {
-    **{make.__name__: make for make in (fp16, bucketize, squared, powersgd, batched_powersgd, error_feedback)},
-    **{make.__name__: make for make in (fnddp.delayed, fnddp.ef21, fnddp.momentum_correction)},
-    "random_k": lambda inner: fnddp.random_k(inner, k=1),
-    "random_block": lambda inner: fnddp.random_block(inner, block=1),
-    "clip_by_global_norm": lambda inner: fnddp.clip_by_global_norm(inner, 1.0),
-    "partition": lambda inner: partition({"a": allreduce, "*": inner}),
-    "warmup": lambda inner: warmup(allreduce, 1, before=inner),
-    "every": lambda inner: fnddp.every(2, inner),
-    "switch": lambda inner: fnddp.switch({0: allreduce, 3: inner}),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_what_cannot_be_lowered_says_so_however_deep_it_is(name):
+@pytest.mark.parametrize("wrap", ["bucketize({})", "partition({{'a': allreduce, '*': {}}})", "switch({{0: {}}})"])
+def test_what_cannot_be_lowered_says_so_however_deep_it_is(wrap):
     grads = {"a": torch.ones(3), "w": torch.ones(4, 4)}
-    assert WRAPPERS[name](allreduce).traceable
-    for inner in (from_hook(allreduce_hook), fp16(allreduce, check=True)):
-        sync = WRAPPERS[name](inner)
+    for inner in ("from_hook", "fp16(allreduce, check=True)"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(registry, "from_hook", from_hook(allreduce_hook))
+            sync = fnddp.parse(wrap.format(inner))
         assert not sync.traceable
         with pytest.raises(fnddp.LoweringError, match="`traceable` is False"):
             fnddp.lower(sync, grads)
 
 
-def test_options_at_the_end_of_their_range_are_taken():
-    for sync in (
-        *(error_feedback(allreduce, decay=0), error_feedback(allreduce, decay=1), fnddp.ef21(allreduce, eta=1)),
-        *(fnddp.momentum_correction(allreduce, momentum=0), fnddp.clip_by_global_norm(allreduce, max_norm=0.5)),
-        *(bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5), powersgd(allreduce, refresh=2)),
-        powersgd(allreduce, min_compression_rate=0, epsilon=0),
-    ):
-        assert fnddp.parse(repr(sync)) == sync
+AS_GIVEN = {  # and what follows from defaults, which users run
+    "bucketize(allreduce)": "bucketize(allreduce, cap_mb=25, first_cap_mb=1)",
+    "error_feedback(allreduce)": "error_feedback(allreduce, decay=1)",
+    "ef21(allreduce)": "ef21(allreduce, eta=1)",
+    "momentum_correction(allreduce)": "momentum_correction(allreduce, momentum=0.9, masking=True)",
+    "powersgd(allreduce)": "powersgd(allreduce, 1, True, 2, 'cholesky', 1e-6, seed=0, alternate=False, refresh=0)",
+    "random_k(allreduce, 0.5)": "random_k(allreduce, ratio=0.5, k=None, unbiased=False, seed=0)",
+    "random_block(allreduce, 0.5)": "random_block(allreduce, ratio=0.5, block=None, unbiased=False, seed=0)",
+    "fp16(allreduce)": "cast(allreduce, 'float16', check=False)",
+    "bf16(allreduce)": "cast(allreduce, 'bfloat16', check=False)",
+}
+AT_THE_END_OF_THEIR_RANGE = [
+    *("error_feedback(allreduce, decay=0)", "momentum_correction(allreduce, momentum=0)"),
+    *("clip_by_global_norm(allreduce, max_norm=0.5)", "bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5)"),
+    *("powersgd(allreduce, refresh=2)", "powersgd(allreduce, min_compression_rate=0, epsilon=0)"),
+    *("warmup(allreduce, steps=0)", "every(1, allreduce)", "qsgd(allgather, levels=127, block=1)"),
+]
 
 
-def test_options_that_nobody_gives_are_those_of_the_docs():
-    """What users run changes with them."""
-    given = {
-        bucketize: {"cap_mb": 25, "first_cap_mb": 1},
-        cast: {"dtype": torch.float16, "check": False},
-        error_feedback: {"decay": 1},
-        fnddp.ef21: {"eta": 1},
-        fnddp.momentum_correction: {"momentum": 0.9, "masking": True},
-        powersgd: {"rank": 1, "warm_start": True, "min_compression_rate": 2, "orthogonalization": "cholesky"}
-        | {"epsilon": 1e-6, "seed": 0, "alternate": False, "refresh": 0},
-    }
-    for make, options in given.items():
-        own = {"dtype": torch.float16} if make is cast else {}
-        assert make(allreduce, **own) == make(allreduce, **options)
-    drawn = {"ratio": 0.5, "unbiased": False, "seed": 0}
-    assert fnddp.random_k(allreduce, ratio=0.5) == fnddp.random_k(allreduce, k=None, **drawn)
-    assert fnddp.random_block(allreduce, ratio=0.5) == fnddp.random_block(allreduce, block=None, **drawn)
-    for short, dtype in ((fp16, "float16"), (bf16, "bfloat16")):
-        assert short(allreduce) == cast(allreduce, dtype, check=False)
+def test_defaults_and_options_at_the_end_of_their_range_are_taken():
+    for text, whole in AS_GIVEN.items():
+        assert fnddp.parse(text) == fnddp.parse(whole)
+    for text in AT_THE_END_OF_THEIR_RANGE:
+        assert fnddp.parse(repr(fnddp.parse(text))) == fnddp.parse(text)
 
 
 @pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
