@@ -107,6 +107,7 @@ def check_mesh(rank):
     return means
 
 
+@pytest.mark.thorough
 def test_device_meshes(gloo):
     assert gloo(4, check_mesh) == [[1.0, 0.5, 0.5], [2.0, 0.5, 0.5], [1.0, 2.5, 2.5], [2.0, 2.5, 2.5]]
 
@@ -165,6 +166,8 @@ BAD_OPTIONS = {
     "measure(partition({'e*': none, '*': allreduce}))": "gives ranks other means of some leaves",
     "partition({'e*': fp16(none, check=True), '*': allreduce})": "gives ranks other means of some leaves",
     "clip_by_global_norm(partition({'e*': all_reduce(group='1'), '*': allreduce}), 1.0)": "gives ranks other means",
+    "hierarchical(clip_by_global_norm(all_reduce('1'), 1.0), intra='0')": "is about all leaves, .* put it outside",
+    "hierarchical(skip_nonfinite(all_reduce('1')), intra='0')": "is about all leaves, .* whole leaves, shard=False",
     "random_k(allreduce)": "random_k: give ratio or k",
     "random_k(allreduce, k=0)": "k must be at least 1",
     "random_block(allreduce, ratio=1.5)": r"ratio must be in \(0, 1\]",
@@ -250,6 +253,7 @@ AT_THE_END_OF_THEIR_RANGE = [
     *("error_feedback(allreduce, decay=0)", "momentum_correction(allreduce, momentum=0)"),
     *("clip_by_global_norm(allreduce, max_norm=0.5)", "bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5)"),
     *("powersgd(allreduce, refresh=2)", "powersgd(allreduce, min_compression_rate=0, epsilon=0)"),
+    "hierarchical(skip_nonfinite(all_reduce(group='1')), intra='0', shard=False)",
     *("warmup(allreduce, steps=0)", "every(1, allreduce)", "qsgd(allgather, levels=127, block=1)"),
 ]
 
@@ -398,9 +402,9 @@ def check_collectives(rank):
     return counts
 
 
-def test_buckets_save_collectives_not_bytes(gloo):
+def test_buckets_save_collectives_not_bytes():
     # first bucket closed at 2 leaves (524 bytes), then at 3 (1048): 1 + 16
-    assert gloo(2, check_collectives) == [[(50, 20_000), (1, 20_000), (17, 20_000)]] * 2
+    assert run_threads(2, check_collectives) == [[(50, 20_000), (1, 20_000), (17, 20_000)]] * 2
 
 
 # PowerSGD

@@ -31,8 +31,8 @@ class dct_topk(Codec):
 
     The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), as top-k is: wrap it in
     `error_feedback`. DeMo's momentum is that residual: m = beta m + g, m -= sent, is `decay=beta`. The wrong choice for
-    gradients whose neighbours have nothing in common, where top-k of the elements is as good and needs no products;
-    it costs 4 * chunk operations an element, twice.
+    gradients whose neighbours have nothing in common: top-k of the elements is as good then, without the 4 * chunk
+    operations an element, twice.
 
     Args:
         inner: The carrier, or a codec around one, which encodes the coefficients: `dct_topk(bf16(allgather))`.

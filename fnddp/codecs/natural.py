@@ -26,7 +26,6 @@ class natural(Codec):
 
     Args:
         inner: The carrier; a codec inside has nothing to encode.
-        seed: Of the rounding.
 
     Shapes: exponents `[rows, n]`, one byte each, and signs `[rows, ceil(n / 8)]`.
 

@@ -25,7 +25,6 @@ class qsgd(Codec):
         inner: The carrier, or a codec around one, which encodes the norms.
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
         block: d, the elements that share a norm; None for the row: a leaf, or a rank's part of it.
-        seed: Of the rounding.
 
     Shapes: norms `[rows, blocks]` in float32 or wider, levels `[rows, blocks, ceil(block * bits / 8)]`; the last block
     of a row is padded with zeros that travel.

@@ -24,7 +24,6 @@ class quantize(Codec):
         bits: 8, 4 or 2. Below 8, several elements share a byte.
         block: Elements that share a scale, a multiple of 8 / bits; None for the row: a leaf, or a rank's part of it.
         rounding: "nearest", halves to even, or "stochastic": up with the probability of what is above.
-        seed: Of stochastic rounding.
 
     Shapes: scales `[rows, blocks]` in float32 or wider, elements `[rows, blocks, ceil(block * bits / 8)]`; the last
     block of a row is padded with zeros that travel; a row shorter than a block is one.

@@ -24,7 +24,6 @@ class terngrad(Codec):
         clip: First clip elements beyond this number of standard deviations of the row, as the paper does with 2.5;
             biased, so use `error_feedback`. None does not clip.
         block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
-        seed: Of the rounding.
 
     Shapes: scales `[rows, blocks]` in float32 or wider, elements `[rows, blocks, ceil(block / 4)]`.
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, random
-from fnddp.core.group import Group, group_name
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state
+from fnddp.core.group import group_name
+from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 Payload: TypeAlias = dict[str, Tensor]
@@ -147,31 +147,15 @@ def _only(payload: Payload) -> Tensor:
     return payload[""]
 
 
-class Carrier(Sync):
+class Carrier(Reducer):
     """A reducer that moves encoded payloads, and takes the mean of the decoded ones.
 
     It sums in float32 or wider, in rank order, so its mean is the same to the bit whatever the layout of messages.
     Leaves of integers, and those without elements, are reduced as `allreduce` does.
     """
 
-    group: Group
-
     ops: ClassVar[Any] = frozenset({"mean"})
     carries: ClassVar[Any] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "group", group_name(self.group))
-
-    @property
-    def groups(self) -> frozenset[str | None]:
-        return frozenset({group_name(self.group)})
-
-    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
-        return self if unnamed_only and self.group is not None else replace(self, group=group)  # pyright: ignore
-
-    def init(self, grads: Tree) -> State:
-        return ()
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         return self.carry((), leaves, state)
@@ -230,8 +214,18 @@ class Codec(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        require_carrier(name, self.inner)
+        name, inner = type(self).__name__, self.inner
+        if isinstance(inner, Codec) and not inner.carries and inner.has_fractions:
+            raise TypeError(
+                f"{name}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
+                f"put {name} inside, {type(inner).__name__}({name}(allgather))"
+            )
+        if not inner.carries:
+            raise TypeError(
+                f"{name}: {inner!r} carries no encoded payloads, and those of {name} do not add; give it a carrier, "
+                f"{name}(allgather) or {name}(two_shot), and put transforms that are none outside: "
+                f"bucketize({name}(allgather))"
+            )
         if not (self.has_fractions or isinstance(self.inner, Carrier)):
             raise TypeError(
                 f"{name}: its payload has no fractions that {self.inner!r} could encode; give it a carrier alone, "
@@ -275,21 +269,6 @@ class Codec(Sync):
         seed: int = getattr(self, "seed", 0)
         inner = self.inner.carry((*code, Layer(self, seed, state.step)), leaves, state.inner)
         return replaced(inner, state=CodecState(state.step + 1, inner.state))
-
-
-def require_carrier(owner: str, inner: Sync) -> None:
-    """Raise a TypeError unless `inner` moves payloads that do not add."""
-    if isinstance(inner, Codec) and not inner.carries and inner.has_fractions:
-        raise TypeError(
-            f"{owner}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
-            f"put {owner} inside, {type(inner).__name__}({owner}(allgather))"
-        )
-    if not inner.carries:
-        raise TypeError(
-            f"{owner}: {inner!r} carries no encoded payloads, and those of {owner} do not add; give it a carrier, "
-            f"{owner}(allgather) or {owner}(two_shot), and put transforms that are none outside: "
-            f"bucketize({owner}(allgather))"
-        )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

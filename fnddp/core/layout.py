@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fnddp.torch_private import is_batching
 
@@ -25,6 +26,12 @@ def as_complex(pairs: Tensor) -> Tensor:
     """Return complex numbers from `[..., 2]`, on the same memory where possible."""
     # Under vmap, rows of an odd length (cut from a padded one) are not stored as pairs, and cannot be seen to be.
     return torch.complex(*pairs.unbind(-1)) if is_batching() else torch.view_as_complex(pairs)
+
+
+def in_rows(x: Tensor, n: int) -> Tensor:
+    """Return `x` in `n` parts of its first dimension, the last one padded with zeros: `[n, ceil(size / n), ...]`."""
+    missing = -x.shape[0] % n
+    return (pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x).unflatten(0, (n, -1))
 
 
 def in_format_of(like: Tensor, leaf: Tensor) -> Tensor:

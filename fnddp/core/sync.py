@@ -5,7 +5,7 @@ A transform is a frozen dataclass made by `@transform`; its fields are its optio
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.collectives import scale_of_weight
 from fnddp.core.expression import CHECKS, Expression
-from fnddp.core.group import Group
+from fnddp.core.group import Group, group_name
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import without_autocast
 from fnddp.wire.weights import scaled
@@ -59,7 +59,8 @@ class Exchange(NamedTuple):
 class Sync(Expression, abc.ABC):
     """A gradient synchronization: a value that can be printed, compared, nested and run.
 
-    Running it is pure: inputs are never written to, and rolling back a step is keeping the old state.
+    Running it is pure: inputs are never written to, and rolling back a step is keeping the old state. A wrong option is
+    a ValueError or TypeError when it is built, a state of another tree or pipeline a ValueError in `exchange`.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -79,6 +80,8 @@ class Sync(Expression, abc.ABC):
     """True if it adds earlier losses to later gradients: two such memories around each other add them twice."""
     wants_whole_leaves: ClassVar[bool] = False
     """True if it computes something of all leaves, which a rank's shards of them do not give."""
+    needs_sums: ClassVar[str] = ""
+    """Why payloads inside must add, for the error about a max or min inside; empty if any reduction will do."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,6 +91,11 @@ class Sync(Expression, abc.ABC):
                 raise TypeError(
                     f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all "
                     f"of them; put what skips outside, such as every(n, {name}(...))"
+                )
+            if self.needs_sums and inner.ops & {"max", "min"}:
+                raise TypeError(
+                    f"{name}: {inner!r} takes a max or min, {self.needs_sums}; "
+                    "use a mean or sum, or give those leaves their own pipeline with partition({...})"
                 )
         for inner in all_in(*self.children()):
             if self.remembers and inner.remembers:
@@ -132,7 +140,7 @@ class Sync(Expression, abc.ABC):
             TypeError: A leaf is not a tensor.
             ValueError: The state belongs to another tree; on all ranks, all weights are 0 or one is invalid; or
                 `exchange` of a transform has lost a leaf.
-            CollectiveError: There is a weight, and another rank has failed or, at best, has given none.
+            CollectiveError: There is a weight, and another rank has failed or given none.
         """
         leaves, spec = tree.flatten(grads)
         with torch.no_grad(), without_autocast():
@@ -232,6 +240,26 @@ class Sync(Expression, abc.ABC):
         return self._children()
 
 
+class Reducer(Sync):
+    """A pipeline without a pipeline inside, and without state, that reduces over one process group."""
+
+    group: Group
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "group", group_name(self.group))
+
+    @property
+    def groups(self) -> frozenset[str | None]:
+        return frozenset({group_name(self.group)})
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
+        return self if unnamed_only and self.group is not None else replace(self, group=group)  # pyright: ignore
+
+    def init(self, grads: Tree) -> State:
+        return ()
+
+
 def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise a ValueError unless `sync` takes means of fractions over one group, which it names."""
     if sync.ops != {"mean"}:
@@ -319,15 +347,6 @@ def require_state(owner: str, state: State, kind: type) -> None:
         raise ValueError(
             f"{owner}: the state is a {type(state).__name__}, not a {kind.__name__}: "
             "it was made for another pipeline; call init on this one"
-        )
-
-
-def require_sums(owner: str, inner: Sync, why: str) -> None:
-    """Raise a TypeError if a reducer in `inner` takes a max or min, whose payloads do not add."""
-    if inner.ops & {"max", "min"}:
-        raise TypeError(
-            f"{owner}: {inner!r} takes a max or min, {why}; "
-            "use a mean or sum, or give those leaves their own pipeline with partition({...})"
         )
 
 

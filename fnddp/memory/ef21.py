@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_state, require_sums, transform
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
@@ -62,11 +62,8 @@ class ef21(Sync):
     eta: float = 1.0
 
     remembers: ClassVar[bool] = True
+    needs_sums: ClassVar[str] = "whose estimates do not add up"
     limits: ClassVar = {"eta": Limit(lambda eta: 0 < eta <= 1, "in (0, 1]")}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_sums("ef21", self.inner, "whose estimates do not add up")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
+from fnddp.core.sync import Exchange, Local, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
 
 
@@ -27,7 +27,6 @@ class error_feedback(Sync):
     and does nothing. Integer leaves have no residual.
 
     Args:
-        inner: The lossy pipeline.
         decay: Factor on the residual, in [0, 1]. Lower forgets faster; below 1 the sum above no longer telescopes.
 
     Raises:
@@ -50,11 +49,8 @@ class error_feedback(Sync):
 
     wraps_skipping: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
+    needs_sums: ClassVar[str] = "whose losses do not add up"
     limits: ClassVar = {"decay": Limit(lambda decay: 0 <= decay <= 1, "in [0, 1]")}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_sums("error_feedback", self.inner, "whose losses do not add up")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -7,7 +7,7 @@ import torch
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
+from fnddp.core.sync import Exchange, Local, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
 
 
@@ -64,11 +64,8 @@ class momentum_correction(Sync):
     masking: bool = True
 
     remembers: ClassVar[bool] = True
+    needs_sums: ClassVar[str] = "whose losses do not add up"
     limits: ClassVar = {"momentum": Limit(lambda momentum: 0 <= momentum < 1, "in [0, 1)")}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_sums("momentum_correction", self.inner, "whose losses do not add up")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -16,8 +16,7 @@ class all_gather(Carrier):
     about two whatever n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
 
     Args:
-        group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
-            or the default one. It is kept by name.
+        group: See `all_reduce`.
 
     >>> import torch
     >>> allgather({"w": torch.ones(2)}, allgather.init(None))

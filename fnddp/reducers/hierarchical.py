@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fnddp.core import collectives, layout, tree
 from fnddp.core.group import Group, group_name
@@ -39,7 +38,7 @@ class hierarchical(Sync):
 
     Args:
         inner: The pipeline across nodes, over its own group: `powersgd(allreduce).over(across)`. `none` for one node.
-        intra: The group inside the node, given as in `all_reduce`.
+        intra: The group inside the node, see `all_reduce`.
         shard: Exchange a shard on each rank. If False, leaves stay whole: a mean inside the node, then the same
             exchange by every rank of it, so n times as much leaves the node. Means are then equal to the bit only if
             the backend adds in the same order in all groups across nodes, as carriers do.
@@ -179,10 +178,8 @@ def _shard_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
 
 
 def _rows(leaf: Tensor, n: int) -> Tensor:
-    """Return the shards of `leaf`, one below the other, the last one padded with zeros: `[n, *shard]`."""
-    x = leaf.reshape(_view_shape(leaf, n))
-    missing = -x.shape[0] % n
-    return (pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x).unflatten(0, (n, -1))
+    """Return the shards of `leaf`: `[n, *shard]`."""
+    return layout.in_rows(leaf.reshape(_view_shape(leaf, n)), n)
 
 
 def _whole(rows: Tensor, leaf: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from fnddp.core import collectives, tree
+from fnddp.core import collectives, layout, tree
 from fnddp.core.codec import Carrier, Code, Encoded, Key, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Local, State, registry, require_state, transform
@@ -34,8 +33,7 @@ class two_shot_mean(Carrier):
     shorter than a codec's blocks: lay them out in buckets, `bucketize(quantize(two_shot))`.
 
     Args:
-        group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
-            or the default one. It is kept by name.
+        group: See `all_reduce`.
         server_memory: The owner keeps the losses of its second hop, a residual of one chunk, and adds it to the next
             mean, instead of counting it in `sent`. The mean of `sent` is then the mean before the second hop; the sum
             of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. Fed back n
@@ -81,7 +79,7 @@ class two_shot_mean(Carrier):
     def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
-        rows = {path: _rows(x, n) for path, x in leaves.items()}  # [n, chunk]
+        rows = {path: layout.in_rows(x, n) for path, x in leaves.items()}  # [n, chunk]
         lengths = {path: _lengths(x, n) for path, x in leaves.items()} if code else dict.fromkeys(leaves)  # [n, 1]
         own = {path: None if length is None else length[rank] for path, length in lengths.items()}
         first = {path: encode(code, x, Key(path, rank), lengths[path]) for path, x in rows.items()}
@@ -126,13 +124,8 @@ def _chunk(elements: int, n: int) -> int:
     return -(-elements // n)
 
 
-def _rows(x: Tensor, n: int) -> Tensor:
-    padding = n * _chunk(x.numel(), n) - x.numel()
-    return (pad(x, (0, padding)) if padding else x).view(n, -1)
-
-
 def _lengths(x: Tensor, n: int) -> Tensor | None:
-    """Return how many numbers of each of `_rows` are elements of `x`; None if all are."""
+    """Return how many numbers of each of `n` rows are elements of `x`; None if all are."""
     chunk = _chunk(x.numel(), n)
     if n * chunk == x.numel():
         return None

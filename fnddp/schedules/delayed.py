@@ -30,9 +30,6 @@ class delayed(Sync):
     `sent` is this rank's contribution to the next output, so memory outside remembers losses and not what is late: with
     it, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients.
 
-    Args:
-        inner: The pipeline.
-
     Raises:
         TypeError: `inner` has no update in some steps: write `every(n, delayed(...))`.
 

@@ -30,7 +30,6 @@ class every(Sync):
 
     Args:
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
-        inner: The pipeline that exchanges.
 
     Source: the period of communication of Qsparse-local-SGD (Basu et al., NeurIPS 2019, Algorithm 1) with one set of
     parameters: here they stand still in between.

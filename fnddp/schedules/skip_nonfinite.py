@@ -35,9 +35,6 @@ class skip_nonfinite(Sync):
     and zeros come. A mean that overflows on the wire counts in the step that makes it, not in the one that returns it:
     ranks agree on that by a second number.
 
-    Args:
-        inner: The pipeline.
-
     Raises:
         TypeError: `inner` does not name the groups it reduces over.
 

@@ -1,15 +1,13 @@
 """Other pipelines from given steps on."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from fnddp.core.options import checked_int, checked_pairs
 from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, paired, replaced, require_leaves
-
-Stages: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
 
 class SwitchState(NamedTuple):
@@ -36,10 +34,6 @@ class switch(Sync):
     Args:
         stages: Pipelines by their first step, counted in exchanges; one begins at 0.
 
-    Raises:
-        TypeError: `stages` is not a dict of pipelines by step.
-        ValueError: No stage begins at 0, a step is negative, or two stages begin at one step.
-
     >>> import torch
     >>> from fnddp import allreduce, fp16
     >>> sync = switch({0: allreduce, 1: fp16(allreduce)})
@@ -50,7 +44,7 @@ class switch(Sync):
     (True, 1.0, 1)
     """
 
-    stages: Stages
+    stages: Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
     wraps_skipping: ClassVar[bool] = True
     tables = frozenset({"stages"})
@@ -66,7 +60,7 @@ class switch(Sync):
     def init(self, grads: Tree) -> State:
         stages: dict[str, State] = {}
         whole: State = None
-        for step, sync in self._pairs:
+        for step, sync in dict(self.stages).items():
             stages[str(step)] = paired(_none_where_same, sync.init(grads), whole)
             whole = paired(_or_before, stages[str(step)], whole)
         return SwitchState(0, stages)
@@ -74,7 +68,7 @@ class switch(Sync):
     def exchange(self, leaves: Leaves, state: SwitchState) -> Exchange:
         require_leaves("switch", leaves)
         require_state("switch", state, SwitchState)
-        begun = [(str(step), sync) for step, sync in self._pairs if state.step >= step]
+        begun = [(str(step), sync) for step, sync in dict(self.stages).items() if state.step >= step]
         whole: State = None
         for name, _ in begun:
             whole = paired(_or_before, state.stages[name], whole)
@@ -83,14 +77,8 @@ class switch(Sync):
         for name, _ in reversed(begun):  # to where each part stands
             own = stages[name]
             stages[name], rest = paired(_replaced, own, rest), paired(_for_before, own, rest)
-        last, _ = self._pairs[-1]
-        step = state.step + 1 if state.step < last else state.step
+        step = state.step + 1 if state.step < max(dict(self.stages)) else state.step
         return replaced(inner, state=SwitchState(step, stages))
-
-    @property
-    def _pairs(self) -> tuple[tuple[int, Sync], ...]:
-        assert isinstance(self.stages, tuple)  # __post_init__ has turned a dict into pairs
-        return self.stages
 
 
 def _none_where_same(own: Any, before: Any) -> Any:

@@ -23,11 +23,6 @@ class warmup(Sync):
     The first steps of a training run tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
     `warmup(error_feedback(...), 100)`, unless `before` is lossy too.
 
-    Args:
-        inner: The pipeline after the warm-up.
-        steps: Number of exchanges with `before`.
-        before: The pipeline during the warm-up.
-
     >>> import torch
     >>> from fnddp import fp16
     >>> sync = warmup(fp16(allreduce), steps=1)

@@ -27,7 +27,6 @@ class bucketize(Sync):
     `DistributedDataParallel`). All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
 
     Args:
-        inner: The pipeline of the buffers.
         cap_mb: Size at which a bucket is closed, in MiB.
         first_cap_mb: The same for the first bucket of each dtype and device: small, so that its exchange starts early.
 

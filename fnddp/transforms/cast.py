@@ -27,7 +27,6 @@ class cast(Sync):
     and bool leaves pass through.
 
     Args:
-        inner: The pipeline of the payload.
         dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
         check: After each exchange, raise if a leaf of the mean is not finite. Every rank sees the same mean, so all
             ranks raise. It reads values, so it cannot be traced: for debugging.

@@ -26,7 +26,6 @@ class clip_by_global_norm(Sync):
     over several synchronized backwards, or are scaled by a loss scaler: each mean is clipped by itself, as it is.
 
     Args:
-        inner: The pipeline.
         max_norm: The largest norm of a mean; positive.
 
     Raises:

@@ -1,14 +1,14 @@
 """Exchanges of some elements of each leaf, which all ranks draw alike."""
 
 import abc
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import Share
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, require_sums
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 
@@ -26,9 +26,7 @@ class Drawn(Sync):
     unbiased: bool
     seed: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_sums(type(self).__name__, self.inner, "and what is not drawn comes back as zeros")
+    needs_sums: ClassVar[str] = "and what is not drawn comes back as zeros"
 
     @property
     @abc.abstractmethod

@@ -4,7 +4,7 @@ from typing import ClassVar, NamedTuple
 
 from fnddp.core import tree
 from fnddp.core.options import Limit, at_least, one_of
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, replaced, require_leaves
 from fnddp.transforms.alternating import half_round
 from fnddp.transforms.leading import leading_factors
@@ -69,7 +69,6 @@ class powersgd(LowRank):
             forever, with error feedback too; see `docs/memory.md`. Costs 1 / refresh of what `inner` alone sends.
 
     Raises:
-        ValueError: An option is out of range.
         TypeError: `inner` takes a max or min: the factors must add.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
@@ -100,6 +99,7 @@ class powersgd(LowRank):
     alternate: bool = False
     refresh: int = 0
 
+    needs_sums: ClassVar[str] = "but the factors P and Q must add across ranks"
     limits: ClassVar = {
         "rank": at_least(1),
         "min_compression_rate": at_least(0),
@@ -112,7 +112,6 @@ class powersgd(LowRank):
         super().__post_init__()
         if (self.alternate or self.refresh) and not self.warm_start:
             raise ValueError("powersgd: alternate and refresh go on from the last factors; leave warm_start=True")
-        require_sums("powersgd", self.inner, "but the factors P and Q must add across ranks")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

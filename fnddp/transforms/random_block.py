@@ -24,7 +24,6 @@ class random_block(Drawn):
         ratio: The fraction of elements to send, in (0, 1], at least one; or
         block: how many elements to send of each leaf. Exactly one of both.
         unbiased: Multiply by n / block, so that the expected mean is the mean; not with memory, see `random_k`.
-        seed: The same on all ranks.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, section 4.1 (random block).
 

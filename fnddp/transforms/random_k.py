@@ -25,7 +25,6 @@ class random_k(Drawn):
         k: how many elements to send of each leaf. Exactly one of both.
         unbiased: Multiply by n / k, so that the expected mean is the mean; the variance is n / k - 1 times the square.
             Wrong with memory, whose residual then grows by n / k - 1 in each step.
-        seed: The same on all ranks.
 
     Source: Stich et al., "Sparsified SGD with memory", NeurIPS 2018, definition 2.1 (rand-k).
 
