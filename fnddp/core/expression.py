@@ -46,7 +46,7 @@ class Expression:
                 raise ValueError(f"{type(self).__name__}: {name} must be {limit.text}, got {value!r}")
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> Any:
-        """The same expression on another process group: see `Sync.over`."""
+        """Return the same expression on another process group: see `Sync.over`."""
         return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
 
     def _children(self) -> Iterator[Any]:

@@ -162,7 +162,7 @@ class Sync(Expression, abc.ABC):
         return {path: scaled(leaf, scale) if self.reduces(path) else leaf for path, leaf in leaves.items()}
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
-        """The same pipeline on another process group.
+        """Return the same pipeline on another process group.
 
         Args:
             group: A process group, its name, a one-dimensional device mesh, `(mesh, dim)`, or None for the default.
@@ -241,7 +241,7 @@ class Sync(Expression, abc.ABC):
 
 
 class Reducer(Sync):
-    """A pipeline without a pipeline inside, and without state, that reduces over one process group."""
+    """A pipeline without another inside that reduces over one process group; stateless unless a subclass says else."""
 
     group: Group
 

@@ -13,7 +13,7 @@ from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 
 class MeasureState(NamedTuple):
-    """`step`: steps since the last measurement. `error`, `cosine`: what that gave, in float32; NaN before the first."""
+    """`step`: steps since the last measurement. `error`, `cosine`: its results, in float32; NaN before the first."""
 
     step: Replicated[int]
     error: Local[Tensor]
