@@ -79,10 +79,7 @@ IN_FEW_STEPS = (
 )
 SUITES = {
     "plan": Suite(
-        (
-            "fnddp/plan/**/*.py",
-            "fnddp/ir/*.py",
-        ),
+        ("fnddp/plan/**/*.py", "fnddp/ir/*.py",),
         (
             *("fnddp/plan", "tests/test_mutants.py", "tests/test_plan.py", "tests/test_engine.py"),
             *("tests/test_period.py", "tests/test_show.py", "tests/test_kinds.py", "tests/test_carriers.py"),
