@@ -106,9 +106,9 @@ def applies(law: Law, sync: Sync) -> bool:
     if not sync.ops and law in (law_2_all_ranks_get_the_same_bits, law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
         return False  # nothing is reduced
     if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
-        return len(sync.ops) == 1 and sync.accounts
+        return len(sync.ops) == 1 and sync.sent_is_exact
     if law is law_8_error_feedback_loses_nothing:
-        return sync.ops == {"mean"} and sync.accounts and _remembering(sync) is not None
+        return sync.ops == {"mean"} and sync.sent_is_exact and _remembering(sync) is not None
     if law is law_10_simulated_is_real:
         return sync.traceable and sync.groups is not None and sync.groups <= {None}
     if law is law_11_weighted_is_pooled:

@@ -97,12 +97,6 @@ def test_agreement(what, gloo):
     assert outcome(0, what) == "agreed"  # without a process group
 
 
-def test_on_gloo_processes(gloo):
-    messages = gloo(3, outcome, "shape")
-    assert len(set(messages)) == 1
-    assert DIFFERENCES["shape"] in messages[0]
-
-
 @on_ranks(2)
 def test_hooks_with_states_agree(rank: int) -> None:
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
@@ -117,12 +111,6 @@ def test_states_that_do_not_lie_in_memory_as_they_are():
 
 class Marked(NamedTuple):
     value: fnddp.Replicated[torch.Tensor]
-
-
-def test_several_ranks_may_differ():
-    lines = [{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float16[2]"}, {}]
-    text = fnddp.core.agreement.first_difference(lines)
-    assert text == "ranks disagree about leaf 'w': rank 0: float32[2]; rank 1: float16[2]; rank 2: nothing"
 
 
 LATER = "error_feedback(warmup(bf16(allreduce), steps=5))"  # whose first steps send other bytes

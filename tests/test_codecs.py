@@ -93,14 +93,19 @@ def nbytes(payload: dict[str, Tensor]) -> int:
 
 # What every codec keeps.
 
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NO_ZERO = "scale='none'"  # plain signs
+
 
 @pytest.mark.parametrize("text", CODECS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_rows_of_any_length_and_dtype_come_back(text, dtype):
+def test_rows_come_back_from_payloads_whose_shapes_do_not_depend_on_values(text):
     codec = codec_of(text)
-    for n in AWKWARD:
-        x = torch.randn(3, n).to(dtype)
+    for number, n in enumerate(AWKWARD, start=CODECS.index(text)):
+        x = torch.randn(3, n).to(DTYPES[number % 4])
         payload = encoded(codec, x)
+        for other in torch.zeros_like(x), torch.empty_like(x, device="meta"):
+            specs = {name: (part.shape, part.dtype) for name, part in encoded(codec, other).items()}
+            assert specs == {name: (part.shape, part.dtype) for name, part in payload.items()}
         assert all(part.shape[0] == 3 for part in payload.values())
         assert codec.decode(payload, n).shape == (3, n)
         # Any number of rows: those of all ranks.
@@ -110,20 +115,8 @@ def test_rows_of_any_length_and_dtype_come_back(text, dtype):
         )
 
 
-@pytest.mark.parametrize("text", CODECS)
-def test_shapes_do_not_depend_on_values(text):
-    codec = codec_of(text)
-    for n in AWKWARD:
-        one, other = encoded(codec, torch.zeros(2, n)), encoded(codec, torch.randn(2, n))
-        on_meta = encoded(codec, torch.empty(2, n, device="meta"))
-        for payload in other, on_meta:
-            assert {name: (part.shape, part.dtype) for name, part in payload.items()} == {
-                name: (part.shape, part.dtype) for name, part in one.items()
-            }
-
-
-@pytest.mark.parametrize("text", CODECS)
-@given(x=rows_of)
+@given(text=st.sampled_from(CODECS), x=rows_of)
+@settings(max_examples=300)
 def test_a_row_does_not_depend_on_others(text, x):
     codec = codec_of(text)
     others = torch.cat([x[:1], 3 * x[1:].flip(1)])
@@ -132,24 +125,31 @@ def test_a_row_does_not_depend_on_others(text, x):
 
 
 @pytest.mark.parametrize("text", CODECS)
-@pytest.mark.parametrize("n", AWKWARD)
-def test_zeros_stay_zeros(text, n):
-    x = torch.stack([torch.zeros(n), torch.randn(n)])
-    if "scale='none'" in text:  # plain signs have no zero
-        assert coded(codec_of(text), x).isfinite().all()
-    else:
-        assert not coded(codec_of(text), x)[0].any()
+def test_zeros_stay_zeros_and_what_is_not_finite_shows(text):
+    codec = codec_of(text)
+    for n, value in zip(AWKWARD, [torch.nan, torch.inf, -torch.inf] * 2, strict=True):
+        read = coded(codec, torch.stack([torch.zeros(n), torch.randn(n)]))
+        assert read.isfinite().all()
+        if NO_ZERO in text:
+            continue
+        assert not read[0].any()
+        x = torch.randn(2, n)
+        x[1, n // 2] = value
+        read = coded(codec, x)
+        assert not read[1].isfinite().all()
+        assert read[0].isfinite().all()
 
 
-@pytest.mark.parametrize("text", [text for text in CODECS if "scale='none'" not in text])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("n", [1, 7, 65, 4097])
-def test_what_is_not_finite_shows(text, value, n):
-    x = torch.randn(2, n)
-    x[1, n // 2] = value
-    read = coded(codec_of(text), x)
-    assert not read[1].isfinite().all()
-    assert read[0].isfinite().all()
+@pytest.mark.parametrize("text", [text for text in CODECS if NO_ZERO not in text and text[:8] != "majority"])
+def test_subnormal_numbers_stay_as_small_as_they_are(text):
+    for size in 1e-45, 1e-42, 1e-39, 2e-38:
+        x = size * torch.linspace(-1, 1, 66).unflatten(0, (2, 33))
+        x[:, ::3] = 0
+        read = coded(codec_of(text), x)
+        assert read.isfinite().all()
+        assert read.abs().max() <= 2**-126 + 2 * x.double().norm()
+        if not text.startswith(("sign", "dct", "natural")):  # in whose payloads zeros are not zeros
+            assert not read[:, ::3].any()
 
 
 @pytest.mark.parametrize("text", CODECS)
@@ -227,28 +227,20 @@ def test_random_parts_contract_on_average(text):
 
 
 @pytest.mark.parametrize("text", UNBIASED)
-@pytest.mark.parametrize("d", [1, 10, 60])
-def test_expectation_and_variance(text, d):
+def test_expectation_and_variance(text):
     """2,000 draws, a row each. Their mean errs by the standard deviation / sqrt(2000), of which 6 are allowed.
 
     The measured one is 0 where rounding up is so rare that it never came: as unlikely as e ** -10, if it were in 200.
     """
     draws, codec = 2000, codec_of(text)
-    normal = torch.randn(d, generator=torch.Generator().manual_seed(d))
-    for x in normal, torch.full((d,), 4 / 3), torch.linspace(-1, 1, d) ** 5:
+    for x in torch.full((1,), 4 / 3), torch.randn(10), torch.linspace(-1, 1, 60) ** 5:
+        d = len(x)
         read = coded(codec, x.expand(draws, d)).double()
         variance = (read - x).square().sum(1).mean()
         bound = UNBIASED[text](d) * x.double().square().sum()
         assert variance <= bound * 1.1 + 1e-9
         rare = read.abs().max() / 200
         assert ((read.mean(0) - x).abs() <= 6 * read.std(0) / draws**0.5 + rare).all()
-
-
-def test_natural_reaches_its_bound():
-    """At 4 / 3 of a power of two the variance is 1 / 8 of the square; 20,000 draws tell it to a percent or two."""
-    read = coded(fnddp.natural(allgather), torch.full((20_000, 1), 4 / 3))
-    assert set(read.unique().tolist()) == {1.0, 2.0}
-    assert (read - 4 / 3).square().mean() / (4 / 3) ** 2 == pytest.approx(1 / 8, rel=0.05)
 
 
 @pytest.mark.parametrize("text", ["random_k(allreduce, k=5", "random_block(allreduce, block=5"])
@@ -304,41 +296,9 @@ def test_what_is_drawn_across_nodes_is_the_same_on_all_ranks_of_a_node(carrier, 
 # Padding, which is no number of a gradient's.
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("elements", [1, 2, 5, 7, 65])
-def test_signs_have_the_scale_of_a_ranks_part_without_what_pads_it(n, elements):
-    sync, chunk = fnddp.sign(two_shot), -(-elements // n)
-    x = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
-    parts = x.split(chunk)
-    want = torch.cat([part.abs().mean() * (1 - 2.0 * (part < 0)) for part in parts])
-    means = run_threads(n, lambda rank: sync({"w": x}, ())[0]["w"])
-    torch.testing.assert_close(means, [want] * n)
-    together, _ = fnddp.simulate(sync, n)({"w": x.expand(n, -1)}, ())
-    assert torch.equal(together["w"], means[0])
-
-
-def test_blocks_of_signs_within_a_padded_part():
-    x = torch.cat([torch.full((24,), 2.0), torch.full((17,), 5.0)])  # two parts of 21, in chunks of 8
-    mean = run_threads(2, lambda rank: fnddp.sign(two_shot, chunk=8)({"w": x}, ())[0]["w"])[0]
-    assert mean[:21].tolist() == [2.0] * 21
-    assert mean[21:29].tolist() == [pytest.approx((3 * 2 + 5 * 5) / 8)] * 8
-    assert mean[29:].tolist() == [5.0] * 12
-
-
-@pytest.mark.parametrize("elements", [2, 5, 9])
-def test_terngrad_clips_by_the_spread_of_what_there_is(elements):
-    """Two rows for two ranks; of the second one the last number is padding, if they are odd."""
-    x, length = torch.randn(2, 5), torch.tensor([[5], [elements - 5]]).clamp(min=1)
-    x[1, int(length[1]) :] = 0
-    codec = fnddp.terngrad(allgather, clip=0.5)
-    payload = codec.encode(x, Key("w", 0), length=length)
-    for row, many in enumerate(length.flatten().tolist()):
-        alone = codec.encode(x[row : row + 1, :many], Key("w", 0))
-        torch.testing.assert_close(payload["scale"][row], alone["scale"][0])
-
-
 # Codecs within which an average is taken, of blocks' scales or of chosen values.
 OF_PARTS = [
+    "{}",
     "quantize({}, block=4)",
     "quantize({}, bits=4, block=6)",
     "fp8({}, block=5)",
@@ -393,6 +353,7 @@ def test_of_a_chunk_that_a_codec_pads_itself_what_is_in_it_counts():
 
 
 NESTED = [
+    *("sign({})", "sign({}, chunk=8)"),
     "quantize(sign({}), block=4)",
     "fp8(sign({}, chunk=8), block=3)",
     "topk(sign({}), k=2, chunk=4)",
@@ -415,21 +376,6 @@ def test_a_two_shot_mean_is_what_parts_that_nothing_pads_come_to(text, n, elemen
     parts = grads.split(-(-elements // n), dim=1)
     want = torch.cat([read(sum(map(read, part)) / n) for part in parts])
     torch.testing.assert_close(got["w"], want, rtol=1e-4, atol=1e-4)
-
-
-# What is as good as nothing.
-
-
-@pytest.mark.parametrize("text", [text for text in CODECS if "scale='none'" not in text and text[:8] != "majority"])
-@pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-39, 2e-38])
-def test_subnormal_numbers_stay_as_small_as_they_are(text, size):
-    x = size * torch.linspace(-1, 1, 66).unflatten(0, (2, 33))
-    x[:, ::3] = 0
-    read = coded(codec_of(text), x)
-    assert read.isfinite().all()
-    assert read.abs().max() <= 2**-126 + 2 * x.double().norm()
-    if not text.startswith(("sign", "dct", "natural")):  # in whose payloads zeros are not zeros
-        assert not read[:, ::3].any()
 
 
 # Exactness.
@@ -455,12 +401,6 @@ def test_multiples_of_the_step_are_exact(numbers, stochastic):
     x = torch.tensor([[7, *numbers]]).float()
     rounding = "stochastic" if stochastic else "nearest"
     assert torch.equal(coded(fnddp.quantize(allgather, bits=4, block=None, rounding=rounding), x), x)
-
-
-@pytest.mark.parametrize("text", ["terngrad(allgather)", "sign(allgather)"])
-def test_one_magnitude_is_exact(text):
-    x = torch.where(torch.randn(2, 65) > 0, 0.3, -0.3)
-    assert torch.equal(coded(codec_of(text), x), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -489,22 +429,17 @@ def test_packed_bits_come_back(bits):
     assert unpack_bits(packed, len(bits)).tolist() == bits
 
 
-@given(st.data(), st.sampled_from([(256, 2), (4096, 1.5), (4097, 2), (32768, 2), (32769, 4)]))
+INDEX_BYTES = [(256, 2), (4096, 1.5), (4097, 2), (1 << 15, 2), ((1 << 15) + 1, 4), (1 << 31, 4), ((1 << 31) + 1, 8)]
+
+
+@given(st.data(), st.sampled_from(INDEX_BYTES))
 def test_packed_indices_come_back(data, among_and_bytes):
     among, each = among_and_bytes
-    pairs = data.draw(st.lists(st.tuples(*[st.integers(0, among - 1)] * 2), min_size=1, max_size=20))
-    indices = torch.tensor(pairs).flatten()
+    pairs = data.draw(st.lists(st.tuples(*[st.integers(0, among - 1)] * 2), max_size=20))
+    indices = torch.tensor([*pairs, (0, among - 1)]).flatten()
     packed = pack_indices(indices, among)
     assert nbytes({"": packed}) == each * len(indices)
     assert torch.equal(unpack_indices(packed).flatten(), indices)
-
-
-@pytest.mark.parametrize(("among", "bits"), [(1 << 15, 16), ((1 << 15) + 1, 32), (1 << 31, 32), ((1 << 31) + 1, 64)])
-def test_the_last_of_many_indices_comes_back(among, bits):
-    last = torch.tensor([among - 1])
-    packed = pack_indices(last, among)
-    assert packed.element_size() * 8 == bits
-    assert torch.equal(unpack_indices(packed), last)
 
 
 # DCT.
@@ -547,6 +482,7 @@ def test_dct_topk_takes_the_first_of_equal_coefficients(dtype, chunk):
     assert sorted(payload["indices"].flatten().tolist()) == [*places[:4].tolist(), places[-1].item()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wire", ["bf16(two_shot)", "quantize(two_shot, bits=8)"])
 @on_ranks(2)
 def test_ties_of_dct_topk_are_simulated(rank: int, wire: str) -> None:
@@ -581,34 +517,31 @@ BALLOTS = torch.tensor(
 )
 
 
-@pytest.mark.parametrize("carrier", ["two_shot", "allgather", "two_shot(server_memory=True)"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_the_majority_wins_and_zeros_abstain(carrier, n):
+CARRIERS = ["allgather", "two_shot", "two_shot(server_memory=True)"]
+
+
+@pytest.mark.parametrize(("carrier", "n"), [*zip(CARRIERS, (2, 3, 4), strict=True), ("two_shot", 4)])
+def test_the_majority_wins_and_zeros_and_ranks_of_weight_zero_abstain(carrier, n):
     sync = fnddp.parse(f"majority_vote({carrier})")
 
-    def body(rank: int) -> tuple[Tensor, Tensor]:
+    def body(rank: int) -> tuple[Tensor, Tensor, Tensor]:
         grads = {"w": BALLOTS[rank]}
         done = sync.exchange(grads, sync.init(grads))
-        return done.mean["w"], done.sent["w"]
+        weighted, _ = sync(grads, sync.init(grads), weight=float(rank != n - 1))
+        return done.mean["w"], done.sent["w"], weighted["w"]
 
     done = run_threads(n, body)
     want = BALLOTS[:n].sign().sum(0).sign()
-    assert all(torch.equal(mean, want) for mean, _ in done)
-    if sync.accounts:
-        torch.testing.assert_close(sum(sent for _, sent in done) / n, want)
-
-
-def test_a_rank_of_weight_zero_abstains():
-    sync = fnddp.majority_vote(two_shot)
-    done = run_threads(3, lambda rank: sync({"w": BALLOTS[rank]}, (), weight=float(rank != 2))[0]["w"])
-    assert torch.equal(done[0], BALLOTS[:2].sign().sum(0).sign())
+    assert all(torch.equal(mean, want) for mean, _, _ in done)
+    assert all(torch.equal(weighted, BALLOTS[: n - 1].sign().sum(0).sign()) for _, _, weighted in done)
+    if sync.sent_is_exact:
+        torch.testing.assert_close(sum(sent for _, sent, _ in done) / n, want)
 
 
 # Means over ranks. Laws run over every name (test_laws.py); here the exact sums, to a few roundings of float32.
 
 
-@pytest.mark.parametrize("carrier", ["allgather", "two_shot"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("carrier", "n"), [("allgather", 2), ("two_shot", 3)])
 def test_sent_adds_up_to_the_mean(carrier, n):
     def body(rank: int) -> None:
         for text in CODECS:
@@ -628,6 +561,7 @@ def two_leaves(rank: int, step: int) -> dict[str, Tensor]:
     return {"weight": tree["fc.weight"], "bias": tree["fc.bias"].half()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [
@@ -643,8 +577,6 @@ def test_nestings_keep_the_laws(text):
 
 # Bytes.
 
-VECTOR, MATRIX, HALF = (1 << 20,), (1024, 1024), 2 * (1 << 20)
-FLOAT = 4 * (1 << 20)
 BYTES = [  # of 2 ** 20 elements
     ("natural(allgather)", (1 << 20) * 9 // 8),
     ("quantize(allgather, block=128)", (1 << 20) + 4 * (1 << 13)),
@@ -658,9 +590,9 @@ BYTES = [  # of 2 ** 20 elements
     ("majority_vote(allgather)", 1 << 18),
     ("random_k(allreduce, ratio=0.01)", 4 * 10_486),
     ("random_block(fp16(allreduce), ratio=0.01)", 2 * 10_486),
-    # SparseLoCo: 12 + 2 bits for 64 of 4,096; the one scale of the leaf is 4 bytes.
+    # SparseLoCo: 12 + 2 bits for 64 of 4,096, 146.29 times less than float32 without the one scale of the leaf.
     ("topk(quantize(allgather, bits=2, block=None), k=64, chunk=4096)", 256 * 64 * 14 // 8 + 4),
-    # DeMo: 8 of 64 x 64 as int64 and float32, and in 12 and 16 bits.
+    # DeMo: 8 of 64 x 64 as int64 and float32, 85.33 times less than 16 bits; and in 12 and 16 bits, 292.57 times.
     ("dct_topk(allgather, k=8, index='int64')", 256 * 8 * 12),
     ("dct_topk(bf16(allgather), k=8)", 256 * 28),
 ]
@@ -668,89 +600,27 @@ BYTES = [  # of 2 ** 20 elements
 
 @pytest.mark.parametrize(("text", "want"), BYTES)
 def test_bytes_of_a_million_elements(text, want):
-    plan = fnddp.lower(fnddp.parse(text), {"w": torch.empty(MATRIX, device="meta")}, world_size=8)
+    plan = fnddp.lower(fnddp.parse(text), {"w": torch.empty(1024, 1024, device="meta")}, world_size=8)
     assert plan.wire_bytes == want
 
 
-def test_bytes_are_the_papers():
-    by_text = dict(BYTES)
-    sparseloco = by_text["topk(quantize(allgather, bits=2, block=None), k=64, chunk=4096)"]
-    assert round(FLOAT / (sparseloco - 4), 2) == 146.29  # the paper counts no scale
-    assert round(FLOAT / sparseloco, 2) == 146.27
-    assert round(HALF / by_text["dct_topk(allgather, k=8, index='int64')"], 2) == 85.33
-    assert round(HALF / by_text["dct_topk(bf16(allgather), k=8)"], 2) == 292.57
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_bytes_of_two_hops(n):
+def test_bytes_of_two_hops():
     """Of a million elements a rank sends them all in the first hop, and its n-th part in the second."""
     params = {"w": torch.empty(1 << 20, device="meta")}
-    for text, bits, scales in [
-        ("majority_vote(two_shot)", 2, 0),
-        ("sign(two_shot)", 1, 4),
-        ("natural(two_shot)", 9, 0),
-    ]:
-        plan = fnddp.lower(fnddp.parse(text), params, world_size=n)
+    for n, text, bits, scales in [(2, "majority_vote", 2, 0), (4, "sign", 1, 4), (4, "natural", 9, 0)]:
+        plan = fnddp.lower(fnddp.parse(f"{text}(two_shot)"), params, world_size=n)
         assert plan.wire_bytes == (1 << 20) * bits // 8 * (n + 1) // n + scales * (n + 1)
 
 
-@pytest.mark.parametrize("text", CODECS)
-def test_a_call_sends_what_is_encoded(text):
-    sync, grads = codec_of(text), {"w": torch.randn(4097)}
+def test_a_call_sends_what_is_encoded():
+    grads = {"w": torch.randn(4097)}
 
-    def body(rank: int) -> int:
-        with WireCounter() as counter:
-            sync(grads, sync.init(grads))
-        return counter.wire_bytes
+    def body(rank: int) -> list[int]:
+        sent = []
+        for sync in map(codec_of, CODECS):
+            with WireCounter() as counter:
+                sync(grads, sync.init(grads))
+            sent.append(counter.wire_bytes)
+        return sent
 
-    want = nbytes(encoded(sync, grads["w"][None]))
-    assert run_threads(2, body) == [want] * 2
-
-
-# What may stand inside what.
-
-
-@pytest.mark.parametrize("name", ["topk", "quantize", "fp8", "sign", "majority_vote", "qsgd", "terngrad", "natural"])
-def test_payloads_that_do_not_add_need_a_carrier(name):
-    options = {"k": 1} if name == "topk" else {}
-    for inner in fnddp.allreduce, fnddp.powersgd(allgather), fnddp.random_k(allgather, k=1):
-        with pytest.raises(TypeError, match=rf"give it a carrier, {name}\(allgather\)"):
-            getattr(fnddp, name)(inner, **options)
-
-
-def test_some_codecs_are_the_outermost():
-    with pytest.raises(TypeError, match=r"topk: dct_topk works on gradients .* dct_topk\(topk\(allgather\)\)"):
-        fnddp.topk(fnddp.dct_topk(allgather), k=1)
-    with pytest.raises(TypeError, match=r"topk: majority_vote\(two_shot\) carries no encoded payloads"):
-        fnddp.topk(fnddp.majority_vote(two_shot), k=1)
-
-
-@pytest.mark.parametrize("make", [fnddp.majority_vote, fnddp.natural, lambda inner: fnddp.sign(inner, scale="none")])
-def test_codecs_without_fractions_take_carriers_alone(make):
-    with pytest.raises(TypeError, match=r"its payload has no fractions that topk\(allgather, k=1\) could encode"):
-        make(fnddp.topk(allgather, k=1))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("random_k(allreduce)", "give ratio or k"),
-        ("random_k(allreduce, k=0)", "k must be at least 1"),
-        ("random_block(allreduce, ratio=1.5)", r"ratio must be in \(0, 1\]"),
-        ("random_block(allreduce, ratio=0.5, block=3)", "give ratio or block"),
-        ("fp8(allgather, format='e3m4')", "format must be one of e4m3, e5m2"),
-        ("fp8(allgather, block=0)", "block must be at least 1"),
-        ("quantize(allgather, bits=2, block=6)", "multiple of 4"),
-        ("qsgd(allgather, levels=128)", r"levels must be in 1\.\.127"),
-        ("qsgd(allgather, block=0)", "block must be at least 1"),
-        ("terngrad(allgather, clip=0)", "clip must be positive"),
-        ("terngrad(allgather, block=0)", "block must be at least 1"),
-        ("dct_topk(allgather, k=0)", "k must be at least 1"),
-        ("dct_topk(allgather, index='uint8')", "index must be one of small, int16"),
-        ("dct_topk(allgather, chunk=200, index='int16')", "use small"),
-        ("dct_topk(allgather, chunk=50000, index='int32')", "use small"),
-    ],
-)
-def test_options_out_of_range_are_refused(text, says):
-    with pytest.raises(ValueError, match=f"{text.split('(')[0]}: .*{says}"):
-        fnddp.parse(text)
+    assert run_threads(2, body) == [[nbytes(encoded(codec_of(text), grads["w"][None])) for text in CODECS]] * 2

@@ -1,7 +1,5 @@
 """Against others' work: numpy from the paper, torch's own hooks, the paper's byte counts."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -150,13 +148,6 @@ PAPER = {
     "vectors": (37.5, 1),
 }
 
-# Its LSTM on WikiText-2: the same of each kind of matrix, and all vectors together.
-LSTM = {
-    "encoder": (28869, 650),
-    **{f"rnn-{side}-l{layer}": (2600, 650) for side in ("ih", "hh") for layer in range(3)},
-    "vectors": (28869 + 6 * 2600,),
-}
-
 
 def wire_bytes(rank: int, sync: fnddp.Sync, shapes: dict) -> int:
     gradients = {path: torch.zeros(shape) for path, shape in shapes.items()}
@@ -185,19 +176,3 @@ def test_resnet18_golden_bytes(gloo):
         assert (
             count(error_feedback(powersgd(fp16(allreduce), rank=rank, min_compression_rate=0)), RESNET18) == sent // 2
         )
-
-
-def test_lstm_golden_bytes(gloo):
-    def count(sync: fnddp.Sync, shapes: dict) -> int:
-        return gloo(1, wire_bytes, sync, shapes)[0]
-
-    dense = count(allreduce, LSTM)
-    for path, kib, factor in (("encoder", 73300, 636), ("rnn-ih-l0", 6602, 520), ("vectors", 174, 1)):
-        alone = {path: LSTM[path]}
-        assert round(count(allreduce, alone) / 1024) == pytest.approx(kib, abs=1)
-        assert round(4 * math.prod(LSTM[path]) / count(powersgd(allreduce, rank=1), alone)) == factor
-    for rank, total, mib_per_epoch in ((1, 310, 25), (2, 203, 38), (4, 120, 64)):
-        sent = count(powersgd(allreduce, rank=rank), LSTM)
-        assert round(dense / sent) == total
-        assert round(70 * sent / 2**20) == mib_per_epoch  # 70 steps: 7,730 MiB of whole gradients
-    assert round(70 * dense / 2**20, -1) == 7730

@@ -31,36 +31,21 @@ def test_stateless_pipelines_have_nothing_to_save():
     assert load_state_dict((), {}) == ()
 
 
-def change(saved: dict, key: str, value: object) -> dict:
-    return {**saved, key: value}
-
-
 @pytest.mark.parametrize(
-    ("mutate", "message"),
+    ("changes", "message"),
     [
-        (
-            lambda s: {k: v for k, v in s.items() if "bias" not in k},
-            "missing ['local/inner.residual.fc.bias'], unexpected []",
-        ),
-        (lambda s: change(s, "local/other", 1), "missing [], unexpected ['local/other']"),
-        (
-            lambda s: change(s, "replicated/inner.inner.q.fc.weight", torch.ones(20, 3)),
-            "'replicated/inner.inner.q.fc.weight' was saved as float32[20, 3], but this pipeline expects float32[20",
-        ),
-        (
-            lambda s: change(s, "local/inner.residual.fc.bias", torch.ones(12).half()),
-            "saved as float16[12], but this",
-        ),
-        (
-            lambda s: change(s, "replicated/step", torch.ones(())),
-            "'replicated/step' was saved as float32[], but",
-        ),
+        ({"local/inner.residual.fc.bias": None}, "missing ['local/inner.residual.fc.bias'], unexpected []"),
+        ({"local/other": 1}, "missing [], unexpected ['local/other']"),
+        ({"replicated/inner.inner.q.fc.weight": torch.ones(20, 3)}, "was saved as float32[20, 3], but this pipeline"),
+        ({"local/inner.residual.fc.bias": torch.ones(12).half()}, "saved as float16[12], but this"),
+        ({"replicated/step": torch.ones(())}, "'replicated/step' was saved as float32[], but"),
     ],
 )
-def test_mismatches_name_the_path(mutate, message):
+def test_mismatches_name_the_path(changes, message):
     template = SYNC.init(PARAMS)
+    saved = {key: value for key, value in {**state_dict(template), **changes}.items() if value is not None}
     with pytest.raises(ValueError) as caught:
-        load_state_dict(template, mutate(state_dict(template)))
+        load_state_dict(template, saved)
     assert message in str(caught.value)
 
 

@@ -12,6 +12,7 @@ from fnddp.codecs.packing import INDEX_DTYPES, blocks_of, pack_indices, unpack_i
 from fnddp.core import tree
 from fnddp.core.codec import Codec, Layer, Payload, wide
 from fnddp.core.layout import in_format_of
+from fnddp.core.options import at_least, one_of
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, require_leaves
 from fnddp.torch_private import reinterpreted
@@ -25,14 +26,13 @@ class dct_topk(Codec):
     tiles, padded with zeros at the end of each side. Other leaves, and complex ones, are taken as a row of numbers, of
     which each chunk * chunk make a tile. Over `two_shot` a tile is cut where a rank's part ends: use `allgather`.
 
-    Magnitudes are compared to 12 bits, and of equal ones the first are taken: coefficients that are sums of 16-bit
-    numbers, as in the second hop of `two_shot`, are often equal but for what products round, which differs between
-    machines, and between ranks that are simulated and real ones. A rounding may still decide at the edge of 12 bits.
+    Magnitudes are compared to 12 bits, and of equal ones the first are taken: coefficients of 16-bit numbers are often
+    equal but for rounding, which differs between machines, and between simulated and real ranks.
 
     The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), as top-k is: wrap it in
     `error_feedback`. DeMo's momentum is that residual: m = beta m + g, m -= sent, is `decay=beta`. The wrong choice for
-    gradients whose neighbours have nothing in common, where top-k of the elements is as good and needs no products;
-    it costs 4 * chunk operations an element, twice.
+    gradients whose neighbours have nothing in common: top-k of the elements is as good then, without the 4 * chunk
+    operations an element, twice.
 
     Args:
         inner: The carrier, or a codec around one, which encodes the coefficients: `dct_topk(bf16(allgather))`.
@@ -43,10 +43,6 @@ class dct_topk(Codec):
 
     Shapes: values `[rows, tiles, k]` in the gradients' dtype, indices `[rows, tiles, k]`, or, in 12 bits,
     `[rows, tiles, k / 2, 3]`.
-
-    Raises:
-        ValueError: An option is out of range.
-        TypeError: `inner` carries no payloads.
 
     Source: Peng et al., "DeMo: decoupled momentum optimization", arXiv 2411.19870, Algorithm 1. Deviations: the mean is
     over all ranks, not over those that sent a coefficient; each index of a tile is written once, in any order, so that
@@ -65,14 +61,10 @@ class dct_topk(Codec):
     index: str = "small"
 
     carries: ClassVar[Any] = False  # tiles are cut from the leaves themselves
+    limits: ClassVar = {"chunk": at_least(1), "k": at_least(1), "index": one_of(*INDEX_DTYPES)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("chunk", self.chunk), ("k", self.k)):
-            if value < 1:
-                raise ValueError(f"dct_topk: {name} must be at least 1, got {value!r}")
-        if self.index not in INDEX_DTYPES:
-            raise ValueError(f"dct_topk: index must be one of {', '.join(INDEX_DTYPES)}, got {self.index!r}")
         chosen = INDEX_DTYPES[self.index]
         if chosen is not None and self.chunk**2 - 1 > torch.iinfo(chosen).max:
             raise ValueError(f"dct_topk: {self.index} cannot index the {self.chunk**2} numbers of a tile; use small")
@@ -135,11 +127,7 @@ class dct_topk(Codec):
 
 
 def _ranked(magnitudes: Tensor) -> Tensor:
-    """Return integers by which the largest are chosen: magnitudes to 12 bits, and equal ones by their place.
-
-    Coefficients that are sums of the same 16-bit numbers are often equal, and products tell them apart by their
-    rounding alone, which is another one where the rows of many ranks are multiplied at once.
-    """
+    """Return integers by which the largest are chosen: magnitudes to 12 bits, and equal ones by their place."""
     # The bits of floats that are not negative are in the order of the floats: the upper ones are rounded to nearest,
     # the lower ones replaced.
     as_ints, lower = (torch.int64, 41) if magnitudes.dtype == torch.float64 else (torch.int32, 12)

@@ -1,10 +1,13 @@
 """Block-wise 8-bit floating point: a scale for each block, and a sign, exponent and mantissa in a byte."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from fnddp.codecs.packing import blocks_of, in_blocks, inverse, require_block
+from fnddp.codecs.packing import blocks_of, in_blocks, inverse
 from fnddp.core.codec import Codec, Payload, wide
+from fnddp.core.options import at_least, one_of
 from fnddp.core.sync import Sync, transform
 from fnddp.torch_private import reinterpreted
 
@@ -15,11 +18,10 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 class fp8(Codec):
     """Send each element as an 8-bit float, after scaling its block to the format's range.
 
-    Relative precision as of a float, where `quantize` has the same error for all elements of a block: e4m3 errs by at
-    most 1 / 16 of an element down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29. The wrong
-    choice for blocks of elements of one magnitude, which int8 rounds finer; and where the bias of rounding to the
-    nearest would add up: wrap it in `error_feedback`. A block whose largest element is below the smallest normal number
-    times the format's largest (5.3e-36 for e4m3 of float32) is sent as zeros.
+    Its error is relative to the element, that of `quantize` to the block: e4m3 errs by at most 1 / 16 of an element
+    down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29. The wrong choice for blocks of elements
+    of one magnitude, which int8 rounds finer; and, being biased, without `error_feedback`. A block whose largest
+    element is below the smallest normal number times the format's largest (5.3e-36 for e4m3 of float32) becomes zeros.
 
     Args:
         inner: The carrier, or a codec around one, which encodes the scales: `fp8(bf16(two_shot))`.
@@ -28,10 +30,6 @@ class fp8(Codec):
 
     Shapes: scales `[rows, blocks]` in float32 or wider, elements `[rows, blocks, block]` as bytes; the last block of a
     row is padded with zeros that travel.
-
-    Raises:
-        ValueError: An option is out of range.
-        TypeError: `inner` carries no payloads.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433; a scale for a block as in torchft's
     quantized all-reduce, which has one for a row.
@@ -45,11 +43,7 @@ class fp8(Codec):
     format: str = "e4m3"
     block: int | None = 128
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format not in FORMATS:
-            raise ValueError(f"fp8: format must be one of {', '.join(FORMATS)}, got {self.format!r}")
-        require_block("fp8", self.block)
+    limits: ClassVar = {"format": one_of(*FORMATS), "block": at_least(1)}
 
     def encode(self, x: Tensor) -> Payload:
         dtype = FORMATS[self.format]

@@ -30,9 +30,6 @@ class majority_vote(Codec):
 
     Shapes: votes `[rows, ceil(n / 4)]`.
 
-    Raises:
-        TypeError: `inner` carries no payloads.
-
     Source: Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019,
     Algorithm 1. Deviation: there a zero votes as a sign does, in one bit.
 

@@ -26,12 +26,8 @@ class natural(Codec):
 
     Args:
         inner: The carrier; a codec inside has nothing to encode.
-        seed: Ranks, leaves and steps draw different numbers.
 
     Shapes: exponents `[rows, n]`, one byte each, and signs `[rows, ceil(n / 8)]`.
-
-    Raises:
-        TypeError: `inner` carries no payloads.
 
     Source: Horvath et al., "Natural compression for distributed deep learning", arXiv 1905.10988, definition 1 and
     theorem 1.

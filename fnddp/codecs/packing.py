@@ -1,4 +1,4 @@
-"""Small numbers in few bits, and rows in blocks: what the payloads of codecs are made of."""
+"""Small numbers in few bits, and rows in blocks: the parts of codecs' payloads."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from fnddp.torch_private import reinterpreted
 PACKED_INDICES = 4096  # elements that 12 bits can index
 
 _WORDS = {4: torch.int16, 2: torch.int32}
-"""As many bytes as numbers share one: bytes side by side are taken for one word, so that few operations do it."""
+"""Words of as many bytes as numbers share one: with words, packing takes few operations."""
 
 _LOWEST = {4: 0x0F0F, 2: 0x03030303}
 _PACK = {4: 1 << 8 | 1 << 4, 2: 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6}
@@ -39,12 +39,6 @@ def blocks_of(length: Tensor, block: int | None, n: int) -> Tensor:
             [0]])
     """
     return -(-length // block_size(block, n))
-
-
-def require_block(owner: str, block: int | None) -> None:
-    """Raise a ValueError unless blocks have elements."""
-    if block is not None and block < 1:
-        raise ValueError(f"{owner}: block must be at least 1, or None, got {block!r}")
 
 
 def in_blocks(x: Tensor, block: int | None) -> Tensor:

@@ -1,10 +1,13 @@
 """QSGD: multiples of a fraction of the norm, rounded so that the expectation is exact."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, require_block, unpack
+from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
 from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.options import Limit, at_least
 from fnddp.core.sync import Sync, transform
 
 BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
@@ -18,23 +21,16 @@ class qsgd(Codec):
     with `error_feedback` only where that bound is below 1. The wrong choice at few levels for large blocks, whose
     bound is sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer levels.
 
-    The paper codes l_i in variable length (Elias); here each has 2, 4 or 8 bits, so that shapes do not depend on
-    values.
-
     Args:
         inner: The carrier, or a codec around one, which encodes the norms.
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
         block: d, the elements that share a norm; None for the row: a leaf, or a rank's part of it.
-        seed: Ranks, leaves and steps draw different numbers.
 
     Shapes: norms `[rows, blocks]` in float32 or wider, levels `[rows, blocks, ceil(block * bits / 8)]`; the last block
     of a row is padded with zeros that travel.
 
-    Raises:
-        ValueError: An option is out of range.
-        TypeError: `inner` carries no payloads.
-
-    Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1.
+    Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1. Deviation: the paper codes l_i in variable
+    length (Elias), here shapes do not depend on values.
 
     >>> from fnddp import allgather
     >>> sync = qsgd(allgather, levels=5)
@@ -49,12 +45,7 @@ class qsgd(Codec):
     seed: int = 0
 
     draws = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.levels <= 127:
-            raise ValueError(f"qsgd: levels must be in 1..127, got {self.levels!r}")
-        require_block("qsgd", self.block)
+    limits: ClassVar = {"levels": Limit(lambda levels: 1 <= levels <= 127, "in 1..127"), "block": at_least(1)}
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)

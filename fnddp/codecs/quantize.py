@@ -1,14 +1,14 @@
 """Block-wise integers: a scale for each block, and 8, 4 or 2 bits for each element."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
 from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.options import one_of
 from fnddp.core.sync import Sync, transform
-
-BITS = (8, 4, 2)
-ROUNDINGS = ("nearest", "stochastic")
 
 
 @transform
@@ -24,14 +24,9 @@ class quantize(Codec):
         bits: 8, 4 or 2. Below 8, several elements share a byte.
         block: Elements that share a scale, a multiple of 8 / bits; None for the row: a leaf, or a rank's part of it.
         rounding: "nearest", halves to even, or "stochastic": up with the probability of what is above.
-        seed: Of stochastic rounding; ranks, leaves and steps draw different numbers.
 
     Shapes: scales `[rows, blocks]` in float32 or wider, elements `[rows, blocks, ceil(block * bits / 8)]`; the last
     block of a row is padded with zeros that travel; a row shorter than a block is one.
-
-    Raises:
-        ValueError: An option is out of range.
-        TypeError: `inner` carries no payloads.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, with the largest magnitude for the norm; Dettmers, "8-bit
     approximations", ICLR 2016.
@@ -47,14 +42,12 @@ class quantize(Codec):
     rounding: str = "nearest"
     seed: int = 0
 
+    limits: ClassVar = {"bits": one_of(8, 4, 2), "rounding": one_of("nearest", "stochastic")}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in BITS:
-            raise ValueError(f"quantize: bits must be 8, 4 or 2, got {self.bits!r}")
         if self.block is not None and (self.block < 1 or self.block * self.bits % 8):
             raise ValueError(f"quantize: block must be a positive multiple of {8 // self.bits}, got {self.block!r}")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"quantize: rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
         if self.seed and not self.draws:
             raise ValueError(f"quantize: seed={self.seed} is for rounding='stochastic', and this one rounds to nearest")
 

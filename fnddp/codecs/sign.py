@@ -1,13 +1,14 @@
 """Signs: one bit an element, and a scale."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, is_negative, pack_bits, unpack_bits
 from fnddp.core.codec import Codec, Payload, wide
+from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import Sync, transform
-
-SCALES = ("mean", "max", "none")
 
 
 @transform
@@ -21,13 +22,9 @@ class sign(Codec):
     Args:
         inner: The carrier, or a codec around one, which encodes the scales.
         scale: "mean" magnitude, "max", or "none": plain signs, of magnitude 1 (signSGD).
-        chunk: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
+        chunk: Elements that share a scale, a multiple of 8; None for the row: a leaf, or a rank's part of it.
 
     Shapes: bits `[rows, chunks, ceil(chunk / 8)]`, scales `[rows, chunks]` in float32 or wider.
-
-    Raises:
-        ValueError: `scale` is unknown, or `chunk` not a multiple of 8.
-        TypeError: `inner` carries no payloads.
 
     Source: Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
 
@@ -41,17 +38,14 @@ class sign(Codec):
     chunk: int | None = None
 
     averages = True
+    limits: ClassVar = {
+        "scale": one_of("mean", "max", "none"),
+        "chunk": Limit(lambda chunk: chunk > 0 and chunk % 8 == 0, "a positive multiple of 8"),
+    }
 
     @property
     def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.scale != "none"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale not in SCALES:
-            raise ValueError(f"sign: scale must be one of {', '.join(SCALES)}, got {self.scale!r}")
-        if self.chunk is not None and (self.chunk < 8 or self.chunk % 8):
-            raise ValueError(f"sign: chunk must be a positive multiple of 8, got {self.chunk!r}")
 
     def encode(self, x: Tensor, length: Tensor | None = None) -> Payload:
         chunks = in_blocks(x, self.chunk)

@@ -1,10 +1,13 @@
 """TernGrad: -1, 0 or 1 times the largest magnitude."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from fnddp.codecs.packing import block_size, blocks_of, in_blocks, pack, require_block, unpack
+from fnddp.codecs.packing import block_size, blocks_of, in_blocks, pack, unpack
 from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.options import POSITIVE, at_least
 from fnddp.core.sync import Sync, transform
 
 
@@ -21,13 +24,8 @@ class terngrad(Codec):
         clip: First clip elements beyond this number of standard deviations of the row, as the paper does with 2.5;
             biased, so use `error_feedback`. None does not clip.
         block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
-        seed: Ranks, leaves and steps draw different numbers.
 
     Shapes: scales `[rows, blocks]` in float32 or wider, elements `[rows, blocks, ceil(block / 4)]`.
-
-    Raises:
-        ValueError: An option is out of range.
-        TypeError: `inner` carries no payloads.
 
     Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: ranks do not share
     a scale, which takes another round there.
@@ -46,12 +44,7 @@ class terngrad(Codec):
 
     draws = True
     averages = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"terngrad: clip must be positive, or None, got {self.clip!r}")
-        require_block("terngrad", self.block)
+    limits: ClassVar = {"clip": POSITIVE, "block": at_least(1)}
 
     def encode(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, key: Key, length: Tensor | None = None

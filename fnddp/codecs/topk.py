@@ -1,10 +1,12 @@
 """Top-k: the largest elements, as values and indices."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, in_blocks, pack_indices, unpack_indices
 from fnddp.core.codec import Codec, Payload, takes_averages
-from fnddp.core.options import Share, require_share
+from fnddp.core.options import Share, at_least, require_share
 from fnddp.core.sync import Sync, transform
 
 
@@ -28,10 +30,6 @@ class topk(Codec):
     Shapes: values `[rows, chunks, k]` in the gradients' dtype, indices `[rows, chunks, k]`, or, in 12 bits,
     `[rows, chunks, k / 2, 3]`.
 
-    Raises:
-        ValueError: Neither or both of `ratio` and `k`, or one out of range.
-        TypeError: `inner` carries no payloads.
-
     Source: Aji and Heafield, EMNLP 2017; chunks as in SparseLoCo (arXiv 2603.08163), 64 of 4,096.
 
     >>> import torch
@@ -46,11 +44,11 @@ class topk(Codec):
     k: int | None = None
     chunk: int | None = None
 
+    limits: ClassVar = {"chunk": at_least(1)}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_share("topk", self.ratio, "k", self.k)
-        if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"topk: chunk must be at least 1, got {self.chunk!r}")
 
     def encode(self, x: Tensor) -> Payload:
         chunk, k = self._sizes(x.shape[1])

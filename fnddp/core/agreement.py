@@ -1,4 +1,4 @@
-"""Do the ranks agree? A digest each, compared by all; on a difference every rank raises the same named error."""
+"""Comparison of what ranks are going to run: on a difference, every rank raises the same named error."""
 
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -22,25 +22,25 @@ from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
 
 class RankMismatchError(ValueError):
-    """Ranks disagree about what they are going to synchronize. Raised on all of them, with the first difference."""
+    """Ranks disagree about what they are going to synchronize. All of them raise it, with the first difference."""
 
 
 def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: Group = None) -> None:
-    """Checks that all ranks run the same pipeline on the same tree from the same state. Call it once, after `init`.
+    """Check that all ranks run the same pipeline on the same tree from the same state. Call it once, after `init`.
 
-    Compared are the pipeline, the leaves' paths, order, shapes, dtypes and kinds of device, the state's structure and
+    It compares the pipeline, the leaves' paths, order, shapes, dtypes and kinds of device, the state's structure and
     the values of its replicated parts. Every rank must call it: it costs one all-gather of 32 bytes, and one of the
     descriptions if they differ. Adapters such as `register` call it themselves.
 
     Args:
-        sync: The pipeline, or an outer step, for which it also tells ranks that begin with other parameters. Names of
-            process groups are not compared: in a device mesh they rightly differ.
+        sync: The pipeline, or an outer step, with whose state it also finds ranks that begin with other parameters.
+            Names of process groups are not compared: in a device mesh they rightly differ.
         grads: Gradients, or parameters.
         state: From `sync.init`; None compares no state.
         group: The ranks that must agree; None for the default group.
 
     Raises:
-        RankMismatchError: On all ranks, naming the first difference and who has what.
+        RankMismatchError: On all ranks, naming the first difference and each rank's part in it.
 
     >>> from fnddp import allreduce
     >>> verify(allreduce, {"w": torch.ones(2)})
@@ -49,12 +49,12 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
 
 
 def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire = C10D) -> None:
-    """Calls `describe_rank` and raises on all ranks unless it gives the same on all; if it raises, all ranks raise.
+    """Call `describe_rank` and raise on all ranks unless it returns the same on all; if it raises, all ranks raise.
 
     Args:
-        describe_rank: What must be equal, by what it is about, in the order in which differences are to be found.
+        describe_rank: Returns lines that must be equal, by their subjects, in the order in which to compare them.
         group: The ranks that must agree.
-        wire: Who carries what they say.
+        wire: Carries the messages.
 
     Raises:
         RankMismatchError: On all ranks (a rank whose `describe_rank` failed raises that error).
@@ -67,32 +67,22 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
         failure = error
         mine = {"set-up": f"failed with {type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-    digests = control.all_gather_bytes(digest, name) if wire is C10D else _told(wire, digest, name)
-    agreed = len(set(digests)) == 1
-    if agreed and failure is None:
+
+    def gathered(value: Any) -> list[Any]:
+        return control.gather_over(wire, value, name, torch.device("cpu"))
+
+    digests = control.all_gather_bytes(digest, name) if wire is C10D else gathered(digest)
+    if failure is None and len(set(digests)) == 1:
         return
-    everyone: list[dict[str, str]] = control.all_gather_object(mine, name) if wire is C10D else _told(wire, mine, name)
-    if failure is not None:
-        raise failure
-    raise RankMismatchError(first_difference(everyone))
-
-
-def _told(wire: Wire, value: Any, group: str | None) -> list[Any]:
-    return control.gather_over(wire, value, group, torch.device("cpu"))
+    everyone = control.all_gather_object(mine, name) if wire is C10D else gathered(mine)
+    raise RankMismatchError(first_difference(everyone)) if failure is None else failure
 
 
 def agree_on_state(sync: Expression, before: State, after: State, group: Group, wire: Wire = C10D) -> None:
-    """Raise on all ranks unless they set what is replicated of a state alike: counters say which collectives run.
+    """Raise on all ranks unless they set the same replicated parts of a state: counters decide which collectives run.
 
-    Ranks agree about what they had before. So a rank that changes only what is its own, such as a residual, needs no
-    other rank. Does nothing on an elastic wire, whose replicas agree in each quorum.
-
-    Args:
-        sync: The pipeline.
-        before: The state that is there.
-        after: The state that is set.
-        group: The ranks that must agree.
-        wire: What carries the messages.
+    Ranks had the same ones `before`, so a rank that changes only its own parts, such as a residual, needs no other
+    rank. Does nothing on an elastic wire, whose replicas agree in each quorum.
 
     Raises:
         CollectiveError: Another rank has not set it within the timeout of the group.
@@ -112,15 +102,7 @@ def agree_on_state(sync: Expression, before: State, after: State, group: Group, 
 
 @contextmanager
 def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
-    """If the block raises on one rank, the ranks that come to their next `agree` raise as well.
-
-    Args:
-        group: The ranks that must agree.
-        enabled: Whether they ever come to one.
-
-    Raises:
-        Exception: What the block raised.
-    """
+    """If the block raises on one rank, make the others raise in their next `agree`, if they call one (`enabled`)."""
     try:
         yield
     except Exception as error:
@@ -134,16 +116,14 @@ def _raise(error: Exception) -> dict[str, str]:
 
 
 def description(sync: Expression, grads: Tree, state: State | None) -> dict[str, str]:
-    """What ranks must agree on, line by line."""
-    return {
-        "pipeline": repr(sync.over(None)),
-        **dict(_leaf_lines(grads)),
-        **dict(_state_lines(state)),
-    }
+    """Return what ranks must agree on, as lines by their subjects."""
+    leaves, _ = tree.flatten(grads)
+    of_leaves = {f"leaf {path!r}": f"{describe(leaf)} on {leaf.device.type}" for path, leaf in leaves.items()}
+    return {"pipeline": repr(sync.over(None)), **of_leaves, **dict(_state_lines(state))}
 
 
 def first_difference(everyone: list[dict[str, str]]) -> str:
-    """Says what the first line is in which ranks differ, and which ranks have what.
+    """Return the message about the first line in which ranks differ, with what each rank has.
 
     >>> print(first_difference([{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float32[3]"}, {"leaf 'w'": "float32[2]"}]))
     ranks disagree about leaf 'w': ranks 0, 2: float32[2]; rank 1: float32[3]
@@ -163,18 +143,9 @@ def first_difference(everyone: list[dict[str, str]]) -> str:
     raise AssertionError("digests differ but descriptions do not")
 
 
-def _leaf_lines(grads: Tree) -> Iterator[tuple[str, str]]:
-    leaves, _ = tree.flatten(grads)
-    for path, leaf in leaves.items():
-        yield f"leaf {path!r}", f"{describe(leaf)} on {leaf.device.type}"
-
-
 def _state_lines(state: State | None) -> Iterator[tuple[str, str]]:
     for part in parts(state):
-        yield (
-            f"state {part.path!r}",
-            describe(part.value) + (_value(part.value) if part.kind == REPLICATED else ""),
-        )
+        yield f"state {part.path!r}", describe(part.value) + (_value(part.value) if part.kind == REPLICATED else "")
 
 
 def _replicated(state: State) -> dict[str, str]:

@@ -7,15 +7,12 @@ BUCKET_CAPS = (1 * MB, 25 * MB)  # those of torch's DDP
 
 
 def assign_buckets(nbytes: Mapping[str, int], caps: Sequence[float]) -> dict[str, int]:
-    """The bucket of every leaf: filled in the order of `nbytes`, closed once it holds its cap.
+    """Return the number of each leaf's bucket, from 0: filled in the order of `nbytes`, closed once it holds its cap.
 
     Args:
         nbytes: Size of each leaf, in the order in which gradients are expected.
-        caps: Bytes at which a bucket is closed: the first ones, and the last for all others. A small first one has
-            communication start early.
-
-    Returns:
-        The number of each leaf's bucket, from 0, in the order of `nbytes`.
+        caps: Bytes at which a bucket is closed: the first ones, and the last for all others. With a small first one
+            communication starts early.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3; torch's `compute_bucket_assignment_by_size`.
 

@@ -1,4 +1,4 @@
-"""Codecs: what is done to gradients before they travel, as two functions on rows.
+"""Codecs: pairs of functions on rows, which encode gradients before they travel and decode them after.
 
 A codec encodes `[rows, n]` numbers as a payload, a dict of tensors with a first dimension of rows, and decodes such
 payloads, of any number of rows. It never communicates: a carrier moves payloads and adds up what they decode to, so
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, random
-from fnddp.core.group import Group, group_name
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state
+from fnddp.core.group import group_name
+from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 Payload: TypeAlias = dict[str, Tensor]
-"""What a codec makes of rows: tensors whose first dimension is rows."""
+"""Encoded rows: tensors whose first dimension is rows."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What tells the random numbers of a codec apart from all others: see `fnddp.core.random`.
+    """The key of a codec's random numbers, unlike that of all others: see `fnddp.core.random`.
 
     Attributes:
         name: Of the leaf, the hop, and the part of a payload that is encoded again.
@@ -40,11 +40,11 @@ class Key:
     step: Any = 0
 
     def uniform(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Numbers in (0, 1), in float32, on the device of `like`; other ones on each rank."""
+        """Return numbers in (0, 1), in float32, on the device of `like`; different ones on each rank."""
         return random.uniform(shape, name=self.name, seed=self.seed, step=self.step, rank=self.rank, device=like.device)
 
     def integers(self, shape: tuple[int, ...], bits: int, like: Tensor) -> Tensor:
-        """Integers in [0, 2 ** bits), in int32, on the device of `like`; other ones on each rank."""
+        """Return integers in [0, 2 ** bits), in int32, on the device of `like`; different ones on each rank."""
         name, seed, step, rank = self.name, self.seed, self.step, self.rank
         return random.integers(shape, bits=bits, name=name, seed=seed, step=step, rank=rank, device=like.device)
 
@@ -62,28 +62,25 @@ Code: TypeAlias = tuple[Layer, ...]
 
 
 class Encoded(NamedTuple):
-    """Rows as they travel, and how to read them: of any number of rows, such as those of all ranks."""
+    """Encoded rows, and the function that decodes payloads of any number of rows, such as those of all ranks."""
 
     payload: Payload
     decode: Callable[[Payload], Tensor]
 
 
 def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Encoded:
-    """`x: [rows, n]`, encoded by the codecs of `code` in turn.
+    """Return `x: [rows, n]` encoded by the codecs of `code` in turn.
 
-    Args:
-        code, x, key: See there.
-        length: How many numbers of each row are not padding, `[rows, 1]`; None for all of them.
+    `length` is how many numbers of each row are not padding, `[rows, 1]`; None for all of them.
     """
     if not code:
         return Encoded({"": x}, _only)
     layer, inner = code[0], code[1:]
     codec: Any = layer.codec
+    n = x.shape[1]
     lengths: dict[str, Tensor] = {}
     if any(each.codec.averages for each in inner):
-        lengths = codec.lengths(
-            x.shape[1], torch.full((1, 1), x.shape[1], device=x.device) if length is None else length
-        )
+        lengths = codec.lengths(n, torch.full((1, 1), n, device=x.device) if length is None else length)
     drawn = (replace(key, seed=layer.seed, step=layer.step),) if codec.draws else ()
     counted = {"length": length} if codec.averages else {}
     parts: Payload = codec.encode(x, *drawn, **counted)
@@ -96,7 +93,7 @@ def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Enc
         read: Payload = {}
         for name, each in encoded.items():
             read[name] = each.decode({of: payload[f"{name}/{of}"] for of in each.payload})
-        return codec.decode(read, x.shape[1])
+        return codec.decode(read, n)
 
     return Encoded(payload, decode)
 
@@ -104,7 +101,7 @@ def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Enc
 def exchanged(
     encoded: Mapping[str, Encoded], move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]
 ) -> dict[str, Payload]:
-    """The payloads of all ranks, a row for each, all parts of all leaves having been sent by `move`."""
+    """Send all parts of all leaves by `move` and return the payloads of all ranks, a row for each rank."""
     parts = {(path, name): part for path, each in encoded.items() for name, part in each.payload.items()}
     moved = move(parts)
     return {
@@ -116,11 +113,11 @@ def exchanged(
 BLOCK = 1 << 22
 """Elements that are decoded at a time, if a leaf has not more: 16 MiB, and no copy of a leaf for each rank."""
 MOST_BLOCKS = 16
-"""Of a leaf: each takes operations, in a plan too."""
+"""The most blocks of a leaf: each takes operations, in a plan too."""
 
 
 def added_up(encoded: Encoded, payload: Payload, n: int, like: Tensor) -> Tensor:
-    """The sum of what the payloads of `n` ranks decode to, a row of each like `like`, in float32 or wider."""
+    """Return the sum of the decoded payloads of `n` ranks, each a row like `like`, in float32 or wider."""
     at_a_time = max(BLOCK // like.numel(), -(-n // MOST_BLOCKS))
     total: Tensor | None = None
     for first in range(0, n, at_a_time):
@@ -131,7 +128,7 @@ def added_up(encoded: Encoded, payload: Payload, n: int, like: Tensor) -> Tensor
 
 
 def takes_averages(inner: Any) -> bool:
-    """Whether one of the codecs from `inner` inwards averages, and so has to know what is padding."""
+    """Return True if one of the codecs from `inner` inwards averages, and so has to know what is padding."""
     return not isinstance(inner, Carrier) and (inner.averages or takes_averages(inner.inner))
 
 
@@ -150,31 +147,15 @@ def _only(payload: Payload) -> Tensor:
     return payload[""]
 
 
-class Carrier(Sync):
-    """A reducer that moves encoded payloads, and takes the mean of what they decode to.
+class Carrier(Reducer):
+    """A reducer that moves encoded payloads, and takes the mean of the decoded ones.
 
-    It sums in float32 or wider, in rank order, so its mean is the same to the bit whatever the layout of messages. What
-    has no fractions, and what has no elements, is reduced as `allreduce` does.
+    It sums in float32 or wider, in rank order, so its mean is the same to the bit whatever the layout of messages.
+    Leaves of integers, and those without elements, are reduced as `allreduce` does.
     """
-
-    group: Group
 
     ops: ClassVar[Any] = frozenset({"mean"})
     carries: ClassVar[Any] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "group", group_name(self.group))
-
-    @property
-    def groups(self) -> frozenset[str | None]:
-        return frozenset({group_name(self.group)})
-
-    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
-        return self if unnamed_only and self.group is not None else replace(self, group=group)  # pyright: ignore
-
-    def init(self, grads: Tree) -> State:
-        return ()
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         return self.carry((), leaves, state)
@@ -193,11 +174,11 @@ class Carrier(Sync):
 
     @abc.abstractmethod
     def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
-        """Mean, sent and next state of flat real leaves, none of them empty, whose dtypes hold fractions."""
+        """Return mean, sent and next state of flat real leaves, none of them empty, whose dtypes hold fractions."""
 
 
 class CodecState(NamedTuple):
-    """`step`: exchanges done: what makes the random numbers of each step other ones."""
+    """`step`: exchanges done, so that each step draws different random numbers."""
 
     step: Replicated[int]
     inner: State
@@ -207,11 +188,13 @@ class Codec(Sync):
     """Two functions on rows around a carrier, or around another codec.
 
     Derive a class with `@fnddp.transform`, a first field `inner: Sync`, and `encode` and `decode`, which are pure and
-    traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`. One
-    that takes an average over a row sets `averages`, and takes a `length` in `encode`: see there.
+    traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;
+    ranks, leaves and steps draw different numbers. One that takes an average over a row sets `averages`, and takes a
+    `length` in `encode`: see there.
 
     Raises:
-        TypeError: `inner` does not carry payloads.
+        TypeError: `inner` does not carry payloads, as in all codecs.
+        ValueError: An option is out of range.
 
     >>> import fnddp
     >>> fnddp.topk(fnddp.allreduce)
@@ -227,12 +210,22 @@ class Codec(Sync):
     averages: ClassVar[bool] = False
     carries: ClassVar[Any] = True
     has_fractions: ClassVar[Any] = True
-    """Whether its payload has floating-point parts, which a codec inside encodes."""
+    """True if its payload has floating-point parts, which a codec inside encodes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        require_carrier(name, self.inner)
+        name, inner = type(self).__name__, self.inner
+        if isinstance(inner, Codec) and not inner.carries and inner.has_fractions:
+            raise TypeError(
+                f"{name}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
+                f"put {name} inside, {type(inner).__name__}({name}(allgather))"
+            )
+        if not inner.carries:
+            raise TypeError(
+                f"{name}: {inner!r} carries no encoded payloads, and those of {name} do not add; give it a carrier, "
+                f"{name}(allgather) or {name}(two_shot), and put transforms that are none outside: "
+                f"bucketize({name}(allgather))"
+            )
         if not (self.has_fractions or isinstance(self.inner, Carrier)):
             raise TypeError(
                 f"{name}: its payload has no fractions that {self.inner!r} could encode; give it a carrier alone, "
@@ -241,27 +234,26 @@ class Codec(Sync):
 
     @abc.abstractmethod
     def encode(self, x: Tensor) -> Payload:
-        """What travels of `x: [rows, n]`: each row by itself. `x` has the gradients' dtype.
+        """Return the payload of `x: [rows, n]`, each row encoded by itself. `x` has the gradients' dtype.
 
-        `two_shot` pads rows with zeros to one length. Who `averages` over a row gets `length=` after all others: how
-        many numbers of each row count, `[rows, 1]` in int64, or None for all.
+        `two_shot` pads rows with zeros to one length. A codec that `averages` over a row gets `length=` after all other
+        arguments: how many numbers of each row count, `[rows, 1]` in int64, or None for all.
         """
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
-        """How many numbers of each fractional part are not padding, where `length` of the `n` of a row are not.
+        """Return, for a codec inside that averages, how many numbers of each fractional part are not padding.
 
-        They come first in each row of the part, and padding behind them. A part that is not named has none. Asked for
-        where a codec inside averages.
+        They come first in each row of the part, and padding behind them. A part that is not named has no padding.
 
         Args:
-            n: Of a row of `encode`.
-            length: `[rows, 1]`, or `[1, 1]` if it is the same for all rows, in int64.
+            n: Numbers in a row of `encode`.
+            length: How many of them are not padding: `[rows, 1]`, or `[1, 1]` if all rows have the same, in int64.
         """
         return {}
 
     @abc.abstractmethod
     def decode(self, payload: Payload, n: int) -> Tensor:
-        """What became of rows of `n` numbers: `[rows, n]`, of as many rows as `payload` has."""
+        """Return decoded rows of `n` numbers: `[rows, n]`, of as many rows as `payload` has."""
 
     def init(self, grads: Tree) -> State:
         inner = self.inner.init(grads)
@@ -279,26 +271,11 @@ class Codec(Sync):
         return replaced(inner, state=CodecState(state.step + 1, inner.state))
 
 
-def require_carrier(owner: str, inner: Sync) -> None:
-    """Raises a TypeError unless `inner` moves payloads that do not add."""
-    if isinstance(inner, Codec) and not inner.carries and inner.has_fractions:
-        raise TypeError(
-            f"{owner}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
-            f"put {owner} inside, {type(inner).__name__}({owner}(allgather))"
-        )
-    if not inner.carries:
-        raise TypeError(
-            f"{owner}: {inner!r} carries no encoded payloads, and those of {owner} do not add; give it a carrier, "
-            f"{owner}(allgather) or {owner}(two_shot), and put transforms that are none outside: "
-            f"bucketize({owner}(allgather))"
-        )
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In what decoded payloads are added: float32, or the dtype itself if it is wider."""
+    """Return the dtype in which decoded payloads are added: float32, or `dtype` itself if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def wide_zeros(leaves: Leaves) -> Leaves:
-    """What a memory of `leaves` that hold fractions begins with, in float32 or wider: sums of 16 bits stall."""
+    """Return zeros for a memory of `leaves` that hold fractions, in float32 or wider: sums of 16 bits stall."""
     return {path: torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for path, leaf in leaves.items() if is_inexact(leaf)}

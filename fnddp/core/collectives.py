@@ -1,8 +1,7 @@
-"""The collectives as pure functions on tensors: what reducers and codecs are written with.
+"""The collectives of reducers and codecs, as pure functions on tensors.
 
-They use the functional collectives of torch.distributed, which trace under make_fx and Dynamo, or whatever wire the
-pipeline runs on. Without a process group the world has one rank and a collective is a copy, so a pipeline runs, and
-loses what it loses, in a plain Python process.
+They use the functional collectives of torch.distributed, which trace under make_fx and Dynamo, or the wire that the
+pipeline runs on. Without a process group the world has one rank and a collective is a copy.
 """
 
 import math
@@ -46,7 +45,7 @@ OPS = tuple(_WIRE_OP)
 
 
 def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
-    """Reduces every leaf over the ranks of a group: all are issued, in the order of their paths, then all are awaited.
+    """Reduce every leaf over the ranks of a group: issue all, in the order of their paths, then await all.
 
     Over several groups, one after the other, it reduces over all ranks that they connect, such as those of a mesh.
 
@@ -70,12 +69,12 @@ def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
 
 
 def all_gather(tensor: Tensor, group: str | None = None) -> Tensor:
-    """Every rank's `tensor`, of one shape and dtype on all, in rank order: `[ranks, *shape]`."""
+    """Return every rank's `tensor`, of one shape and dtype on all, in rank order: `[ranks, *shape]`."""
     return all_gather_leaves({"": tensor}, group)[""]
 
 
 def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
-    """`all_gather` of every leaf, in the order of their paths."""
+    """Run an `all_gather` of every leaf, in the order of their paths."""
     paths = sorted(leaves)
     gathered = _carried(ALL_GATHER, [leaves[path].unsqueeze(0) for path in paths], group)
     n = world_size(group)
@@ -83,7 +82,7 @@ def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 
 
 def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
-    """Sends row r of `tensor: [ranks, *shape]` to rank r, and gives back what came from each: `[ranks, *shape]`.
+    """Send row r of `tensor: [ranks, *shape]` to rank r, and return the rows from all ranks: `[ranks, *shape]`.
 
     Raises:
         ValueError: `tensor` does not have a row for each rank.
@@ -92,7 +91,7 @@ def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
 
 
 def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
-    """`all_to_all` of every leaf, in the order of their paths."""
+    """Run an `all_to_all` of every leaf, in the order of their paths."""
     paths = sorted(leaves)
     for path in paths:
         _require_rows("all_to_all", leaves[path], group)
@@ -101,7 +100,7 @@ def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 
 
 def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
-    """This rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`.
+    """Return this rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`.
 
     Raises:
         ValueError: `tensor` does not have a row for each rank.
@@ -110,7 +109,7 @@ def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
 
 
 def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
-    """`reduce_scatter` of every leaf: all are issued, in the order of their paths, then all are awaited."""
+    """Run a `reduce_scatter` of every leaf: issue all, in the order of their paths, then await all."""
     paths = sorted(leaves)
     for path in paths:
         _require_rows("reduce_scatter", leaves[path], group)
@@ -120,9 +119,9 @@ def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None
 
 
 def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.device) -> float | Tensor:
-    """By what this rank scales its gradients, so that their mean over `group` is one weighted by `weight`.
+    """Return the factor on this rank's gradients with which their mean over `group` is weighted by `weight`.
 
-    Under torch.compile it is a tensor, and that all weights are zero is an error of its backend's.
+    Under torch.compile it is a tensor, and weights that are all zero are an error of its backend.
 
     Raises:
         CollectiveError: A rank has failed, or given no weight.
@@ -131,23 +130,18 @@ def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.dev
     if torch.compiler.is_compiling():
         mine = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(())
         return compiled_scale_of(mine, all_gather(mine, group))
-    given = Weight.of(weight)
+    given, world = Weight.of(weight), current()
+    wire = C10D if world is None or world.wire is None else world.wire
     try:
         numbers = all_gather(torch.tensor(given.number, dtype=torch.float64, device=device), group).tolist()
         if not all(number >= 0 and math.isfinite(number) for number in numbers):
-            require_weights(_gathered(given, group, device))
+            require_weights([given] if is_alone() else control.gather_over(wire, given, group, device))
     except RuntimeError as error:
         raise CollectiveError(
             f"the ranks could not exchange their weights: {error}. All ranks of a step give one, or none does; or "
             "another rank has failed, see its own error"
         ) from error
     return scale_of(given.number, numbers)
-
-
-def _gathered(value: Weight, group: str | None, device: torch.device) -> list[Weight]:
-    world = current()
-    wire = None if world is None else world.wire
-    return [value] if is_alone() else control.gather_over(wire or C10D, value, group, device)
 
 
 def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
@@ -157,7 +151,7 @@ def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
 
 
 def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
-    """The results of a kind that computes nothing: rows of `tensors` travel as bytes, so that any dtype may."""
+    """Return the results of a kind that computes nothing: rows of `tensors`, of any dtype, travel as bytes."""
     wires = [layout.to_wire(tensor) for tensor in tensors]
     world = current()
     if world is not None and (world.traced or world.simulated is not None):  # a plan's buffers hold all dtypes
@@ -169,7 +163,7 @@ def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[T
             reinterpreted(result.reshape(-1), wire.dtype).reshape(_joined_shape(kind, wire, n))
             for result, wire in zip(received, wires, strict=True)
         ]
-    return [_from_wire(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
+    return [layout.as_complex(r) if tensor.is_complex() else r for r, tensor in zip(results, tensors, strict=True)]
 
 
 def _as_bytes(wire: Tensor) -> Tensor:
@@ -178,14 +172,10 @@ def _as_bytes(wire: Tensor) -> Tensor:
     return reinterpreted(flat.unsqueeze(-1), torch.uint8).reshape(wire.shape[0], -1)
 
 
-def _from_wire(wire: Tensor, like: Tensor) -> Tensor:
-    return layout.as_complex(wire) if like.is_complex() else wire
-
-
 def _exchanged(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
-    """The results of `kind`, one for each payload: all are issued, then all are awaited.
+    """Return the results of `kind`, one for each payload: issue all, then await all.
 
-    Rows that come from the ranks, or stay here, are joined along the first dimension of the payload.
+    Rows from the ranks are joined along the first dimension of the payload.
     """
     world = current()
     if world is None or world.simulated is None:

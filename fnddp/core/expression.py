@@ -1,20 +1,20 @@
-"""Values that are written as the call that builds them: what pipelines and outer steps have in common."""
+"""Values that are written as the call that builds them: the base of pipelines and outer steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
 from fnddp.core.group import Group
-from fnddp.core.options import checked_float, checked_int
+from fnddp.core.options import Limit, checked_float, checked_int
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "int": checked_int,
     "float": checked_float,
     "bool": lambda what, value: bool(value),
 }
-"""By the name of a field's type: what checks a value, named in its errors, and makes it plain."""
+"""Functions that check a value, named in their errors, and make it plain; by the name of a field's type."""
 
 _OR_NONE = " | None"
 
@@ -29,6 +29,8 @@ class Expression:
     """Fields without a default that are printed with their names; the last ones."""
     tables: ClassVar[frozenset[str]] = frozenset()
     """Fields that hold a dict as a tuple of pairs, so that it hashes; they are printed as the dict."""
+    limits: ClassVar[Mapping[str, Limit]] = {}
+    """The values that fields may have, if not None; others are a ValueError."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
@@ -38,9 +40,13 @@ class Expression:
             value = getattr(self, field.name, None)
             if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
                 object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
+        for name, limit in self.limits.items():
+            value = getattr(self, name)
+            if value is not None and not limit.holds(value):
+                raise ValueError(f"{type(self).__name__}: {name} must be {limit.text}, got {value!r}")
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> Any:
-        """The same expression on another process group: see `Sync.over`."""
+        """Return the same expression on another process group: see `Sync.over`."""
         return self._map_children(lambda child: child.over(group, unnamed_only=unnamed_only))
 
     def _children(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""How process groups are called in a pipeline: by name."""
+"""The names of process groups, which stand for them in a pipeline."""
 
 from typing import TypeAlias
 
@@ -10,9 +10,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 
 def group_name(group: Group) -> str | None:
-    """The name of `group`, which stands for it in a pipeline: names compare, print, parse and pickle.
-
-    The default group's is None.
+    """Return the name of `group`, None for the default one: names compare, print, parse and pickle.
 
     Raises:
         TypeError: `group` is none of the kinds of `Group`.

@@ -2,35 +2,41 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fnddp.torch_private import is_batching
 
 
 def to_wire(leaf: Tensor) -> Tensor:
-    """`leaf` as a contiguous real tensor in logical order: `[...]`, or `[..., 2]` for a complex leaf.
+    """Return `leaf` as a contiguous real tensor in logical order: `[...]`, or `[..., 2]` for a complex leaf.
 
-    Ranks may hold the same parameter in different memory formats, so the order on the wire is always the logical one.
+    Ranks may hold the same parameter in different memory formats.
     """
     leaf = leaf.resolve_conj().resolve_neg().contiguous()
     return torch.view_as_real(leaf) if leaf.is_complex() else leaf
 
 
 def from_wire(wire: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `to_wire`: dtype family, shape and memory format (contiguous or channels last) of `like`."""
+    """Return the inverse of `to_wire`, with shape and memory format (contiguous or channels last) of `like`."""
     leaf = as_complex(wire) if like.is_complex() else wire
     return in_format_of(like, leaf.reshape(like.shape))
 
 
 def as_complex(pairs: Tensor) -> Tensor:
-    """Complex numbers from `[..., 2]`, on the same memory where it can be."""
-    # Under vmap, rows of an odd length (cut from a padded one) do not lie as pairs, and cannot be seen to.
+    """Return complex numbers from `[..., 2]`, on the same memory where possible."""
+    # Under vmap, rows of an odd length (cut from a padded one) are not stored as pairs, and cannot be seen to be.
     return torch.complex(*pairs.unbind(-1)) if is_batching() else torch.view_as_complex(pairs)
 
 
+def in_rows(x: Tensor, n: int) -> Tensor:
+    """Return `x` in `n` parts of its first dimension, the last one padded with zeros: `[n, ceil(size / n), ...]`."""
+    missing = -x.shape[0] % n
+    return (pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x).unflatten(0, (n, -1))
+
+
 def in_format_of(like: Tensor, leaf: Tensor) -> Tensor:
-    """`leaf` in the memory format of `like`, copied only if it has another."""
-    if like.ndim == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
-        return leaf.contiguous(memory_format=torch.channels_last)
-    if like.ndim == 5 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last_3d):
-        return leaf.contiguous(memory_format=torch.channels_last_3d)
-    return leaf
+    """Return `leaf` in the memory format of `like`, copied only if it has another."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim)
+    if last is None or like.is_contiguous() or not like.is_contiguous(memory_format=last):
+        return leaf
+    return leaf.contiguous(memory_format=last)

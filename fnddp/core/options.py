@@ -1,17 +1,37 @@
-"""Options, checked and made plain: numpy's numbers compare equal to Python's but print otherwise."""
+"""Checks of options. They also convert numpy's numbers, which print otherwise, to Python's."""
 
 import difflib
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Limit:
+    """The values that an option may have: those for which `holds` is true; `text` follows "must be" in errors."""
+
+    holds: Callable[[float], bool]
+    text: str
+
+
+POSITIVE = Limit(lambda value: value > 0, "positive")
+
+
+def at_least(bound: float) -> Limit:
+    return Limit(lambda value: value >= bound, f"at least {bound}")
+
+
+def one_of(*values: Any) -> Limit:
+    return Limit(values.__contains__, f"one of {', '.join(map(str, values))}")
+
+
 def checked_int(what: str, value: Any) -> int:
-    """`value` as an int; `what` names it in the TypeError (not an integer) or ValueError (beyond 64 bits).
+    """Return `value` as an int; `what` names it in the TypeError (not an integer) or ValueError (beyond 64 bits).
 
     >>> checked_int("powersgd: rank", 2.0)
     Traceback (most recent call last):
@@ -28,7 +48,7 @@ def checked_int(what: str, value: Any) -> int:
 
 
 def checked_float(what: str, value: Any) -> float:
-    """`value` as a finite float, or the int that it is; `what` names it in the ValueError."""
+    """Return `value` as a finite float, or the int that it is; `what` names it in the ValueError."""
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
     return value if type(value) is int else float(value)
@@ -50,19 +70,19 @@ def checked_pairs(what: str, value: Any, kind: type[T], key: type = object) -> t
 
 
 class Share(NamedTuple):
-    """How much of a leaf or a chunk travels: a fraction of it, or a number of its elements."""
+    """The part of a leaf or a chunk that travels: a fraction of it, or a number of its elements."""
 
     ratio: float | None
     number: int | None
 
     def of(self, n: int) -> int:
-        """How many of `n` elements: at least one, at most all."""
+        """Return how many of `n` elements travel: at least one, at most all."""
         wanted = round(self.ratio * n) if self.ratio is not None else self.number
         return min(n, max(1, wanted or 1))
 
 
 def require_share(owner: str, ratio: float | None, name: str, number: int | None) -> None:
-    """Raises a ValueError unless one of both is given, and in its range; `name` is that of `number`."""
+    """Raise a ValueError unless one of both is given, and in its range; `name` is that of `number`."""
     if (ratio is None) == (number is None):
         raise ValueError(f"{owner}: give ratio or {name}, got ratio={ratio!r} and {name}={number!r}")
     if ratio is not None and not 0 < ratio <= 1:
@@ -72,7 +92,7 @@ def require_share(owner: str, ratio: float | None, name: str, number: int | None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to add to an error about an unknown `name`: the one of `known` that it is like, if any.
+    """Return the end of an error about an unknown `name`: the one of `known` that it is like, if any.
 
     >>> f"unknown name 'allreduc'{did_you_mean('allreduc', ['allgather', 'allreduce'])}"
     "unknown name 'allreduc'; did you mean 'allreduce'?"

@@ -16,7 +16,7 @@ MAX_DEPTH = 100
 
 
 def parse(text: str) -> Sync:
-    """The pipeline that `text` writes: the inverse of `repr`.
+    """Return the pipeline that `text` describes: the inverse of `repr`.
 
     Safe on hostile text: it is read as a Python expression but never evaluated. Only calls of registered names (all
     transforms of this package and those made with `@fnddp.transform`), registered values (`allreduce`), numbers,
@@ -42,16 +42,7 @@ def parse(text: str) -> Sync:
 
 
 def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:
-    """The value of type `kind` that `text` writes.
-
-    Args:
-        text: A Python expression.
-        names: What it may name.
-        kind: What it must be; `wanted` says so in the error.
-
-    Raises:
-        TypeError, ValueError: See `parse`.
-    """
+    """Return the value of type `kind`, `wanted` in errors, that `text` describes with `names`. Raises as `parse`."""
     if not isinstance(text, str):
         raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
     if len(text) > MAX_LENGTH:

@@ -17,13 +17,13 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Tensor) -> Tensor:
-    """Standard normal numbers, as a function of `name`, `seed` and `step` alone.
+    """Return standard normal numbers, as a function of `name`, `seed` and `step` alone.
 
     Args:
         shape: The shape of the result.
-        name: Tells leaves apart: equal shapes get different numbers.
+        name: Of the leaf: each gets different numbers.
         seed: The user's seed.
-        step: Tells exchanges apart; may be symbolic under torch.compile.
+        step: The number of the exchange; may be symbolic under torch.compile.
         like: The result has its dtype and device.
 
     >>> one = normal((1000,), name="w", seed=0, step=0, like=torch.empty(0))
@@ -44,12 +44,12 @@ def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Ten
 def uniform(
     shape: tuple[int, ...], *, name: str, seed: int, step: Any, rank: Any = 0, device: torch.device | None = None
 ) -> Tensor:
-    """Numbers uniform in (0, 1), in float32, as a function of `name`, `seed`, `step` and `rank` alone.
+    """Return numbers uniform in (0, 1), in float32, as a function of `name`, `seed`, `step` and `rank` alone.
 
     Args:
         shape, name, seed, step: See `normal`.
-        rank: Tells ranks apart: an int, or a tensor where ranks are simulated.
-        device: Where the numbers are made.
+        rank: An int, or a tensor where ranks are simulated.
+        device: The device of the result.
 
     >>> one = uniform((1000,), name="w", seed=0, step=0)
     >>> abs(one.mean() - 0.5) < 0.05, bool((one == uniform((1000,), name="w", seed=0, step=0, rank=1)).any())
@@ -70,11 +70,7 @@ def integers(
     rank: Any = 0,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Integers uniform in [0, 2 ** bits), in int32, as a function of `name`, `seed`, `step` and `rank` alone.
-
-    Args:
-        shape, name, seed, step, rank, device: See `uniform`.
-        bits: 1 to 31.
+    """Return integers uniform in [0, 2 ** bits), in int32, with `bits` of 1 to 31; the other arguments as `uniform`.
 
     >>> integers((3,), bits=4, name="w", seed=0, step=0)
     tensor([ 0,  8, 14], dtype=torch.int32)
@@ -83,10 +79,10 @@ def integers(
 
 
 def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None = None) -> Tensor:
-    """`n` numbers in int32 of which no two are equal, in random order: the largest k are k places drawn without ties.
+    """Return `n` different numbers in int32, in random order: the largest k are k places drawn without ties.
 
-    The hash takes each number to another one: a number and its own upper half are told apart, and odd factors have
-    inverses. So there are no ties among up to 2 ** 32, which devices would break differently.
+    The hash is a bijection (shifts by half a word and odd factors have inverses), so up to 2 ** 32 numbers have no
+    ties, which devices would break differently.
 
     >>> lots(3, name="w", seed=0, step=0).topk(3).indices
     tensor([0, 2, 1])
@@ -96,7 +92,7 @@ def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None
 
 
 def _words(shape: tuple[int, ...], name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
-    """32 random bits each, of which the highest are the best."""
+    """Return 32 random bits for each element, of which the highest are the best."""
     counter = torch.arange(math.prod(shape), dtype=torch.int32, device=device).reshape(shape)
     return _mixed(counter + _offset(name, seed, step, rank, device))
 

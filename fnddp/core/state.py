@@ -1,4 +1,4 @@
-"""States as flat, marked dicts: to save them, to resume from them, to tell what ranks must agree on."""
+"""States as flat, marked dicts: to save them, to resume from them, and to compare those of ranks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -33,10 +33,9 @@ class Part(NamedTuple):
 
 
 def parts(state: State) -> Iterator[Part]:
-    """The leaves of `state`, each with its path and its kind.
+    """Yield the leaves of `state`, each with its path and its kind.
 
-    The kind is how the field that holds the leaf is annotated (`Replicated[...]` or `Local[...]`); what no annotation
-    speaks of is taken for local.
+    The kind is the annotation (`Replicated[...]` or `Local[...]`) of the field that holds the leaf, local without one.
 
     Raises:
         ValueError: Two leaves have the same path.
@@ -56,10 +55,10 @@ def parts(state: State) -> Iterator[Part]:
 
 
 def state_dict(state: State) -> dict[str, Tensor | int]:
-    """A flat dict of a pipeline's state, for `torch.save` and `torch.load(weights_only=True)`.
+    """Return a flat dict of a pipeline's state, for `torch.save` and `torch.load(weights_only=True)`.
 
-    Keys are `replicated/<path>` for what all ranks share (save it once if you like) and `local/<path>` for what is this
-    rank's own (each rank must save its own). Tensors are detached but not copied.
+    Keys are `replicated/<path>` for parts that are equal on all ranks (one may save them) and `local/<path>` for this
+    rank's own (each rank must save them). Tensors are detached but not copied.
 
     >>> from fnddp import allreduce, warmup
     >>> state_dict(warmup(allreduce, steps=3).init({}))
@@ -69,7 +68,7 @@ def state_dict(state: State) -> dict[str, Tensor | int]:
 
 
 def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
-    """The state that `saved` holds, in the tree of `state_template` and on its devices. Resuming is exact to the bit.
+    """Return the state that `saved` holds, in the tree of `state_template` and on its devices, exact to the bit.
 
     Args:
         state_template: A state of the same pipeline and parameters, such as `sync.init(params)`. It is not changed.
@@ -111,10 +110,10 @@ def _loaded(part: Part, value: Any) -> Any:
 def require_like(owner: str, state: State, template: State) -> State:
     """Return `state` if it has the structure, shapes, dtypes and devices of `template`, shared as by `shared`.
 
-    What lies in memory of another library is copied: plans could not see who holds that.
+    Tensors in memory of another library are copied: plans cannot see their references.
 
     Raises:
-        ValueError: It has others; names the paths.
+        ValueError: It differs; names the paths.
 
     >>> from fnddp import allreduce, error_feedback
     >>> template = error_feedback(allreduce).init({"w": torch.ones(2)})
@@ -142,7 +141,7 @@ _LOAD = "load a saved one with fnddp.load_state_dict(<the state that is there>, 
 
 
 def shared(state: State) -> State:
-    """The same state in tensors of its own, on the same memory: who holds them is seen to hold it.
+    """Return `state` in views, whose reference count shows holders outside.
 
     Plans write over the memory of a state that only an engine holds (`fnddp.torch_private.storage_use_count`).
     """
@@ -154,7 +153,7 @@ def _placed(value: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Type and, for tensors, dtype and shape.
+    """Return the type of `value`, or dtype and shape of a tensor.
 
     >>> describe(torch.ones(2, 3)), describe(7)
     ('float32[2, 3]', 'int')
@@ -165,6 +164,6 @@ def describe(value: Any) -> str:
 
 
 def at_step(step: int, state: State) -> State:
-    """`state` with all its counters at `step`: for plans of a later phase."""
+    """Return `state` with all its counters at `step`: for plans of a later phase."""
     values, structure = tree.flatten_any(state)
     return tree.unflatten_any(structure, [each if isinstance(each, Tensor) else step for each in values])

@@ -1,12 +1,11 @@
 """The core type: a pipeline is a value of type `Sync`, and running it is one pure call.
 
-A transform is a frozen dataclass made by `@transform`. Its fields are its hyperparameters and the pipelines it wraps,
-so an expression compares, hashes, prints as the call that built it, and parses back (`fnddp.parse`).
+A transform is a frozen dataclass made by `@transform`; its fields are its options and the pipelines it wraps.
 """
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.collectives import scale_of_weight
 from fnddp.core.expression import CHECKS, Expression
-from fnddp.core.group import Group
+from fnddp.core.group import Group, group_name
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import without_autocast
 from fnddp.wire.weights import scaled
@@ -37,7 +36,7 @@ State: TypeAlias = Any
 
 
 class Exchange(NamedTuple):
-    """What one exchange gives back.
+    """The results of an exchange.
 
     Attributes:
         mean: The synchronized gradients; paths, shapes, dtypes and devices of the input, equal on every rank. A leaf
@@ -53,14 +52,15 @@ class Exchange(NamedTuple):
     state: State
 
     def decoded(self, decode: Callable[[Leaves], Leaves]) -> "Exchange":
-        """The same exchange, its payloads read by `decode`: what wrapping transforms do with their inner one."""
+        """Return the same exchange with `mean` and `sent` decoded by `decode`."""
         return Exchange(decode(self.mean), decode(self.sent), self.state)
 
 
 class Sync(Expression, abc.ABC):
     """A gradient synchronization: a value that can be printed, compared, nested and run.
 
-    Running it is pure: inputs are never written to, and rolling back a step is keeping the old state.
+    Running it is pure: inputs are never written to, and rolling back a step is keeping the old state. A wrong option is
+    a ValueError or TypeError when it is built, a state of another tree or pipeline a ValueError in `exchange`.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -75,20 +75,38 @@ class Sync(Expression, abc.ABC):
     """
 
     wraps_skipping: ClassVar[bool] = False
-    """Whether `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
+    """True if `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
     remembers: ClassVar[bool] = False
-    """Whether it adds what was lost to what comes: two such memories around each other add it twice, and diverge."""
+    """True if it adds earlier losses to later gradients: two such memories around each other add them twice."""
     wants_whole_leaves: ClassVar[bool] = False
-    """Whether it means all leaves, and goes wrong on a rank's shard of each."""
+    """True if it computes something of all leaves, which a rank's shards of them do not give."""
+    needs_sums: ClassVar[str] = ""
+    """Why payloads inside must add, for the error about a max or min inside; empty if any reduction will do."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_no_skipping(self)
-        require_one_memory(self)
+        name = type(self).__name__
+        for inner in self.children():
+            if inner.skips and not self.wraps_skipping:
+                raise TypeError(
+                    f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all "
+                    f"of them; put what skips outside, such as every(n, {name}(...))"
+                )
+            if self.needs_sums and inner.ops & {"max", "min"}:
+                raise TypeError(
+                    f"{name}: {inner!r} takes a max or min, {self.needs_sums}; "
+                    "use a mean or sum, or give those leaves their own pipeline with partition({...})"
+                )
+        for inner in all_in(*self.children()):
+            if self.remembers and inner.remembers:
+                raise TypeError(
+                    f"{name}: {type(inner).__name__} in it remembers what is lost, too; what both add comes twice, and "
+                    "training diverges; leave one of them out"
+                )
 
     @abc.abstractmethod
     def init(self, grads: Tree) -> State:
-        """The state before the first step, from the shapes, dtypes and devices of `grads` (values are not read).
+        """Return the state before the first step, from the shapes, dtypes and devices of `grads` (not their values).
 
         Args:
             grads: A tree like the gradients; parameters or meta tensors will do.
@@ -96,7 +114,7 @@ class Sync(Expression, abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        """Synchronizes `leaves`: what wrapping transforms build on. Same collectives in the same order on all ranks.
+        """Synchronize `leaves`, with the same collectives in the same order on all ranks.
 
         Args:
             leaves: This rank's gradients by leaf path, as `fnddp.core.tree.flatten` names them.
@@ -104,7 +122,7 @@ class Sync(Expression, abc.ABC):
         """
 
     def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
-        """Synchronizes `grads`.
+        """Synchronize `grads`.
 
         The wrong call inside `torch.func.grad`: synchronize its result instead (this raises there).
 
@@ -115,14 +133,14 @@ class Sync(Expression, abc.ABC):
                 samples. 0 is allowed, not on all ranks; all ranks give one, or none does. It costs a message.
 
         Returns:
-            The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state. For a leaf
-            without an update in this step, of a pipeline that `skips`, None stands there, on all ranks alike.
+            The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state. The mean of
+            a leaf without an update in this step is None, on all ranks alike (see `skips`).
 
         Raises:
             TypeError: A leaf is not a tensor.
             ValueError: The state belongs to another tree; on all ranks, all weights are 0 or one is invalid; or
                 `exchange` of a transform has lost a leaf.
-            CollectiveError: There is a weight, and another rank has failed or, at best, has given none.
+            CollectiveError: There is a weight, and another rank has failed or given none.
         """
         leaves, spec = tree.flatten(grads)
         with torch.no_grad(), without_autocast():
@@ -144,7 +162,7 @@ class Sync(Expression, abc.ABC):
         return {path: scaled(leaf, scale) if self.reduces(path) else leaf for path, leaf in leaves.items()}
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
-        """The same pipeline on another process group.
+        """Return the same pipeline on another process group.
 
         Args:
             group: A process group, its name, a one-dimensional device mesh, `(mesh, dim)`, or None for the default.
@@ -158,7 +176,7 @@ class Sync(Expression, abc.ABC):
 
     @property
     def ops(self) -> frozenset[str]:
-        """How the payload is reduced over ranks ("mean", "sum", ...), over all reducers inside."""
+        """The reductions over ranks ("mean", "sum", ...) of all reducers inside."""
         return frozenset[str]().union(*(child.ops for child in self.children()))
 
     @property
@@ -176,31 +194,33 @@ class Sync(Expression, abc.ABC):
 
     @property
     def traceable(self) -> bool:
-        """Whether `exchange` can run on tensors without values. False for what reads values or runs foreign code.
+        """True if `exchange` can run on tensors without values. False if it reads values or runs foreign code.
 
         A pipeline that is not traceable cannot be lowered: it runs as a whole when all gradients are there.
         """
         return all(child.traceable for child in self.children())
 
     @property
-    def accounts(self) -> bool:
-        """Whether `sent` tells of every loss, so that its mean is `mean`. False for memory that is not this rank's."""
-        return all(child.accounts for child in self.children())
+    def sent_is_exact(self) -> bool:
+        """True if the mean of `sent` is `mean`. False with memory of the mean, which is no single rank's loss."""
+        return all(child.sent_is_exact for child in self.children())
 
     @property
     def agrees(self) -> bool:
-        """Whether all ranks that it reaches get the same mean of every leaf. False for parts over several groups."""
+        """True if all ranks get the same mean of every leaf. False without a reduction, and over several groups."""
         inner = list(self.children())
-        return all(child.agrees for child in inner) and len({child.groups for child in inner}) <= 1
+        if not inner:
+            return bool(self.ops)
+        return all(child.agrees for child in inner) and len({child.groups for child in inner}) == 1
 
     @property
     def gives_later(self) -> bool:
-        """Whether a mean may hold what came in earlier steps, so also of a leaf that no rank has used in this one."""
-        return any(child.gives_later for child in self.children())
+        """True if a mean may contain gradients of earlier steps, so also for a leaf without one in this step."""
+        return not self.sent_is_exact or any(each.remembers for each in all_in(self))
 
     @property
     def skips(self) -> bool:
-        """Whether some leaves have no update in some steps: no entry in `Exchange.mean`, None in what is returned.
+        """True if some leaves have no update in some steps: no entry in `Exchange.mean`, None in the result.
 
         Which ones, and when, follows from Python ints of the state alone, so it is the same on all ranks.
         """
@@ -208,16 +228,36 @@ class Sync(Expression, abc.ABC):
 
     @property
     def carries(self) -> bool:
-        """Whether it moves payloads that need not add, and takes the mean of what they decode to: see `Codec`."""
+        """True if it moves payloads that need not add, and takes the mean of the decoded ones: see `Codec`."""
         return False
 
     def carry(self, code: Any, leaves: Leaves, state: State) -> Exchange:
-        """The exchange of `leaves` as the codecs of `code` encode them; for what `carries`."""
+        """Exchange `leaves`, encoded by the codecs of `code`; for pipelines of which `carries` is True."""
         raise TypeError(f"{self!r} carries no encoded payloads")
 
     def children(self) -> Iterator["Sync"]:
-        """The pipelines this one wraps directly."""
+        """Return the pipelines this one wraps directly."""
         return self._children()
+
+
+class Reducer(Sync):
+    """A pipeline without another inside that reduces over one process group; stateless unless a subclass says else."""
+
+    group: Group
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "group", group_name(self.group))
+
+    @property
+    def groups(self) -> frozenset[str | None]:
+        return frozenset({group_name(self.group)})
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
+        return self if unnamed_only and self.group is not None else replace(self, group=group)  # pyright: ignore
+
+    def init(self, grads: Tree) -> State:
+        return ()
 
 
 def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -238,32 +278,8 @@ def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
             )
 
 
-def require_no_skipping(sync: Sync) -> None:
-    """Raises a TypeError if `sync` wraps a pipeline that skips, and needs the mean of every leaf in every step."""
-    if sync.wraps_skipping:
-        return
-    for inner in sync.children():
-        if inner.skips:
-            name = type(sync).__name__
-            raise TypeError(
-                f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all of "
-                f"them; put what skips outside, such as every(n, {name}(...))"
-            )
-
-
-def require_one_memory(sync: Sync) -> None:
-    """Raises a TypeError if `sync` remembers what is lost, and so does something in it."""
-    for inner in all_in(*sync.children()) if sync.remembers else ():
-        if inner.remembers:
-            name, other = type(sync).__name__, type(inner).__name__
-            raise TypeError(
-                f"{name}: {other} in it remembers what is lost, too; what both add comes twice, and training diverges; "
-                "leave one of them out"
-            )
-
-
 def require_agreement(owner: str, inner: Sync) -> None:
-    """Raises a TypeError if ranks may get other means of some leaves: for what all of them do alike by those."""
+    """Raise a TypeError if ranks may get different means of some leaves, which `owner` computes with."""
     if not inner.agrees:
         raise TypeError(
             f"{owner}: {inner!r} gives ranks other means of some leaves, so they would not do alike; "
@@ -272,28 +288,28 @@ def require_agreement(owner: str, inner: Sync) -> None:
 
 
 def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor]) -> None:
-    """Raises a ValueError unless `mean`, of an exchange of `leaves`, has an entry for each, but where `sync` skips."""
+    """Raise a ValueError unless `mean`, of an exchange of `leaves`, has an entry for each, or `sync` skips some."""
     wanted, given = set(leaves), set(mean)
     if not given.issubset(wanted) or (not sync.skips and len(given) < len(wanted)):
         raise ValueError(f"{sync!r}: exchange got the leaves {list(leaves)} and gave {list(mean)}; give all of them")
 
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
-    """The leaves of the next state, in the order of the one before it, whose structure is `structure`.
+    """Return the leaves of the next state, in the order of `structure`, that of the state before.
 
     Raises:
-        ValueError: `exchange` has given a state of another structure.
+        ValueError: `exchange` has returned a state of another structure.
     """
     try:
-        return tree.flatten_as(structure, state)
+        return structure.flatten_up_to(state)
     except ValueError as error:
         raise ValueError(f"{sync!r}: exchange gives a state of another structure than it got: {error}") from error
 
 
 def groups_of(sync: Sync) -> tuple[str | None, ...]:
-    """The process groups that `sync` is known to reduce over, in the order in which they stand in it.
+    """Return the process groups that `sync` is known to reduce over, in the order of its expression.
 
-    Not by name: groups of a device mesh have other names on other ranks, which must come to them in one order.
+    Not in the order of names: groups of a device mesh have different names on different ranks.
     """
     inner = [group for child in sync.children() for group in groups_of(child)]
     own = sorted((sync.groups or frozenset()).difference(inner), key=str)
@@ -301,7 +317,7 @@ def groups_of(sync: Sync) -> tuple[str | None, ...]:
 
 
 class Registry(dict[str, Any]):
-    """What `parse` knows: names of transforms (callables that return a `Sync`) and of ready-made values."""
+    """The names that `parse` knows: of transforms (callables that return a `Sync`) and of ready-made values."""
 
     def add(self, name: str, entry: Any) -> None:
         known = self.get(name)
@@ -315,7 +331,7 @@ registry = Registry()
 
 @dataclass_transform(frozen_default=True)
 def transform(cls: type[T]) -> type[T]:
-    """Class decorator: makes a `Sync` subclass a frozen dataclass and registers its name with `fnddp.parse`.
+    """Make a `Sync` subclass a frozen dataclass and register its name with `fnddp.parse`.
 
     Raises:
         ValueError: Another module has registered a transform of this name.
@@ -326,7 +342,7 @@ def transform(cls: type[T]) -> type[T]:
 
 
 def require_state(owner: str, state: State, kind: type) -> None:
-    """Raises a ValueError unless `state` is what the transform `owner` makes in its init."""
+    """Raise a ValueError unless `state` is one that the transform `owner` makes in its init."""
     if not isinstance(state, kind):
         raise ValueError(
             f"{owner}: the state is a {type(state).__name__}, not a {kind.__name__}: "
@@ -334,24 +350,15 @@ def require_state(owner: str, state: State, kind: type) -> None:
         )
 
 
-def require_sums(owner: str, inner: Sync, why: str) -> None:
-    """Raises a TypeError if a reducer in `inner` takes a max or min: for transforms whose payloads must add."""
-    if inner.ops & {"max", "min"}:
-        raise TypeError(
-            f"{owner}: {inner!r} takes a max or min, {why}; "
-            "use a mean or sum, or give those leaves their own pipeline with partition({...})"
-        )
-
-
 def all_in(*syncs: Sync) -> Iterator[Sync]:
-    """`syncs` and all pipelines in them."""
+    """Yield `syncs` and all pipelines in them."""
     for sync in syncs:
         yield sync
         yield from all_in(*sync.children())
 
 
 def require_sync(what: str, value: Any) -> Sync:
-    """`value`, a pipeline; `what` names it in the TypeError if it is none."""
+    """Return `value`, a pipeline; `what` names it in the TypeError if it is none."""
     if isinstance(value, Sync):
         return value
     made = f"; call it: {value.__name__}(...)" if isinstance(value, type | FunctionType) else ""

@@ -33,7 +33,7 @@ N = TypeVar("N", bound=NamedTuple)
 
 
 def flatten(tree: Tree) -> tuple[Leaves, Spec]:
-    """Names the leaves of `tree`.
+    """Return the leaves of `tree` by path, and its structure.
 
     The path of a leaf is what leads to it, joined by dots: `{"encoder": [w]}` has the leaf `encoder.0`, and
     `dict(module.named_parameters())` has the parameter names. The path of a bare tensor is the empty string.
@@ -52,7 +52,9 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     leaves: Leaves = {}
     for path, leaf in values:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; {_as_tensors(leaf)}")
+            is_module = isinstance(leaf, torch.nn.Module)
+            fix = "give dict(module.named_parameters())" if is_module else "wrap it with torch.as_tensor"
+            raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; {fix}")
         _require_dense(path, leaf)
         if path in leaves:
             raise ValueError(f"two leaves have the path {path!r}; rename one of the keys that lead to them")
@@ -60,41 +62,28 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     return leaves, spec
 
 
-def _as_tensors(leaf: Any) -> str:
-    is_module = isinstance(leaf, torch.nn.Module)
-    return "give dict(module.named_parameters())" if is_module else "wrap it with torch.as_tensor"
-
-
 def require_leaves(owner: str, leaves: Any) -> None:
-    """Raises unless `leaves` is a plain dict of dense tensors by leaf path: what `exchange` takes.
-
-    Raises:
-        TypeError: It is another tree; names where.
-        ValueError: A leaf is not dense.
-    """
-    if not isinstance(leaves, dict):
-        raise TypeError(
-            f"{owner}: exchange takes a dict of tensors by leaf path, got a {type(leaves).__name__}; {_FLATTEN}"
-        )
-    for path, leaf in leaves.items():
+    """Raise a TypeError unless `leaves` is a plain dict of tensors by leaf path, a ValueError if one is not dense."""
+    problem = "" if isinstance(leaves, dict) else f"got a {type(leaves).__name__}"
+    for path, leaf in leaves.items() if not problem else ():
         if not isinstance(leaf, Tensor) or not isinstance(path, str):
-            raise TypeError(
-                f"{owner}: exchange takes a dict of tensors by leaf path, and {path!r} is a {type(leaf).__name__}; "
-                f"{_FLATTEN}"
-            )
-        _require_dense(path, leaf)
-
-
-_FLATTEN = "call the pipeline, sync(grads, state), or flatten first: leaves, spec = fnddp.core.tree.flatten(grads)"
+            problem = problem or f"and {path!r} is a {type(leaf).__name__}"
+        else:
+            _require_dense(path, leaf)
+    if problem:
+        raise TypeError(
+            f"{owner}: exchange takes a dict of tensors by leaf path, {problem}; call the pipeline, "
+            "sync(grads, state), or flatten first: leaves, spec = fnddp.core.tree.flatten(grads)"
+        )
 
 
 def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
-    """The tree of shape `spec` whose leaves are the values of `leaves`, in their order."""
+    """Return the tree of structure `spec` whose leaves are the values of `leaves`, in their order."""
     return dict(leaves) if spec is None else optree.tree_unflatten(spec, list(leaves.values()))
 
 
 def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    """Path, annotations and value of every leaf, whatever its type: for states, which hold tensors and Python ints.
+    """Yield path, annotations and value of every leaf of any type.
 
     The annotations are those (`Annotated[..., these]`) of the named-tuple and dataclass fields that lead to the leaf,
     outermost first.
@@ -110,26 +99,17 @@ def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
 
 
 def flatten_any(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves of `tree`, whatever their type, and its structure: for states."""
+    """Return the leaves of `tree`, of any type, and its structure."""
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
-def flatten_as(spec: optree.PyTreeSpec, tree: Tree) -> list[Any]:
-    """The leaves of `tree` in the order of `spec`, also where its dicts were filled in another.
-
-    Raises:
-        ValueError: It is of another structure.
-    """
-    return spec.flatten_up_to(tree)
-
-
 def unflatten_any(spec: optree.PyTreeSpec, values: list[Any]) -> Tree:
-    """The inverse of `flatten_any`."""
+    """Return the inverse of `flatten_any`."""
     return optree.tree_unflatten(spec, values)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """`fn` of every tensor among the leaves of `tree`; other leaves are kept."""
+    """Return `tree` with `fn` applied to every leaf that is a tensor."""
 
     def of_leaf(leaf: Any) -> Any:
         return fn(leaf) if isinstance(leaf, Tensor) else leaf
@@ -138,10 +118,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 
 def paired(fn: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """`fn` of what stands at the same places in two states, in the structure of the first.
+    """Return the state with `fn` applied to the parts at the same places in two states, in the structure of the first.
 
-    Where their structures differ, it is given whole subtrees. States are dicts, tuples, lists and named tuples. In
-    plain Python, which Dynamo traces.
+    Where their structures differ, the parts are whole subtrees. In plain Python, which Dynamo traces.
 
     >>> paired(lambda a, b: (a, b), {"x": [1, 2], "y": 3}, {"x": [4, 5]})
     {'x': [(1, 4), (2, 5)], 'y': (3, None)}
@@ -155,23 +134,23 @@ def paired(fn: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
 
 
 def structure(tree: Tree) -> optree.PyTreeSpec:
-    """The structure of `tree`, to compare with another's."""
+    """Return the structure of `tree`, to compare with another's."""
     return optree.tree_structure(tree, namespace=NAMESPACE)
 
 
 def replace_leaves(tree: Tree, values: list[Any]) -> Tree:
-    """`tree` with its leaves replaced by `values`, in order."""
+    """Return `tree` with its leaves replaced by `values`, in order."""
     return optree.tree_unflatten(structure(tree), values)
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """`fn` of every leaf, in the same tree."""
+    """Return `tree` with `fn` applied to every leaf."""
     leaves, spec = flatten(tree)
     return unflatten(spec, {path: fn(leaf) for path, leaf in leaves.items()})
 
 
 def replaced(record: N, **changes: Any) -> N:
-    """`record` with other values in some fields: its `_replace`, of which torch.compile of 2.11 makes an empty tuple.
+    """Return `record._replace(**changes)`, of which torch.compile of 2.11 makes an empty tuple.
 
     >>> from fnddp.core.sync import Exchange
     >>> replaced(Exchange({}, {}, state=0), state=1).state
@@ -182,34 +161,31 @@ def replaced(record: N, **changes: Any) -> N:
 
 
 def is_inexact(leaf: Tensor) -> bool:
-    """Whether a leaf holds floating-point or complex numbers: what can be cast, compressed and remembered."""
+    """Return True for floating-point and complex leaves, which can be cast, compressed and remembered."""
     return leaf.is_floating_point() or leaf.is_complex()
 
 
 def check_entries(
     owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], made_for: str = "another tree"
 ) -> None:
-    """Raises a ValueError that names the first leaf for which a state's `entries` are not those of `shapes`.
+    """Raise a ValueError that names the first leaf for which a state's `entries` do not have the `shapes`.
 
     Args:
         owner: The transform whose state it is.
-        entries: Its tensors by leaf path.
-        shapes: What they must be.
+        entries: Tensors of the state by leaf path.
+        shapes: The shapes that they must have.
         made_for: What the state may have been made for instead.
     """
+    problem = ""
     for path, shape in shapes.items():
-        if path not in entries or entries[path].shape != shape:
+        if not problem and (path not in entries or entries[path].shape != shape):
             has = f"an entry of shape {tuple(entries[path].shape)}" if path in entries else "no entry"
-            raise ValueError(
-                f"{owner}: the state has {has} for leaf {path!r}, which needs one of shape {tuple(shape)}; "
-                f"it was made for {made_for}: call init on this one"
-            )
+            problem = f"{has} for leaf {path!r}, which needs one of shape {tuple(shape)}"
     for path in entries:
-        if path not in shapes:
-            raise ValueError(
-                f"{owner}: the state has an entry for {path!r}, which is no leaf that needs one; "
-                f"it was made for {made_for}: call init on this one"
-            )
+        if not problem and path not in shapes:
+            problem = f"an entry for {path!r}, which is no leaf that needs one"
+    if problem:
+        raise ValueError(f"{owner}: the state has {problem}; it was made for {made_for}: call init on this one")
 
 
 def _require_dense(path: str, leaf: Tensor) -> None:
@@ -218,8 +194,7 @@ def _require_dense(path: str, leaf: Tensor) -> None:
 
 
 def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
-    # The usual tree, and what transforms hand to each other. It spares optree's path objects (2 us a leaf), and Dynamo
-    # optree's Python: torch 2.11 cannot trace that of optree 0.20.
+    # The usual tree. Without optree's path objects (2 us a leaf), and its Python: torch 2.11 cannot trace optree 0.20.
     if _is_plain(tree):
         return list(tree.items()), None
     values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)

@@ -1,17 +1,18 @@
 """EF21: sends the difference between the gradient and the other ranks' estimate of it."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
-from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_state, require_sums, transform
+from fnddp.core.options import Limit
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
 
 
 class EF21State(NamedTuple):
     """By leaf path, shaped like the gradients, in float32 or wider.
 
-    `h`: what the others hold of this rank's gradient. `mean_h`: the mean of all ranks' h, the paper's g.
+    `h`: the others' estimate of this rank's gradient. `mean_h`: the mean of all ranks' h, the paper's g.
     `v`: the running mean of this rank's gradients (empty where eta is 1).
     """
 
@@ -25,25 +26,23 @@ class EF21State(NamedTuple):
 class ef21(Sync):
     """Send compressed differences: all ranks hold an estimate of each rank's gradient, and step along their mean.
 
-    With h the estimate, g the gradient and C what `inner` makes of its input: v = (1 - eta) v + eta g; c = C(v - h);
-    h = h + c; the output is the mean of h over ranks, which is kept as the sum of all mean c. Where gradients settle,
-    differences vanish, and with them all that is lost: unlike error feedback it converges with a constant step under
-    gradients that differ between ranks. With stochastic gradients take eta below 1 (EF21-SGDM), or their noise travels
-    and is compressed in every step. Integer leaves are reduced as `inner` does.
+    With h the estimate, g the gradient and C the compressor `inner`: v = (1 - eta) v + eta g; c = C(v - h); h = h + c;
+    the output is the mean of h over ranks, which is kept as the sum of all mean c. Where gradients settle, differences
+    and losses vanish: unlike error feedback it converges with a constant step under gradients that differ between
+    ranks. With stochastic gradients take eta below 1 (EF21-SGDM), or their noise travels and is compressed in every
+    step. Integer leaves are reduced as `inner` does.
 
     The wrong choice: around lossless pipelines; for gradients that change wholly from step to step; and around sums in
-    16 bits such as `bf16(allreduce)`. Their rounding is in the mean but in no rank's h, and nothing ever corrects it:
-    the sum of all mean c drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. Differences are
-    passed to `inner`, and h is kept, in float32, whatever the gradients' dtype, `topk(bf16(allgather))` being the way
-    to 16 bits on the wire; float32 drifts by about 6e-8 of h times the root of the number of steps.
+    16 bits such as `bf16(allreduce)`, whose rounding is in the mean but in no rank's h, so that the sum of all mean c
+    drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. `inner` gets differences in float32
+    or wider: send 16 bits with `topk(bf16(allgather))`. Float32 drifts by about 6e-8 of h times the root of the steps.
 
     Args:
         inner: The compressor: `topk(allgather, ratio=0.01)`, `powersgd(allreduce)`, `sign(two_shot)`.
         eta: Weight of the new gradient in v, in (0, 1]. 1: no v, EF21. Lower averages over more steps, about 1 / eta.
 
     Raises:
-        ValueError: `eta` is outside (0, 1]; at the exchange: the state is of another tree.
-        TypeError: `inner` takes a max or min.
+        TypeError: `inner` takes a max or min, or remembers what is lost itself.
 
     Source: Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, Algorithm 2; with eta below 1 Fatkhullin, Tyurin
     and Richtarik, "Momentum provably improves error feedback!", NeurIPS 2023, Algorithm 1. Deviation: h and v begin
@@ -63,13 +62,8 @@ class ef21(Sync):
     eta: float = 1.0
 
     remembers: ClassVar[bool] = True
-    gives_later: ClassVar[Any] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.eta <= 1:
-            raise ValueError(f"ef21: eta must be in (0, 1], got {self.eta!r}")
-        require_sums("ef21", self.inner, "whose estimates do not add up")
+    needs_sums: ClassVar[str] = "whose estimates do not add up"
+    limits: ClassVar = {"eta": Limit(lambda eta: 0 < eta <= 1, "in (0, 1]")}
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -1,10 +1,11 @@
-"""Error feedback: adds to the next gradient what this one lost."""
+"""Error feedback: adds to the next gradient the loss of this one."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
-from fnddp.core.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
+from fnddp.core.options import Limit
+from fnddp.core.sync import Exchange, Local, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
 
 
@@ -19,19 +20,16 @@ class ErrorFeedbackState(NamedTuple):
 class error_feedback(Sync):
     """Add to each gradient what earlier exchanges lost of it on this rank.
 
-    With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. Whatever `inner` is made of,
-    `sent` accounts for all of its losses, so the sum of all outputs plus the mean residual equals the sum of all mean
-    gradients (with decay 1; of an all_reduce in 16 bits, but for what its sums round). It turns a biased compressor
-    (PowerSGD, top-k, sign) into one that converges, at the price of one more copy of the gradients, in float32 or
-    wider. The wrong choice around a lossless pipeline: it costs memory and does nothing. Integer leaves have no
-    residual.
+    With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. `sent` accounts for all losses
+    of `inner`, so the sum of all outputs plus the mean residual equals the sum of all mean gradients (with decay 1, and
+    but for the rounding of sums in 16 bits). Biased compressors (PowerSGD, top-k, sign) converge with it, at the price
+    of one more copy of the gradients, in float32 or wider. The wrong choice around a lossless pipeline: it costs memory
+    and does nothing. Integer leaves have no residual.
 
     Args:
-        inner: The lossy pipeline.
         decay: Factor on the residual, in [0, 1]. Lower forgets faster; below 1 the sum above no longer telescopes.
 
     Raises:
-        ValueError: `decay` is outside [0, 1]; at the exchange: the state is of another tree.
         TypeError: `inner` takes a max or min, which has no residual, or remembers what is lost itself.
 
     Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
@@ -51,13 +49,8 @@ class error_feedback(Sync):
 
     wraps_skipping: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
-    gives_later: ClassVar[Any] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"error_feedback: decay must be in [0, 1], got {self.decay!r}")
-        require_sums("error_feedback", self.inner, "whose losses do not add up")
+    needs_sums: ClassVar[str] = "whose losses do not add up"
+    limits: ClassVar = {"decay": Limit(lambda decay: 0 <= decay <= 1, "in [0, 1]")}
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -1,19 +1,20 @@
 """Momentum correction: momentum of this rank's gradients, before they are made sparse."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
-from fnddp.core.sync import Exchange, Local, State, Sync, require_state, require_sums, transform
+from fnddp.core.options import Limit
+from fnddp.core.sync import Exchange, Local, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
 
 
 class MomentumCorrectionState(NamedTuple):
     """By leaf path, shaped like the gradients, in float32 or wider.
 
-    `u`: the momentum. `v`: what has not been sent of its sum.
+    `u`: the momentum. `v`: the part of its sum that has not been sent.
     """
 
     u: Local[Leaves]
@@ -23,17 +24,17 @@ class MomentumCorrectionState(NamedTuple):
 
 @transform
 class momentum_correction(Sync):
-    """Accumulate momentum, not gradients, where they wait to be sent, as deep gradient compression does.
+    """Accumulate momentum, not gradients, until they are sent, as deep gradient compression does.
 
     With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; and, masking, u = 0 where something
     was sent. It is memory of its own: no `error_feedback` around it or in it, and an optimizer *without* momentum
     after it, `torch.optim.SGD(params, lr)`. Integer leaves have none.
 
-    Error feedback holds a gradient back for some hundred steps and sends their sum; momentum, which comes later, then
-    gets it at once, instead of one gradient after the other. Here each element gets the momentum that it would have
-    had. Masking forgets the momentum of what is sent, which is stale by then. The wrong choice for Adam and its kin,
-    and, masking, for dense compressors (PowerSGD, sign, casts), which send something of everything: give those
-    `masking=False`. Over `two_shot` the owner's elements also count as sent where its second hop has lost something.
+    Error feedback holds a gradient back for some hundred steps and sends their sum, to which an optimizer's momentum
+    is applied at once; here each element gets the momentum that it would have had. Masking forgets the momentum of sent
+    elements, which is stale by then. The wrong choice for Adam and its kin, and, masking, for dense compressors
+    (PowerSGD, sign, casts), which send something of everything: give those `masking=False`. Over `two_shot` the owner's
+    elements also count as sent where its second hop has lost something.
 
     Without compression and masking the outputs are the steps of SGD with momentum; with masking those of plain SGD.
 
@@ -44,7 +45,6 @@ class momentum_correction(Sync):
         masking: Set the momentum of sent elements to zero ("momentum factor masking").
 
     Raises:
-        ValueError: `momentum` is outside [0, 1); at the exchange: the state is of another tree.
         TypeError: `inner` takes a max or min, or remembers what is lost itself.
 
     Source: Lin et al., "Deep Gradient Compression", ICLR 2018, Algorithms 1 and 4, sections 3.1 to 3.3. Deviations:
@@ -64,13 +64,8 @@ class momentum_correction(Sync):
     masking: bool = True
 
     remembers: ClassVar[bool] = True
-    gives_later: ClassVar[Any] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum_correction: momentum must be in [0, 1), got {self.momentum!r}")
-        require_sums("momentum_correction", self.inner, "whose losses do not add up")
+    needs_sums: ClassVar[str] = "whose losses do not add up"
+    limits: ClassVar = {"momentum": Limit(lambda momentum: 0 <= momentum < 1, "in [0, 1)")}
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -1,4 +1,4 @@
-"""All-gather: every rank gets every other's payload, and reads them all."""
+"""All-gather: every rank gets every other's payload, and decodes them all."""
 
 from fnddp.core import collectives
 from fnddp.core.codec import Carrier, Code, Key, added_up, encode, exchanged
@@ -11,13 +11,12 @@ from fnddp.core.tree import Leaves
 class all_gather(Carrier):
     """Send each rank's payload to all: encoded once, decoded by each, added in float32 in rank order.
 
-    `allgather` is the ready-made `all_gather()`. A codec has one row for each leaf. What a codec loses, it loses once,
-    on the rank whose gradient it was. The wrong choice for many ranks: each receives n - 1 payloads, where a ring
-    receives about two whatever n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
+    `allgather` is the ready-made `all_gather()`. A codec has one row for each leaf, and loses something once, on the
+    rank whose gradient it was. The wrong choice for many ranks: each receives n - 1 payloads, where a ring receives
+    about two whatever n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
 
     Args:
-        group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
-            or the default one. It is kept by name.
+        group: See `all_reduce`.
 
     >>> import torch
     >>> allgather({"w": torch.ones(2)}, allgather.init(None))

@@ -1,13 +1,16 @@
 """All-reduce: every rank gets the same reduction of all ranks' payloads."""
 
+from typing import ClassVar
+
 from fnddp.core import collectives
 from fnddp.core.group import Group, group_name
-from fnddp.core.sync import Exchange, State, Sync, registry, transform
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.options import one_of
+from fnddp.core.sync import Exchange, Reducer, State, registry, transform
+from fnddp.core.tree import Leaves, require_leaves
 
 
 @transform
-class all_reduce(Sync):
+class all_reduce(Reducer):
     """Reduce every leaf over the ranks of a process group, one collective per leaf.
 
     The mean divides by the world size *before* it sums, so values that fit the dtype of the wire never overflow in
@@ -25,7 +28,7 @@ class all_reduce(Sync):
             see that they are not; `DistributedDataParallel` refuses.)
 
     Raises:
-        ValueError: `op` is unknown; at the exchange: "max" or "min" of a complex leaf.
+        ValueError: At the exchange: "max" or "min" of a complex leaf.
 
     >>> import torch
     >>> all_reduce(op="sum")
@@ -37,24 +40,11 @@ class all_reduce(Sync):
     group: Group = None
     op: str = "mean"
 
-    def __post_init__(self) -> None:
-        if self.op not in collectives.OPS:
-            raise ValueError(f"all_reduce: op must be one of {', '.join(collectives.OPS)}, got {self.op!r}")
-        object.__setattr__(self, "group", group_name(self.group))
+    limits: ClassVar = {"op": one_of(*collectives.OPS)}
 
     @property
     def ops(self) -> frozenset[str]:
         return frozenset({self.op})
-
-    @property
-    def groups(self) -> frozenset[str | None]:
-        return frozenset({group_name(self.group)})
-
-    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
-        return self if unnamed_only and self.group is not None else all_reduce(group, self.op)
-
-    def init(self, grads: Tree) -> State:
-        return ()
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         require_leaves("all_reduce", leaves)

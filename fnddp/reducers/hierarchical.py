@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fnddp.core import collectives, layout, tree
 from fnddp.core.group import Group, group_name
@@ -15,7 +14,7 @@ MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 
 
 class HierarchicalState(NamedTuple):
-    """`inner`: the state of the exchange across nodes, all of it this rank's own: ranks of a node have other shards."""
+    """`inner`: the state of the exchange across nodes, all local: ranks of a node have different shards."""
 
     inner: Local[State]
 
@@ -31,22 +30,18 @@ class hierarchical(Sync):
 
     A shard is 1/n of a leaf's rows (dimension 0), if padding adds no more than a sixteenth of them; PowerSGD then has n
     matrices `[rows / n, columns]` with a Q each. It is 1/n of the flattened elements otherwise, a vector, which
-    PowerSGD leaves alone. With `shard=False` leaves stay whole: a mean inside the node, then the same exchange by every
-    rank of it, so n times as much leaves the node. That is PowerSGD of the same matrices as without a hierarchy.
-
-    The owner of a shard counts what `inner` loses of it n times in its `sent`, since a mean over the node divides by n:
-    put memory inside. Integer leaves, which cannot be divided, are summed inside and across, and divided once.
+    PowerSGD leaves alone. The owner of a shard counts the losses of `inner` n times in its `sent`, since a mean over
+    the node divides by n: put memory inside. Integer leaves are summed inside and across, and divided once.
 
     The wrong choice in one node, and where links inside are no faster than those across: it takes two more rounds. On
-    gloo a reduce_scatter sends as much as an all_reduce. Weights (`weight=`) are refused, as of any pipeline over
-    several groups.
+    gloo a reduce_scatter sends as much as an all_reduce. It refuses weights, as all pipelines over several groups.
 
     Args:
         inner: The pipeline across nodes, over its own group: `powersgd(allreduce).over(across)`. `none` for one node.
-        intra: The group inside the node: a process group, its name, a one-dimensional device mesh or `(mesh, dim)`;
-            None for the adapter's group or the default one. It is kept by name.
-        shard: Exchange a shard on each rank. If False, all means are equal to the bit only as far as the
-            backend adds in the same order in all groups across nodes, which carriers do.
+        intra: The group inside the node, see `all_reduce`.
+        shard: Exchange a shard on each rank. If False, leaves stay whole: a mean inside the node, then the same
+            exchange by every rank of it, so n times as much leaves the node. Means are then equal to the bit only if
+            the backend adds in the same order in all groups across nodes, as carriers do.
 
     Raises:
         TypeError: `inner` takes no mean, or does not name its groups.
@@ -183,10 +178,8 @@ def _shard_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
 
 
 def _rows(leaf: Tensor, n: int) -> Tensor:
-    """Return the shards of `leaf`, one below the other, the last one padded with zeros: `[n, *shard]`."""
-    x = leaf.reshape(_view_shape(leaf, n))
-    missing = -x.shape[0] % n
-    return (pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x).unflatten(0, (n, -1))
+    """Return the shards of `leaf`: `[n, *shard]`."""
+    return layout.in_rows(leaf.reshape(_view_shape(leaf, n)), n)
 
 
 def _whole(rows: Tensor, leaf: Tensor) -> Tensor:

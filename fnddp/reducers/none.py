@@ -21,7 +21,6 @@ class unreduced(Sync):
 
     ops: ClassVar[Any] = frozenset[str]()
     groups: ClassVar[Any] = frozenset[str | None]()
-    agrees: ClassVar[Any] = False
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
         return self

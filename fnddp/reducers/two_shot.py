@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from fnddp.core import collectives, tree
+from fnddp.core import collectives, layout, tree
 from fnddp.core.codec import Carrier, Code, Encoded, Key, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Local, State, registry, require_state, transform
@@ -15,7 +14,7 @@ from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 
 
 class TwoShotState(NamedTuple):
-    """`residual`: by leaf path, `[ceil(elements / ranks)]` in float32 or wider: what this rank's second hop lost."""
+    """`residual`: the losses of this rank's second hop by leaf path, `[ceil(elements / ranks)]`, float32 or wider."""
 
     residual: Local[Leaves]
 
@@ -24,25 +23,24 @@ class TwoShotState(NamedTuple):
 class two_shot_mean(Carrier):
     """Run an all_to_all, sums in float32 or wider in rank order, and an all_gather of the means.
 
-    `two_shot` is the ready-made `two_shot_mean()`; `two_shot(server_memory=True)` is one with options. What travels
-    is encoded twice, once for each hop, and a rank sends about two payloads whatever their number, like a ring; but
-    the wire's dtype adds nothing: `fp16(two_shot)` and `bf16(two_shot)` have a 16-bit wire with float32 sums, whose
-    error does not grow with the ranks. A codec has a row for each rank's chunk, padded to equal length.
+    `two_shot` is the ready-made `two_shot_mean()`; `two_shot(server_memory=True)` is one with options. Payloads are
+    encoded once for each hop, and a rank sends about two whatever the number of ranks, like a ring; but sums are in
+    float32, also those of `fp16(two_shot)`, so the error does not grow with the ranks. A codec has a row for each
+    rank's chunk, padded to equal length.
 
-    The owner of a chunk counts what its second hop loses as its own: n times in its `sent`, since a mean divides by n,
-    so error feedback outside makes up for both hops. The wrong choice for many leaves of few elements a rank, whose
-    rows are shorter than a codec's blocks: lay them out in buckets, `bucketize(quantize(two_shot))`.
+    The owner of a chunk counts the losses of its second hop n times in its `sent`, since a mean divides by n, so error
+    feedback outside makes up for both hops. The wrong choice for many leaves of few elements a rank, whose rows are
+    shorter than a codec's blocks: lay them out in buckets, `bucketize(quantize(two_shot))`.
 
     Args:
-        group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
-            or the default one. It is kept by name.
-        server_memory: The owner keeps what its second hop loses, a residual of one chunk, and adds it to the next
+        group: See `all_reduce`.
+        server_memory: The owner keeps the losses of its second hop, a residual of one chunk, and adds it to the next
             mean, instead of counting it in `sent`. The mean of `sent` is then the mean before the second hop; the sum
             of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. Fed back n
             times, the error would inflate the scales of its chunk's blocks.
 
     Raises:
-        ValueError: At the exchange: the residual is of another tree, or of another number of ranks.
+        ValueError: At the exchange: the residual is of another number of ranks.
 
     Source: sum and means by owner as in torchft's quantized all-reduce and in 1-bit Adam (Tang et al., ICML 2021). The
     two residuals of the latter are `error_feedback(sign(two_shot(server_memory=True)))`.
@@ -58,12 +56,8 @@ class two_shot_mean(Carrier):
     server_memory: bool = False
 
     @property
-    def accounts(self) -> bool:
+    def sent_is_exact(self) -> bool:
         return not self.server_memory
-
-    @property
-    def gives_later(self) -> bool:
-        return self.server_memory
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         is_exchange = arguments or "grads" in options
@@ -85,7 +79,7 @@ class two_shot_mean(Carrier):
     def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
-        rows = {path: _rows(x, n) for path, x in leaves.items()}  # [n, chunk]
+        rows = {path: layout.in_rows(x, n) for path, x in leaves.items()}  # [n, chunk]
         lengths = {path: _lengths(x, n) for path, x in leaves.items()} if code else dict.fromkeys(leaves)  # [n, 1]
         own = {path: None if length is None else length[rank] for path, length in lengths.items()}
         first = {path: encode(code, x, Key(path, rank), lengths[path]) for path, x in rows.items()}
@@ -130,13 +124,8 @@ def _chunk(elements: int, n: int) -> int:
     return -(-elements // n)
 
 
-def _rows(x: Tensor, n: int) -> Tensor:
-    padding = n * _chunk(x.numel(), n) - x.numel()
-    return (pad(x, (0, padding)) if padding else x).view(n, -1)
-
-
 def _lengths(x: Tensor, n: int) -> Tensor | None:
-    """Return how many numbers of each of `_rows` are elements of `x`; None if all are."""
+    """Return how many numbers of each of `n` rows are elements of `x`; None if all are."""
     chunk = _chunk(x.numel(), n)
     if n * chunk == x.numel():
         return None

@@ -1,6 +1,6 @@
 """The mean of the step before."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,8 @@ class delayed(Sync):
     fresh mean, and saves no time. Use it to find out what a stale mean does to a training run. The wrong choice for
     anything else.
 
-    `sent` is what this rank contributed to the mean to come, so memory outside remembers what was lost and not what is
-    late: with it, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients. Its
-    mean is not this step's output: `accounts` is False.
-
-    Args:
-        inner: The pipeline.
+    `sent` is this rank's contribution to the next output, so memory outside remembers losses and not what is late: with
+    it, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients.
 
     Raises:
         TypeError: `inner` has no update in some steps: write `every(n, delayed(...))`.
@@ -49,14 +45,12 @@ class delayed(Sync):
 
     inner: Sync
 
-    gives_later: ClassVar[Any] = True
-
     @property
     def skips(self) -> bool:
         return True
 
     @property
-    def accounts(self) -> bool:
+    def sent_is_exact(self) -> bool:
         return False
 
     def init(self, grads: Tree) -> State:

@@ -4,6 +4,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from fnddp.core.options import at_least
 from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, replaced, require_leaves
 
@@ -20,22 +21,15 @@ class every(Sync):
     """Exchange in each n-th step; in the others, no leaf has an update.
 
     No update is not an update of zeros: the pipeline returns None for those leaves, and adapters leave `.grad` None, on
-    all ranks alike, so that Adam's moments and weight decay stand still. Nothing is sent in those steps but the few
-    bytes with which ranks end a step alike.
+    all ranks alike, so that Adam's moments and weight decay stand still.
 
     By itself it **loses** the gradients of the other steps. With memory outside they add up, and the n-th step sends
     the sum: `error_feedback(every(4, topk(allgather, ratio=0.01)))`. The update is then about n times as large, as that
     of n accumulated losses. The wrong choice where a loop may wait: gradient accumulation (`no_sync`) does the same
-    without memory.
-
-    The counter is a Python int that starts again after n, so a lowered step has two phases, and two plans.
+    without memory. A lowered step has two phases, and two plans.
 
     Args:
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
-        inner: The pipeline that exchanges.
-
-    Raises:
-        ValueError: `n` is less than 1.
 
     Source: the period of communication of Qsparse-local-SGD (Basu et al., NeurIPS 2019, Algorithm 1) with one set of
     parameters: here they stand still in between.
@@ -53,11 +47,7 @@ class every(Sync):
     inner: Sync
 
     wraps_skipping: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n < 1:
-            raise ValueError(f"every: n must be at least 1, got {self.n!r}")
+    limits: ClassVar = {"n": at_least(1)}
 
     @property
     def skips(self) -> bool:

@@ -1,18 +1,19 @@
-"""Measures what a pipeline loses, while it runs."""
+"""Measurement of a pipeline's losses, while it runs."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fnddp.core import collectives, tree
 from fnddp.core.codec import wide
+from fnddp.core.options import at_least
 from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_agreement, require_state, transform
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
 
 
 class MeasureState(NamedTuple):
-    """`step`: steps since the last measurement. `error`, `cosine`: what that gave, in float32; NaN before the first."""
+    """`step`: steps since the last measurement. `error`, `cosine`: its results, in float32; NaN before the first."""
 
     step: Replicated[int]
     error: Local[Tensor]
@@ -24,22 +25,21 @@ class MeasureState(NamedTuple):
 class measure(Sync):
     """Keep in the state how far the result of `inner` is from its gradients; change nothing else.
 
-    `error` is |g - sent| / |g| over all leaves: what part of this rank's gradient was not sent. `cosine` is that of the
-    angle between the mean and the exact mean, over all leaves: 1 where nothing is lost. Integer leaves do not count.
+    `error` is |g - sent| / |g| over all leaves, the part of this rank's gradient that was not sent. `cosine` is that of
+    the angle between the mean and the exact mean, over all leaves: 1 without loss. Integer leaves do not count.
 
-    Its place decides what is measured: `measure(error_feedback(topk(allgather)))` compares with the gradients, and
-    `error_feedback(measure(topk(allgather)))` with what the compressor got, gradients and residual. The exact mean
-    takes an uncompressed all_reduce, so the wrong choice is `every_steps=1` for more than a look: every 100 steps it
-    costs a hundredth. Reading a number on CUDA waits for the device: read it when you log.
+    `measure(error_feedback(topk(allgather)))` compares with the gradients, `error_feedback(measure(topk(allgather)))`
+    with the input of the compressor, gradients and residual. The exact mean takes an uncompressed all_reduce, so
+    `every_steps=1` is the wrong choice for more than a look: every 100 steps it costs a hundredth. Reading a number on
+    CUDA waits for the device: read it when you log.
 
     Args:
         inner: The pipeline; a mean over one process group.
         every_steps: Measure in the first step, and then once in this number of steps; at least 1.
 
     Raises:
-        ValueError: `every_steps` is less than 1.
-        TypeError: `inner` takes no mean, takes it over several groups, gives ranks other means of some leaves, or has
-            no update in some steps.
+        TypeError: `inner` takes no mean, takes it over several groups, gives ranks different means of some leaves, or
+            has no update in some steps.
 
     >>> from fnddp import allgather, topk
     >>> sync = measure(topk(allgather, ratio=0.5), every_steps=100)
@@ -52,10 +52,10 @@ class measure(Sync):
     inner: Sync
     every_steps: int = 1
 
+    limits: ClassVar = {"every_steps": at_least(1)}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.every_steps < 1:
-            raise ValueError(f"measure: every_steps must be at least 1, got {self.every_steps!r}")
         if self.inner.ops != {"mean"} or self.inner.groups is None or len(self.inner.groups) != 1:
             raise TypeError(
                 f"measure: {self.inner!r} takes no mean over one process group to compare with; "
@@ -92,7 +92,7 @@ def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:
     for path, leaf in one.items():
         if is_inexact(leaf):
             a, b = leaf.to(wide(leaf.dtype)), other[path].to(wide(leaf.dtype))
-            # Not a dot product of BLAS, whose rounding depends on where in memory its operands lie.
+            # Not a dot product of BLAS, whose rounding depends on the alignment of its operands.
             products.append((a.conj() * b).real.sum().to(like.device))
     return torch.stack(products).sum() if products else like.new_zeros(())
 

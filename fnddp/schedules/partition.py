@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 from fnmatch import translate
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
 from fnddp.core import tree
 from fnddp.core.options import checked_pairs
@@ -12,8 +12,6 @@ from fnddp.core.sync import Exchange, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, require_leaves
 
 MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
-
-Rules: TypeAlias = Mapping[str, Sync] | tuple[tuple[str, Sync], ...]
 
 
 class PartitionState(NamedTuple):
@@ -33,8 +31,7 @@ class partition(Sync):
         rules: Pipelines by pattern; the first match wins.
 
     Raises:
-        TypeError: `rules` is not a dict of strings and pipelines.
-        ValueError: `rules` is empty; in `init` and `exchange`: a leaf matches nothing, or a pattern got no leaf.
+        ValueError: In `init` and `exchange`: a leaf matches nothing, or a pattern gets no leaf.
 
     >>> import torch
     >>> from fnddp import allreduce, fp16
@@ -47,7 +44,7 @@ class partition(Sync):
     ValueError: partition: pattern '*.bias' gets none of the leaves ['fc.weight']; remove it or mend it
     """
 
-    rules: Rules
+    rules: Mapping[str, Sync] | tuple[tuple[str, Sync], ...]
     _compiled: dict[str, re.Pattern[str]] = field(init=False, repr=False, compare=False)
 
     wraps_skipping: ClassVar[bool] = True
@@ -69,13 +66,15 @@ class partition(Sync):
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         parts = split_by_pattern("partition", leaves, self._compiled)
-        return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in self._pairs})
+        return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in dict(self.rules).items()})
 
     def exchange(self, leaves: Leaves, state: PartitionState) -> Exchange:
         require_leaves("partition", leaves)
         require_state("partition", state, PartitionState)
         parts = split_by_pattern("partition", leaves, self._compiled)
-        done = {pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in self._pairs}
+        done = {
+            pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in dict(self.rules).items()
+        }
         owner = {path: pattern for pattern, part in parts.items() for path in part}
         return Exchange(
             mean={path: done[owner[path]].mean[path] for path in leaves if path in done[owner[path]].mean},
@@ -84,13 +83,8 @@ class partition(Sync):
         )
 
     def reduces(self, path: str) -> bool:
-        owner = next((sync for pattern, sync in self._pairs if self._compiled[pattern].match(path)), None)
+        owner = next((sync for pattern, sync in dict(self.rules).items() if self._compiled[pattern].match(path)), None)
         return owner is None or owner.reduces(path)
-
-    @property
-    def _pairs(self) -> tuple[tuple[str, Sync], ...]:
-        assert isinstance(self.rules, tuple)  # __post_init__ has turned a dict into pairs
-        return self.rules
 
 
 def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Pattern[str]]) -> dict[str, Leaves]:

@@ -1,4 +1,4 @@
-"""Keeps steps whose gradients are infinite or NaN out of the state."""
+"""Protection of the state from gradients that are infinite or NaN."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,22 +21,19 @@ class SkipNonfiniteState(NamedTuple):
 class skip_nonfinite(Sync):
     """Keep gradients that are infinite or NaN on any rank out of the state of `inner`, and show them to all ranks.
 
-    In such a step the tensors of `inner`'s state are what they were before, on all ranks: no residual becomes NaN. The
-    mean is not finite in any of its fractional leaves, also where a codec would hide it (rounded to 8 bits, a NaN is a
-    number). So guards of an optimizer work: `torch.amp.GradScaler` skips the step and lowers its scale, as with plain
-    DDP, and `torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True)` raises on all ranks. An optimizer without a
-    guard gets NaN: the step cannot be left out here, since plans do not depend on values.
+    In such a step the tensors of `inner`'s state stay as they were, on all ranks: no residual becomes NaN. The mean is
+    NaN in all of its fractional leaves, also where a codec would hide it (rounded to 8 bits, a NaN is a number). So
+    guards of an optimizer work: `torch.amp.GradScaler` skips the step and lowers its scale, as with plain DDP, and
+    `torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True)` raises on all ranks. An optimizer without a guard
+    gets NaN: plans do not depend on values, so the step cannot be left out here.
 
     Ranks agree by one more number in the wire's last bucket. The price is a pass over gradients, means and state. The
     wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers the NaN; write
     `skip_nonfinite(error_feedback(...))`. Counters, which are Python ints, go on.
 
-    Around `delayed` the mean that is held is held one step longer: it comes after the step that was skipped, whose own
-    never does. (After a first step that was skipped there is none, and zeros come.) A mean that overflows on the wire
-    counts in the step that makes it, not in the one that would give it: ranks agree on that by a second number.
-
-    Args:
-        inner: The pipeline.
+    Around `delayed` the mean that is held is held one step longer; after a first step that was skipped there is none,
+    and zeros come. A mean that overflows on the wire counts in the step that makes it, not in the one that returns it:
+    ranks agree on that by a second number.
 
     Raises:
         TypeError: `inner` does not name the groups it reduces over.
@@ -74,9 +71,11 @@ class skip_nonfinite(Sync):
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
         in_mean = _is_bad(inner.mean, state.skipped)
-        if not self.inner.accounts:  # it holds a mean: if that is no number, all later steps would be skipped for it
+        if (
+            not self.inner.sent_is_exact
+        ):  # it holds a mean: if that is no number, all later steps would be skipped for it
             in_mean = in_mean | _has_spoilt(state.inner, inner.state, state.skipped)
-        sees_the_same = self.inner.agrees and self.inner.accounts
+        sees_the_same = self.inner.agrees and self.inner.sent_is_exact
         is_bad = is_bad | (in_mean if sees_the_same else _on_any_rank(in_mean, groups))
 
         def rolled_back(before: Any, after: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Changes the pipeline at given steps."""
+"""Other pipelines from given steps on."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -9,14 +9,11 @@ from fnddp.core.options import checked_int, checked_pairs
 from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, paired, replaced, require_leaves
 
-Stages: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
-
 
 class SwitchState(NamedTuple):
     """`step`: exchanges done, at most the first step of the last stage.
 
-    `stages`: the state of each stage's pipeline, by its first step. A tensor that the stage before has too stands
-    there, and here is None.
+    `stages`: the state of each stage's pipeline, by its first step. None in place of a tensor that an earlier one has.
     """
 
     step: Replicated[int]
@@ -31,17 +28,11 @@ class switch(Sync):
     stage takes over tensors of the stage before: those at the same place in a state of the same class, with the same
     shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
     queries of another rank and counters begin anew. Memory outside, `error_feedback(switch({...}))`, needs none of
-    that. The wrong choice for what changes in every step: each stage is a phase, with a plan of its own, and at most 8
-    are kept.
-
-    The counter is a Python int that stops at the last stage.
+    that. The wrong choice for changes in every step: each stage is a phase, with a plan of its own, of which adapters
+    keep at most 8.
 
     Args:
         stages: Pipelines by their first step, counted in exchanges; one begins at 0.
-
-    Raises:
-        TypeError: `stages` is not a dict of pipelines by step.
-        ValueError: No stage begins at 0, a step is negative, or two stages begin at one step.
 
     >>> import torch
     >>> from fnddp import allreduce, fp16
@@ -53,7 +44,7 @@ class switch(Sync):
     (True, 1.0, 1)
     """
 
-    stages: Stages
+    stages: Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
     wraps_skipping: ClassVar[bool] = True
     tables = frozenset({"stages"})
@@ -69,7 +60,7 @@ class switch(Sync):
     def init(self, grads: Tree) -> State:
         stages: dict[str, State] = {}
         whole: State = None
-        for step, sync in self._pairs:
+        for step, sync in dict(self.stages).items():
             stages[str(step)] = paired(_none_where_same, sync.init(grads), whole)
             whole = paired(_or_before, stages[str(step)], whole)
         return SwitchState(0, stages)
@@ -77,7 +68,7 @@ class switch(Sync):
     def exchange(self, leaves: Leaves, state: SwitchState) -> Exchange:
         require_leaves("switch", leaves)
         require_state("switch", state, SwitchState)
-        begun = [(str(step), sync) for step, sync in self._pairs if state.step >= step]
+        begun = [(str(step), sync) for step, sync in dict(self.stages).items() if state.step >= step]
         whole: State = None
         for name, _ in begun:
             whole = paired(_or_before, state.stages[name], whole)
@@ -86,14 +77,8 @@ class switch(Sync):
         for name, _ in reversed(begun):  # to where each part stands
             own = stages[name]
             stages[name], rest = paired(_replaced, own, rest), paired(_for_before, own, rest)
-        last, _ = self._pairs[-1]
-        step = state.step + 1 if state.step < last else state.step
+        step = state.step + 1 if state.step < max(dict(self.stages)) else state.step
         return replaced(inner, state=SwitchState(step, stages))
-
-    @property
-    def _pairs(self) -> tuple[tuple[int, Sync], ...]:
-        assert isinstance(self.stages, tuple)  # __post_init__ has turned a dict into pairs
-        return self.stages
 
 
 def _none_where_same(own: Any, before: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import ClassVar, NamedTuple
 
+from fnddp.core.options import at_least
 from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.reducers.all_reduce import allreduce
@@ -22,16 +23,6 @@ class warmup(Sync):
     The first steps of a training run tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
     `warmup(error_feedback(...), 100)`, unless `before` is lossy too.
 
-    The counter is a Python int that stops at `steps`, so a compiled step is compiled for each phase, not each step.
-
-    Args:
-        inner: The pipeline after the warm-up.
-        steps: Number of exchanges with `before`.
-        before: The pipeline during the warm-up.
-
-    Raises:
-        ValueError: `steps` is negative.
-
     >>> import torch
     >>> from fnddp import fp16
     >>> sync = warmup(fp16(allreduce), steps=1)
@@ -47,11 +38,7 @@ class warmup(Sync):
     before: Sync = allreduce
 
     wraps_skipping: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps < 0:
-            raise ValueError(f"warmup: steps must be at least 0, got {self.steps!r}")
+    limits: ClassVar = {"steps": at_least(0)}
 
     def init(self, grads: Tree) -> State:
         return WarmupState(0, self.before.init(grads), self.inner.init(grads))

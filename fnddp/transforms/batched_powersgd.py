@@ -23,7 +23,7 @@ def batched_powersgd(
     structure that low rank lives on. Consider `powersgd` first, and this only where rank 1 is good enough.
 
     Args:
-        inner: What carries the factors.
+        inner: The pipeline of the factors.
         rank: Columns of P and Q.
         cap_mb, first_cap_mb: Bucket sizes in MiB, see `bucketize`.
         warm_start, orthogonalization, epsilon, seed: See `powersgd`.

@@ -9,6 +9,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.core.layout import in_format_of
+from fnddp.core.options import POSITIVE
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, require_leaves
 
@@ -21,27 +22,20 @@ class bucketize(Sync):
     they hold the cap, as torch's DDP does. A bucket is named by its first and last leaf, so inner state is keyed by
     leaf paths. The wrong choice around `powersgd`, which needs matrices: put it inside, `powersgd(bucketize(...))`.
 
-    The caps say what the inner pipeline sees, such as a codec's blocks. They do not set the number of messages where a
-    plan runs it (`jit`, `value_and_grad`, the adapters): plans have buckets of their own (`bucket_cap_mb` of
-    `DistributedDataParallel`), and join the payloads in each, so `cap_mb=1` sends as many collectives as `cap_mb=25`.
-
-    All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
+    The caps set what the inner pipeline sees, such as a codec's blocks, but not the number of messages of a plan
+    (`jit`, `value_and_grad`, the adapters): plans join payloads in buckets of their own (`bucket_cap_mb` of
+    `DistributedDataParallel`). All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
 
     Args:
-        inner: The pipeline of the buffers.
         cap_mb: Size at which a bucket is closed, in MiB.
         first_cap_mb: The same for the first bucket of each dtype and device: small, so that its exchange starts early.
-
-    Raises:
-        ValueError: A cap is not positive.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3; torch's `compute_bucket_assignment_by_size`.
 
     >>> from fnddp import allreduce
     >>> grads = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(2, dtype=torch.float64)}
-    >>> bucketize(allreduce)(grads, ())[0]["b"]
-    tensor([[1., 1.],
-            [1., 1.]])
+    >>> bucketize(allreduce).buckets(grads)
+    {'c': ['c'], 'b..a': ['b', 'a']}
     """
 
     inner: Sync
@@ -49,11 +43,7 @@ class bucketize(Sync):
     first_cap_mb: float = 1
 
     wraps_skipping: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cap_mb <= 0 or self.first_cap_mb <= 0:
-            raise ValueError(f"bucketize: cap_mb and first_cap_mb must be positive, got {self!r}")
+    limits: ClassVar = {"cap_mb": POSITIVE, "first_cap_mb": POSITIVE}
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
@@ -71,13 +61,7 @@ class bucketize(Sync):
         return self.inner.exchange(flat, state).decoded(lambda flat: _unpack(flat, buckets, leaves))
 
     def buckets(self, leaves: Leaves) -> dict[str, list[str]]:
-        """Return leaf paths by bucket, in the order in which the buffer holds them; values are not read.
-
-        >>> from fnddp import allreduce
-        >>> grads = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(2, dtype=torch.float64)}
-        >>> bucketize(allreduce).buckets(grads)
-        {'c': ['c'], 'b..a': ['b', 'a']}
-        """
+        """Return leaf paths by bucket, in the order in which the buffer holds them; values are not read."""
         nbytes: dict[tuple[torch.dtype, torch.device], dict[str, int]] = {}
         for path in reversed(list(leaves)):
             leaf = leaves[path]

@@ -20,22 +20,18 @@ SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 class cast(Sync):
     """Send floating-point leaves in another dtype.
 
-    Nesting order is meaning: `fp16(powersgd(allreduce))` casts gradients and compresses what is left of them;
-    `powersgd(fp16(allreduce))` compresses in full precision and casts only the factors. The wrong choice where the
-    gradients' range does not fit the dtype: a value beyond it becomes infinite on the wire, and the mean of its
-    element with it, on every rank; under `error_feedback` its residual is NaN from then on. `check=True` raises
-    instead. bf16 has the range of float32.
-
-    Complex leaves are cast as pairs of real numbers. Integer and bool leaves pass through.
+    `fp16(powersgd(allreduce))` casts gradients and compresses the result; `powersgd(fp16(allreduce))` compresses in
+    full precision and casts only the factors. The wrong choice where the gradients' range does not fit the dtype: a
+    value beyond it becomes infinite, and the mean of its element with it, on every rank; under `error_feedback` its
+    residual is NaN from then on. `check=True` raises instead. Complex leaves are cast as pairs of real numbers. Integer
+    and bool leaves pass through.
 
     Args:
-        inner: The pipeline of the payload.
         dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
         check: After each exchange, raise if a leaf of the mean is not finite. Every rank sees the same mean, so all
-            ranks raise, without another collective. It reads values, so it cannot be traced: for debugging.
+            ranks raise. It reads values, so it cannot be traced: for debugging.
 
     Raises:
-        ValueError: `dtype` is another one.
         FloatingPointError: With `check`, at the exchange; names the leaves.
 
     >>> from fnddp import allreduce
@@ -114,31 +110,22 @@ class cast(Sync):
         return self.dtype
 
     def _spec(self, leaf: Tensor) -> Tensor:
-        if not is_inexact(leaf):
-            return leaf
-        return torch.empty_like(_real(leaf.detach()), dtype=self._wire_dtype)
+        return torch.empty_like(_real(leaf.detach()), dtype=self._wire_dtype) if is_inexact(leaf) else leaf
 
     def _encode(self, leaf: Tensor) -> Tensor:
-        if not is_inexact(leaf):
-            return leaf
-        return _real(leaf).to(self._wire_dtype)
+        return _real(leaf).to(self._wire_dtype) if is_inexact(leaf) else leaf
 
     def _raise_if_not_finite(self, mean: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
-        largest = torch.finfo(self._wire_dtype).max
+        largest, dtype = torch.finfo(self._wire_dtype).max, str(self._wire_dtype).removeprefix("torch.")
         problems: list[str] = []
         for path, each in mean.items():
             leaf = leaves[path]
             if is_inexact(leaf) and not bool(each.isfinite().all()):
-                beyond = int((leaf.abs() > largest).sum())
-                problems.append(
-                    f"leaf {path!r} (on this rank {beyond} of {leaf.numel()} values beyond the largest "
-                    f"{str(self._wire_dtype).removeprefix('torch.')}, {largest})"
-                )
+                beyond = f"{int((leaf.abs() > largest).sum())} of {leaf.numel()} values"
+                problems.append(f"leaf {path!r} (on this rank {beyond} beyond the largest {dtype}, {largest})")
         if problems:
-            raise FloatingPointError(
-                f"{self!r}: not finite after a {str(self._wire_dtype).removeprefix('torch.')} wire: "
-                f"{'; '.join(problems)}; use bf16, or scale the loss"
-            )
+            found = "; ".join(problems)
+            raise FloatingPointError(f"{self!r}: not finite after a {dtype} wire: {found}; use bf16, or scale the loss")
 
     def __repr__(self) -> str:
         short = SHORT.get(self._wire_dtype)
@@ -148,17 +135,11 @@ class cast(Sync):
 
 
 def fp16(inner: Sync, *, check: bool = False) -> cast:
-    """`cast(inner, torch.float16)`: half the bytes, 11 bits of precision, range 6e-8 to 65504.
+    """Return `cast(inner, torch.float16)`: half the bytes, 11 bits of precision, range 6e-8 to 65504.
 
     The wrong choice when gradients leave that range.
 
-    Args:
-        inner: The pipeline of the payload.
-        check: Raise if a leaf of the mean is not finite; see `cast`.
-
     >>> from fnddp import allreduce
-    >>> fp16(allreduce)
-    fp16(allreduce)
     >>> fp16(allreduce)({"w": torch.tensor([1.0, 1 / 3])}, ())[0]
     {'w': tensor([1.0000, 0.3333])}
     """
@@ -166,13 +147,9 @@ def fp16(inner: Sync, *, check: bool = False) -> cast:
 
 
 def bf16(inner: Sync, *, check: bool = False) -> cast:
-    """`cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32. On CPU too.
+    """Return `cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32.
 
     The wrong choice for large world sizes without error feedback: the wire's sum is rounded to 8 bits too.
-
-    Args:
-        inner: The pipeline of the payload.
-        check: Raise if a leaf of the mean is not finite; see `cast`.
 
     >>> from fnddp import allreduce
     >>> bf16(allreduce)({"w": torch.tensor([1.0, 1e30])}, ())[0]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core.codec import wide
+from fnddp.core.options import POSITIVE
 from fnddp.core.sync import Exchange, State, Sync, require_agreement, transform
 from fnddp.core.tree import Leaves, Tree, is_inexact, require_leaves
 
@@ -16,22 +17,19 @@ _EPSILON = 1e-6  # torch's
 class clip_by_global_norm(Sync):
     """Scale the mean down to a Euclidean norm of `max_norm` over all of its leaves, where it is longer.
 
-    It does as a part of the pipeline what `torch.nn.utils.clip_grad_norm_` does to synchronized gradients: the same
-    factor on all ranks, and no pass of its own over `.grad`. The norm is taken in float32, or wider where a leaf is.
-    Integer leaves are neither counted nor scaled. A mean that is not finite stays so.
+    It does within the pipeline what `torch.nn.utils.clip_grad_norm_` does to synchronized gradients, with the same
+    factor on all ranks. The norm is computed in float32, or wider where a leaf is. Integer leaves are neither counted
+    nor scaled. A mean that is not finite stays so.
 
-    Put it outside of memory: `clip_by_global_norm(error_feedback(...), 1.0)` clips what the optimizer gets. The wrong
-    choice inside, `error_feedback(clip_by_global_norm(...))`: what is clipped is remembered and comes back, so nothing
-    is clipped in the long run. And the wrong choice where gradients are accumulated over several synchronized
-    backwards, or are scaled by a loss scaler: each mean is clipped by itself, as it is.
+    Put it outside of memory, `clip_by_global_norm(error_feedback(...), 1.0)`. The wrong choice inside: memory sends
+    later what was clipped, so nothing is clipped in the long run. And the wrong choice where gradients are accumulated
+    over several synchronized backwards, or are scaled by a loss scaler: each mean is clipped by itself, as it is.
 
     Args:
-        inner: The pipeline.
-        max_norm: The norm that a mean has at most; above 0.
+        max_norm: The largest norm of a mean; positive.
 
     Raises:
-        ValueError: `max_norm` is not above 0.
-        TypeError: Ranks get other means of some leaves of `inner`.
+        TypeError: Ranks get different means of some leaves of `inner`.
 
     Source: Pascanu et al., ICML 2013, Algorithm 1; the factor is torch's, max_norm / (norm + 1e-6), at most 1.
 
@@ -46,10 +44,10 @@ class clip_by_global_norm(Sync):
     wraps_skipping: ClassVar[bool] = True
     wants_whole_leaves: ClassVar[bool] = True
 
+    limits: ClassVar = {"max_norm": POSITIVE}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_norm <= 0:
-            raise ValueError(f"clip_by_global_norm: max_norm must be above 0, got {self.max_norm!r}")
         require_agreement("clip_by_global_norm", self.inner)
 
     def init(self, grads: Tree) -> State:

@@ -85,10 +85,6 @@ def leaf_of(matrix: Tensor, like: Tensor) -> Tensor:
     return in_format_of(like, matrix.to(like.dtype).reshape(like.shape))
 
 
-def nothing_like(leaf: Tensor) -> Tensor:
-    return leaf.detach().new_empty(0)
-
-
 def rows_of(columns: list[Tensor]) -> Tensor:
     """Return the matrices transposed and side by side, in the same layout whatever theirs is."""
     return torch.cat([each.mH for each in columns], dim=1).resolve_conj()

@@ -1,16 +1,15 @@
 """Orthonormal bases of tall, skinny matrices, and unit vectors: never NaN for finite input.
 
-What is small for each matrix (norms, Gram matrices, triangular factors) is computed for all of them at once, whatever
-their numbers of rows: matrices lie one below the other, and sums over the rows of each are sums over segments.
+The small parts (norms, Gram matrices, triangular factors) are computed for all matrices at once, whatever their numbers
+of rows: matrices are stored one below the other, and sums over the rows of each are sums over segments.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Method: TypeAlias = Literal["cholesky", "qr", "gram_schmidt"]
 METHODS = ("cholesky", "qr", "gram_schmidt")
 
 _segment_reduce: Any = torch.segment_reduce
@@ -78,8 +77,6 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
 
 
 _BLOCK = 32  # rows of a matrix that are summed together
-
-
 _TINY, _NOTHING = 1e-30, 1e-280  # of squares: of unit columns, and of any
 
 

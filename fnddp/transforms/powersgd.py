@@ -1,13 +1,12 @@
 """PowerSGD: the mean gradient as a product of two thin matrices."""
 
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import ClassVar, NamedTuple
 
 from fnddp.core import tree
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, require_sums, transform
+from fnddp.core.options import Limit, at_least, one_of
+from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, replaced, require_leaves
-from fnddp.transforms.alternating import p_round, q_round
+from fnddp.transforms.alternating import half_round
 from fnddp.transforms.leading import leading_factors
 from fnddp.transforms.low_rank import (
     LowRank,
@@ -16,7 +15,6 @@ from fnddp.transforms.low_rank import (
     leaf_of,
     matrix,
     matrix_shape,
-    nothing_like,
     rows_of,
     unit_columns,
 )
@@ -26,8 +24,8 @@ from fnddp.transforms.orthogonalize import METHODS
 class PowerSGDState(NamedTuple):
     """`q`: the next queries by leaf path, `[columns, rank]`, unit columns (empty without warm start).
 
-    `step`: exchanges done: without warm start, where it seeds the queries; modulo the period of `refresh`, or of 2 with
-    `alternate`; 0 otherwise.
+    `step`: exchanges done, without warm start, to seed the queries; modulo the period of `refresh` or `alternate`; or
+    0.
     `p_round`, `q_round`, `whole`: the inner pipeline's states for the two rounds, and for whole gradients (`refresh`).
     `p`: with `alternate`, the next basis of the other side by leaf path, `[rows, rank]`, unit columns.
     """
@@ -50,9 +48,8 @@ class powersgd(LowRank):
     start, after a step or two). It is biased: wrap it in `error_feedback`. The wrong choice on fast links (above
     about 8 Gbit/s a 16-bit cast is hard to beat), and for layers whose gradients are not low-rank.
 
-    The factors travel in the dtype of the gradients; half-precision ones are computed in float32. Momentum, weight
-    decay and clipping come after. Zero gradients, zero columns and ranks above the matrix's never give NaN. It works
-    from the first step; no global generator is read or written.
+    The factors travel in the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero
+    columns and ranks above the matrix's never give NaN. No global generator is read or written.
 
     Args:
         inner: The pipeline of P and Q: `powersgd(fp16(allreduce))` rounds only them. It is run twice an exchange.
@@ -72,7 +69,6 @@ class powersgd(LowRank):
             forever, with error feedback too; see `docs/memory.md`. Costs 1 / refresh of what `inner` alone sends.
 
     Raises:
-        ValueError: An option is out of range; at the exchange: the state is of another tree.
         TypeError: `inner` takes a max or min: the factors must add.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
@@ -103,45 +99,44 @@ class powersgd(LowRank):
     alternate: bool = False
     refresh: int = 0
 
+    needs_sums: ClassVar[str] = "but the factors P and Q must add across ranks"
+    limits: ClassVar = {
+        "rank": at_least(1),
+        "min_compression_rate": at_least(0),
+        "orthogonalization": one_of(*METHODS),
+        "epsilon": at_least(0),
+        "refresh": Limit(lambda refresh: refresh == 0 or refresh >= 2, "0 (never) or at least 2 exchanges"),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError(f"powersgd: rank must be at least 1, got {self.rank!r}")
-        if self.min_compression_rate < 0 or self.epsilon < 0:
-            raise ValueError(f"powersgd: min_compression_rate and epsilon must be at least 0, got {self!r}")
-        if self.orthogonalization not in METHODS:
-            raise ValueError(f"powersgd: orthogonalization must be one of {METHODS}, got {self.orthogonalization!r}")
-        if self.refresh < 0 or self.refresh == 1:
-            raise ValueError(f"powersgd: refresh must be 0 (never) or at least 2 exchanges, got {self.refresh!r}")
         if (self.alternate or self.refresh) and not self.warm_start:
             raise ValueError("powersgd: alternate and refresh go on from the last factors; leave warm_start=True")
-        require_sums("powersgd", self.inner, "but the factors P and Q must add across ranks")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         stacks = self.stacks(leaves)
         shapes = {path: matrix_shape(leaves[path]) for paths in stacks for path in paths}
         p_like = dict(leaves)
-        q_like = dict(leaves) if self.alternate else {path: nothing_like(leaf) for path, leaf in leaves.items()}
+        q_like = dict(leaves) if self.alternate else _emptied(leaves)
         for path, (n, m) in shapes.items():
             leaf, rank = leaves[path].detach(), self.rank_of(leaves[path])
             p_like[path], q_like[path] = leaf.new_empty((n, rank)), leaf.new_empty((rank, m))
-        q: Leaves = {}
-        p: Leaves = {}
-        for paths in stacks if self.warm_start else ():
-            # Laid out as after any later exchange: torch.compile makes one graph for both.
-            rows = rows_of([self.draw(path, leaves[path], 0, shapes[path][1]) for path in paths])
-            q |= zip(paths, columns_of(rows, [shapes[path][1] for path in paths]), strict=True)
-            if self.alternate:
-                rows = rows_of([self.draw(f"{path} p", leaves[path], 0, shapes[path][0]) for path in paths])
-                p |= zip(paths, columns_of(rows, [shapes[path][0] for path in paths]), strict=True)
-        low_rank = [path for path in leaves if path in shapes]
+
+        def drawn(suffix: str, side: int) -> Leaves:
+            """Return factors laid out as after any later exchange: torch.compile makes one graph for both."""
+            factors: Leaves = {}
+            for paths in stacks:
+                rows = rows_of([self.draw(path + suffix, leaves[path], 0, shapes[path][side]) for path in paths])
+                factors |= zip(paths, columns_of(rows, [shapes[path][side] for path in paths]), strict=True)
+            return {path: factors[path] for path in leaves if path in shapes}
+
         return PowerSGDState(
-            q={path: q[path] for path in low_rank} if self.warm_start else {},
+            q=drawn("", 1) if self.warm_start else {},
             step=0,
             p_round=self.inner.init(p_like),
             q_round=self.inner.init(q_like),
-            p={path: p[path] for path in low_rank} if self.alternate else {},
+            p=drawn(" p", 0) if self.alternate else {},
             whole=self.inner.init(leaves) if self.refresh else (),
         )
 
@@ -154,19 +149,22 @@ class powersgd(LowRank):
         if not self.alternate:
             return self._two_rounds(leaves, state)
         if state.step % 2 == 0:
-            done, p = p_round(self, leaves, state.q, state.p, state.p_round)
+            done, p = half_round(self, leaves, state.q, state.p, state.p_round, sends_p=True)
             following = replaced(state, p=p, p_round=done.state)
         else:
-            done, q = q_round(self, leaves, state.p, state.q, state.q_round)
+            done, q = half_round(self, leaves, state.p, state.q, state.q_round, sends_p=False)
             following = replaced(state, q=q, q_round=done.state)
         return replaced(done, state=replaced(following, step=self._after(state.step)))
 
     def _two_rounds(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
         stacks = self.stacks(leaves)
-        # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
-        # lie transposed, those of a stack side by side.
-        query = [rows_of(self._queries(leaves, state, paths)) for paths in stacks]  # each: [rank, all columns]
         m = {path: matrix(leaves[path]) for paths in stacks for path in paths}
+        # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
+        # are stored transposed, those of a stack side by side.
+        queries = state.q
+        if not self.warm_start:
+            queries = {path: self.draw(path, leaves[path], state.step, m[path].shape[1]) for path in m}
+        query = [rows_of([queries[path] for path in paths]) for paths in stacks]  # each: [rank, all columns]
         p: Leaves = {}
         for paths, rows in zip(stacks, query, strict=True):
             widths = [m[path].shape[1] for path in paths]
@@ -177,8 +175,7 @@ class powersgd(LowRank):
         p_round = self.inner.exchange({**leaves, **p}, state.p_round)
         p_hat = self.bases(leaves, stacks, p_round.mean)
         q = {path: (p_hat[path].mH @ m[path]).to(leaves[path].dtype) for path in m}  # q: [rank, columns]
-        empty = {path: nothing_like(leaf) for path, leaf in leaves.items()}
-        q_round = self.inner.exchange({**empty, **q}, state.q_round)
+        q_round = self.inner.exchange({**_emptied(leaves), **q}, state.q_round)
 
         mean, sent = dict(p_round.mean), dict(p_round.sent)
         for path in m:
@@ -187,17 +184,9 @@ class powersgd(LowRank):
         following: Leaves = {}
         for paths, rows in zip(stacks, query, strict=True) if self.warm_start else ():
             following |= zip(paths, unit_columns([q_round.mean[path] for path in paths], rows), strict=True)
-        return Exchange(
-            mean=mean,
-            sent=sent,
-            state=replaced(
-                state,
-                q={path: following[path] for path in state.q},  # empty without warm start
-                step=self._after(state.step),
-                p_round=p_round.state,
-                q_round=q_round.state,
-            ),
-        )
+        q = {path: following[path] for path in state.q}  # empty without warm start
+        step = self._after(state.step)
+        return Exchange(mean, sent, replaced(state, q=q, step=step, p_round=p_round.state, q_round=q_round.state))
 
     def _whole(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
         """Exchange whole leaves, and find the factors anew from the mean."""
@@ -220,7 +209,6 @@ class powersgd(LowRank):
                 shapes = {path: (matrix_shape(leaf)[side], self.rank_of(leaf)) for path, leaf in low_rank.items()}
                 check_entries("powersgd", factors, shapes)
 
-    def _queries(self, leaves: Leaves, state: PowerSGDState, paths: list[str]) -> list[Tensor]:
-        if not self.warm_start:
-            return [self.draw(path, leaves[path], state.step, matrix_shape(leaves[path])[1]) for path in paths]
-        return [state.q[path] for path in paths]
+
+def _emptied(leaves: Leaves) -> Leaves:
+    return {path: leaf.detach().new_empty(0) for path, leaf in leaves.items()}

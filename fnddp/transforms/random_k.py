@@ -4,20 +4,18 @@ from torch import Tensor
 
 from fnddp.core import random
 from fnddp.core.options import Share, require_share
-from fnddp.core.sync import Exchange, State, Sync, require_sums, transform
-from fnddp.core.tree import Leaves, Tree
-from fnddp.transforms.drawn import DrawnState, exchange_drawn, init_drawn
+from fnddp.core.sync import Sync, transform
+from fnddp.transforms.drawn import Drawn
 
 
 @transform
-class random_k(Sync):
+class random_k(Drawn):
     """Send k elements of each leaf, drawn anew in each step, and zeros for all others.
 
     All ranks draw from one seed, so no indices travel and the payloads add: it wraps any pipeline. It is a contraction
-    by 1 - k / n in expectation: wrap it in `error_feedback`. `unbiased=True` multiplies what has come by n / k: right
-    without memory, and wrong with it, where the residual then grows by n / k - 1 in each step; so it is not the
-    default. The wrong choice for gradients with few large elements, which `topk` finds; and where drawing (a hash of
-    each element, and the largest k of them) costs more than it saves: `random_block` draws one number for each leaf.
+    by 1 - k / n in expectation: wrap it in `error_feedback`. The wrong choice for gradients with few large elements,
+    which `topk` finds; and where drawing (a hash of each element, and the largest k of them) costs more than it saves:
+    `random_block` draws one number for each leaf.
 
     An element that is not finite shows in the mean only once it is drawn. Integer leaves travel whole.
 
@@ -26,10 +24,7 @@ class random_k(Sync):
         ratio: The fraction of elements to send, in (0, 1], at least one; or
         k: how many elements to send of each leaf. Exactly one of both.
         unbiased: Multiply by n / k, so that the expected mean is the mean; the variance is n / k - 1 times the square.
-        seed: The same on all ranks.
-
-    Raises:
-        ValueError: Neither or both of `ratio` and `k`, or one out of range.
+            Wrong with memory, whose residual then grows by n / k - 1 in each step.
 
     Source: Stich et al., "Sparsified SGD with memory", NeurIPS 2018, definition 2.1 (rand-k).
 
@@ -51,19 +46,11 @@ class random_k(Sync):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_share("random_k", self.ratio, "k", self.k)
-        require_sums("random_k", self.inner, "and what is not drawn comes back as zeros")
-
-    def init(self, grads: Tree) -> State:
-        return init_drawn(self.inner, grads, self._share)
-
-    def exchange(self, leaves: Leaves, state: DrawnState) -> Exchange:
-        def draw(path: str, leaf: Tensor) -> Tensor:
-            n = leaf.numel()
-            lots = random.lots(n, name=path, seed=self.seed, step=state.step, device=leaf.device)
-            return lots.topk(self._share.of(n)).indices
-
-        return exchange_drawn("random_k", self.inner, leaves, state, draw, self.unbiased)
 
     @property
-    def _share(self) -> Share:
+    def share(self) -> Share:
         return Share(self.ratio, self.k)
+
+    def draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
+        n = leaf.numel()
+        return random.lots(n, name=path, seed=self.seed, step=step, device=leaf.device).topk(self.share.of(n)).indices
