@@ -19,6 +19,7 @@ from uuid import uuid4
 import pytest
 
 from tests.hosts import Hosts, all_said, free_port, two_hosts
+from tests.workloads import SMALL
 
 pytestmark = pytest.mark.thorough
 
@@ -131,41 +132,21 @@ def batch(script: str, slurm: dict[str, str], tasks: int, *arguments: object) ->
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_slurm_starts_torchrun_on_each_node(
-    hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path
+@pytest.mark.parametrize(("script", "tasks"), [("slurm.sh", 2), ("slurm_ranks.sh", 4)])
+def test_slurm_starts_torchrun_on_each_node_or_each_rank(
+    script: str, tasks: int, hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path
 ) -> None:
-    said = batch("examples/machines/slurm.sh", slurm, 2, "--folder", tmp_path)
+    said = batch(f"examples/machines/{script}", slurm, tasks, "--folder", tmp_path)
     assert parameters([said], hosts) == undisturbed
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_slurm_starts_each_rank(hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path) -> None:
-    said = batch("examples/machines/slurm_ranks.sh", slurm, 4, "--folder", tmp_path)
-    assert parameters([said], hosts) == undisturbed
-
-
-SMALL = """
-import torch
-from torch import nn
-
-def small():
-    return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
-"""
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    (tmp_path / "models.py").write_text(SMALL)
-    return f"{tmp_path / 'models.py'}:small"
-
-
-@pytest.mark.timeout(2 * SECONDS)
-def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], model: str, tmp_path: Path) -> None:
+def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], tmp_path: Path) -> None:
     """The page's lines, on ranks of two hosts: it tells the links within hosts from those between them."""
     script = tmp_path / "doctor.sh"
     script.write_text(
         "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=$PORT\n"
-        f"srun fnddp doctor --model {model} --device cpu --json\n"
+        f"srun fnddp doctor --model {SMALL} --device cpu --json\n"
     )
     found = json.loads(batch(str(script), slurm, 4))
     assert (found["disagreement"], found["unequal"], len(found["hosts"])) == (None, [], 4)
@@ -177,9 +158,9 @@ def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], model: str, tmp
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_bench_under_torchrun(hosts: Hosts, python: str, model: str, tmp_path: Path) -> None:
+def test_bench_under_torchrun(hosts: Hosts, python: str, tmp_path: Path) -> None:
     where = ("--nnodes", 2, "--master-addr", hosts.names[0], "--master-port", free_port())
-    command = ("-m", "fnddp", "bench", "fp16(allreduce)", "--model", model, "--pairs", 3, "--against", "ddp")
+    command = ("-m", "fnddp", "bench", "fp16(allreduce)", "--model", SMALL, "--pairs", 3, "--against", "ddp")
     command = ("--no-python", python, *command, "--out", tmp_path / "out")
     said = all_said([hosts.start(i, python, *TORCHRUN, *where, "--node-rank", i, *command) for i in range(2)], SECONDS)
     assert "".join(said).count("started_by: torchrun") == 1
