@@ -26,11 +26,10 @@ PARAMETERS = 85_002
 SECONDS = 150  # for a demo of a few steps, on a machine that is busy with other things
 
 
-def start(*arguments: object, python: str = sys.executable) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHON_EXEC": python}
+def start(*arguments: object, warnings: str = "error") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [python, *map(str, arguments)],
-        env=environment,
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warnings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -92,10 +91,10 @@ def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("launcher", [(), TORCHRUN])
-def test_starts_its_own_ranks_or_uses_those_of_torchrun(launcher: tuple[str, ...], python: str, tmp_path: Path) -> None:
+def test_starts_its_own_ranks_or_uses_those_of_torchrun(launcher: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "a" / "b"
     demo = (*launcher, *DEMO, "--steps", 30, "--out", out, "--pipelines", *PIPELINES)
-    code, said, errors = finish(start(*demo, python=python if launcher else sys.executable))
+    code, said, errors = finish(start(*demo, warnings="default" if launcher else "error"))
     assert code == 0, errors
     assert launcher or complaints(errors) == []  # torchrun warns of its own
     for expected in (*PIPELINES, "340,008", "5,436", "the same on all ranks", str(out)):

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,13 +62,13 @@ def test_doctor_on_ranks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
-def test_doctor_on_the_ranks_of_an_mpi(python: str) -> None:
+def test_doctor_on_the_ranks_of_an_mpi() -> None:
     """As mpirun starts them: nothing names where they meet, but all are on one host."""
     sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
     everywhere = {**os.environ, **sizes, "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [python, "-m", "fnddp", *DOCTOR, "--json"],
+            [sys.executable, "-m", "fnddp", *DOCTOR, "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -86,11 +87,12 @@ def test_doctor_on_the_ranks_of_an_mpi(python: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
-def test_doctor_under_torchrun(python: str) -> None:
+def test_doctor_under_torchrun() -> None:
     """One rank prints what all have found."""
-    launch = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fnddp", *DOCTOR)
-    own = {**os.environ, "PYTHON_EXEC": python}
-    said = subprocess.run(launch, capture_output=True, text=True, timeout=SECONDS, check=True, env=own).stdout
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = subprocess.run(
+        [*launch, "-m", "fnddp", *DOCTOR], capture_output=True, text=True, timeout=SECONDS, check=True
+    ).stdout
     assert [said.count(text) for text in SAID] == [1] * len(SAID), said
     assert "started by torchrun" in said
 

@@ -1,7 +1,4 @@
-"""The recipes of docs/machines.md, on two hosts with two ranks each: all end as an undisturbed run, to the bit.
-
-torchrun's static rendezvous is tried with python itself, and all others with one that is forked: see interpreter.py.
-"""
+"""The recipes of docs/machines.md, on two hosts with two ranks each: all end as an undisturbed run, to the bit."""
 
 import json
 import os
@@ -64,28 +61,27 @@ def test_torchrun_static(undisturbed: str) -> None:
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
-    hosts: Hosts, python: str, undisturbed: str, tmp_path: Path
+    hosts: Hosts, undisturbed: str, tmp_path: Path
 ) -> None:
     """With torchrun's c10d rendezvous, where the ranks of both hosts meet again."""
     where = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", 2)
     where = (*where, "--rdzv-endpoint", f"{hosts.names[0]}:{free_port()}")
-    command = (python, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT))
-    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHON_EXEC": python}
-    ranks = [hosts.start(i, *command, **own) for i in range(2)]
+    command = (sys.executable, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT))
+    ranks = [hosts.start(i, *command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for i in range(2)]
     assert parameters(all_said(ranks, SECONDS), hosts, begun=20) == undisturbed
 
 
 @pytest.fixture
-def slurm(hosts: Hosts, python: str, tmp_path: Path) -> dict[str, str]:
+def slurm(hosts: Hosts, tmp_path: Path) -> dict[str, str]:
     """What SLURM sets for a batch script on two nodes, and a folder of programs: `srun`, `scontrol`, `torchrun`."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, script in {
         "srun": SRUN,
         "scontrol": f'[ "$*" = "show hostnames nodes[0-1]" ] && printf "%s\\n" {" ".join(hosts.names)}',
-        "python": f'exec {python} "$@"',
-        "torchrun": f'exec {python} -m torch.distributed.run "$@"',
-        "fnddp": f'exec {python} -m fnddp "$@"',
+        "python": f'exec {sys.executable} "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "fnddp": f'exec {sys.executable} -m fnddp "$@"',
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{script}\n")
         (programs / name).chmod(0o755)
@@ -100,7 +96,6 @@ def slurm(hosts: Hosts, python: str, tmp_path: Path) -> dict[str, str]:
         "SLURM_NNODES": "2",
         "SLURM_JOB_NAME": "fnddp",
         "PORT": str(free_port()),
-        "PYTHON_EXEC": python,
     }
 
 
@@ -158,11 +153,12 @@ def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], tmp_path: Path)
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_bench_under_torchrun(hosts: Hosts, python: str, tmp_path: Path) -> None:
+def test_bench_under_torchrun(hosts: Hosts, tmp_path: Path) -> None:
     where = ("--nnodes", 2, "--master-addr", hosts.names[0], "--master-port", free_port())
     command = ("-m", "fnddp", "bench", "fp16(allreduce)", "--model", SMALL, "--pairs", 3, "--against", "ddp")
-    command = ("--no-python", python, *command, "--out", tmp_path / "out")
-    said = all_said([hosts.start(i, python, *TORCHRUN, *where, "--node-rank", i, *command) for i in range(2)], SECONDS)
+    command = (*command, "--out", tmp_path / "out")
+    ranks = [hosts.start(i, sys.executable, *TORCHRUN, *where, "--node-rank", i, *command) for i in range(2)]
+    said = all_said(ranks, SECONDS)
     assert "".join(said).count("started_by: torchrun") == 1
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (results["ranks"], results["threads"]) == (4, 1)

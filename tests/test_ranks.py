@@ -1,11 +1,6 @@
 """The test bed itself: a failing rank and a hanging rank are reported, with every rank's traceback."""
 
-import os
-import signal
-import subprocess
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,47 +59,3 @@ def test_a_hang_is_ended_and_shows_where():
     with pytest.raises(TimeoutError, match="hang_on_one"):
         pool.run(2, hang_on_one, timeout=2)
     assert not pool.alive
-
-
-def test_the_python_that_forks_is_like_python(python: str, tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "WORD": "given"}
-        options: Any = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment, "timeout": 60}
-        return subprocess.run([python, *arguments], **options)
-
-    (tmp_path / "script.py").write_text("import os, sys; print(os.environ['WORD'], os.getcwd(), sys.argv); sys.exit(3)")
-    for arguments, argv in (("-u", "script.py", "1"), ["script.py", "1"]), (("-m", "script"), None):
-        done = run(*arguments)
-        assert done.returncode == 3, done
-        assert done.stdout.startswith(f"given {tmp_path} [")
-        assert argv is None or str(argv) in done.stdout
-    assert run("-c", "import os; os.kill(os.getpid(), 9)").returncode == -signal.SIGKILL
-    assert run("-c", "import sys; sys.exit(200)").returncode == 200
-    assert run("-c", "import os; os.kill(os.getppid(), 9)").returncode == 1  # of the one who waits for it
-    failed = run("-c", "1 / 0")
-    assert (failed.returncode, failed.stderr.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_fork_ends_with_the_process_that_it_stands_for(python: str, number: signal.Signals) -> None:
-    sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with subprocess.Popen([python, "-c", sleeps], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            fork = int(process.stdout.readline())
-            process.send_signal(number)
-            assert process.wait(timeout=60) == -number
-        finally:
-            process.kill()
-    deadline = time.monotonic() + 60
-    while is_alive(fork) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(fork)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

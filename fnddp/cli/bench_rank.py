@@ -21,11 +21,8 @@ from fnddp.wire import control
 def measure(setup: Setup, at: RankInfo | None) -> Iterator[Stage | Run]:
     """Time every arm of `setup` once in each round, all ranks together; yield the run at the end.
 
-    The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours.
-
-    Args:
-        setup: The arms and the number of rounds.
-        at: This rank, if a launcher has started it.
+    The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours. `at` is
+    this rank, if a launcher has started it.
     """
     device = set_up_device(setup.device, at)
     yield Stage(f"preparing {len(setup.names)} arms")

@@ -57,10 +57,7 @@ def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
 
     While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. The next run
     removes what a killed one has left behind.
-
-    Args:
-        n: Number of hosts.
-        link: As `Link.parse` reads it, such as "200mbit". A latency needs the kernel's module sch_netem.
+    `Link.parse` reads the link, such as "200mbit". A latency needs the kernel's module sch_netem.
 
     Raises:
         NetworkError: Not Linux, not root, or iproute2 is missing or was refused.

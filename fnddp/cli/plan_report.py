@@ -60,14 +60,10 @@ class Setting:
 class Planned:
     """The plans of a pipeline in the steps of a period, and their costs."""
 
+    text: str
     plans: tuple[Plan, ...]  # one for each phase
     phases: list[Costs]  # those that differ, each with the number of steps of a period that have them
     mean: Costs
-
-    @property
-    def text(self) -> str:
-        """The pipeline."""
-        return repr(self.plans[0].sync)
 
     @property
     def busiest(self) -> Plan:
@@ -96,7 +92,8 @@ def planned(sync: Sync, setting: Setting) -> Planned:
     for plan, steps in plans:
         costs = _costs(plan, setting)
         phases.setdefault(repr(costs), {"steps": 0, **costs})["steps"] += steps
-    return Planned(tuple(plan for plan, _ in plans), [*phases.values()], _mean([*phases.values()], setting))
+    of_phases = [*phases.values()]
+    return Planned(repr(sync), tuple(plan for plan, _ in plans), of_phases, _mean(of_phases, setting))
 
 
 def _costs(plan: Plan, setting: Setting) -> Costs:

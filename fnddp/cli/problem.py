@@ -15,15 +15,7 @@ DATA = {"digits": "fnddp.cli.digits", "text": "fnddp.cli.characters"}
 
 
 def problem(model: str, data: str | None, *, batch: int, ranks: int, steps: int, rate: float | None) -> Problem:
-    """Return what `--model` and `--data` name.
-
-    Args:
-        model: As `fnddp.cli.models.load` takes it.
-        data: "digits", "text", or None for the model's own.
-        batch: Samples of each rank in each step; a model's own batches are what they are.
-        ranks: Number of virtual ranks.
-        steps: Training steps, over which the learning rate falls to zero.
-        rate: The first learning rate; None for what suits the data.
+    """Return what `--model` and `--data` name; the learning rate falls from `rate`, or what suits the data, to zero.
 
     Raises:
         WrongArgument: There is no such model, it and the data do not go together, or it cannot be simulated.
