@@ -118,7 +118,7 @@ def _run_rank(
         for event in work(*arguments):
             pipe.send(event)
         pipe.send(_Done())
-        pipe.recv()  # stays until the parent lets go: leaving would break connections that others still read from
+        pipe.recv()  # waits until the parent ends it: leaving would break connections that others still read from
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
         where = traceback.extract_tb(error.__traceback__)[-1]
