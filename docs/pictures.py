@@ -15,7 +15,6 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from fnddp import allreduce, error_feedback, fp16, lower, powersgd
 from fnddp.cli import picture, report
-from fnddp.cli.train import Result
 from fnddp.show.drawing import INK, PAPER
 
 ASSETS = Path(__file__).parent / "assets"
@@ -65,20 +64,7 @@ def draw_plan(file: Path) -> None:
 
 
 def curves() -> Figure:
-    found = json.loads((ASSETS / "demo.json").read_text())
-    results = [
-        Result(
-            pipeline=each["pipeline"],
-            parameters=found["parameters"],
-            losses=each["loss_by_step"],
-            sent=each["bytes_sent_by_step"],
-            accuracy=each["test_accuracy"],
-            step_seconds=each["step_seconds_median"],
-        )
-        for each in found["pipelines"]
-    ]
-    setting = report.Setting(found["model"], found["ranks"], found["steps"], found["seed"])
-    return report.curves(results, setting)
+    return report.curves(json.loads((ASSETS / "demo.json").read_text()))
 
 
 def anatomy() -> Figure:

@@ -15,7 +15,6 @@ from fnddp.plan import lower
 from fnddp.simulate import ranks
 from tests.cores import OnOneCore
 from tests.forks import forks
-from tests.interpreter import forked_python
 from tests.ranks import GlooPool
 from tests.traces import in_turn
 
@@ -43,13 +42,6 @@ def gloo(_pools: list[GlooPool]) -> Callable[..., list]:
     if not _pools or not _pools[-1].alive:
         _pools.append(GlooPool())
     return _pools[-1].run
-
-
-@pytest.fixture(scope="session")
-def python() -> Iterator[str]:
-    """A python for commands of many processes: see `interpreter.py`."""
-    with forked_python() as path:
-        yield path
 
 
 @pytest.fixture(scope="session", autouse=True)

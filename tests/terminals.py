@@ -44,7 +44,7 @@ def complaints(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if not re.match(r"lowered .* in [\d.]+ s, which happens once", line)]
 
 
-def run(*commands: Command, seconds: float = 120) -> list[str]:
+def run(*commands: Command, seconds: float = 300) -> list[str]:
     """What each command writes to its terminal, escape codes and all, both outputs together. Each must exit with 0."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))

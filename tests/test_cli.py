@@ -16,37 +16,10 @@ import fnddp
 from fnddp.cli import main, models, modules
 from fnddp.cli.checks import RANKS_PER_CORE, check_processes
 from fnddp.cli.failures import BROKEN_PIPE, WrongArgument
+from tests import workloads
 
-MODELS = """
-from torch import nn, ones
-
-module = nn.Linear(8, 4)
-
-class Network(nn.Linear):
-    def __init__(self, width=4):
-        super().__init__(8, width)
-
-def of_width(width, depth=1):
-    return nn.Linear(8, width)
-
-def broken():
-    raise KeyError("no such layer")
-
-def ends():
-    raise SystemExit(3)
-
-def many():
-    return nn.Linear(8, 4), ones(2, 8), lambda output: output
-
-def values():
-    made = nn.Linear(8, 4)
-    made.weight.data *= made.weight.abs().max().item()
-    return made
-
-def trainable():
-    return nn.Linear(8, 4), ones(2, 8), lambda output: output.square().mean()
-"""
-
+FILE = workloads.__file__
+TWO_LEVELS = "hierarchical(fp16(all_reduce('across')), intra='node')"
 TRANSFORM = """
 import fnddp
 from fnddp.core import tree
@@ -66,10 +39,11 @@ class halving(Sync):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where `models.py` and `mine_own.py` are, and the command is run."""
-    (tmp_path / "models.py").write_text(MODELS)
+    """Where the command is run: with `models.py`, `mine_own.py` and scripts."""
+    shutil.copy(FILE, tmp_path / "models.py")
     (tmp_path / "mine_own.py").write_text(TRANSFORM)
     (tmp_path / "script.py").write_text('raise SystemExit("usage: script")\n')
+    (tmp_path / "wrong.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = set(sys.modules)
@@ -78,44 +52,123 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command says of wrong arguments: one message, no traceback, and nothing on standard output."""
-    assert main.main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    return err
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--version"]) == 0
     assert capsys.readouterr().out == f"fnddp {fnddp.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        (["pln"], "Did you mean 'plan'?"),
-        (["plan", "--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
-        (["bench", "allreduce", "--engine", "regster"], "'regster' is not one of 'ddp', 'register', 'value_and_grad'"),
-        (["demo", "--ranks", "0"], "Invalid value for '--ranks'"),
-        (["demo", "--ranks", "two"], "Invalid value for '--ranks'"),
-        (["bench", "allreduce", "--pairs", "0"], "Invalid value for '--pairs'"),
-        (["tune", "--rate", "0"], "Invalid value for '--rate': must be a positive number, got 0"),
-        (["demo", "--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
-        (["plan", "--model", "gtp2"], "; did you mean 'gpt2'?"),
-        (["plan", "--model", "models.py:Netwrk"], "; did you mean 'Network'?"),
-        (["bench", "allreduce", "--model", "digts"], "; did you mean 'digits'?"),
-        (["tune", "--model", "digts"], "; did you mean 'digits'?"),
-        (["bench", "allreduce", "--against", "dpp"], "; did you mean 'ddp'?"),
+WRONG = {
+    "": [(["pln"], "Did you mean 'plan'?")],
+    "demo": [
+        (["--ranks", "0"], "Invalid value for '--ranks'"),
+        (["--ranks", "two"], "Invalid value for '--ranks'"),
+        (["--ranks", "5000"], "--ranks 5000: each is a process, and on "),
+        (["--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
+        (["--out", "mine_own.py/out"], "--out: cannot write mine_own.py/out: Not a directory; name another"),
     ],
+    "plan": [
+        (["--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
+        (["--model", "gtp2"], "unknown model 'gtp2'; did you mean 'gpt2'?"),
+        (["--model", "nothing"], "known ones are digits, transformer, deep, gpt2, resnet18. Your own is FILE.py:fn"),
+        (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
+        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, ends, frozen, "),
+        (["--model", "models.py:of_width"], "models.py:of_width cannot be called without arguments: missing a req"),
+        (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
+        (["--model", "models.py:ends"], "models.py:ends failed: SystemExit: 3 (at "),
+        (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
+        (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
+        (["--model", "models.py"], "models.py is a file: name the function in it that makes the model, models.py:fn"),
+        (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
+        (["--model", "script.py:f"], "cannot import script.py: SystemExit: usage: script (at "),
+        (["--model", "wrong.py:f"], "cannot import wrong.py: ZeroDivisionError: division by zero (at "),
+        (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
+        (["--import", "absent_module"], "--import: cannot import absent_module: ModuleNotFoundError"),
+        ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
+        (["fp16(allreduce, 3)"], "fp16() takes 1 positional argument but 2 were given\n  fp16(allreduce, 3)\n  ^"),
+        (["allreduce", "powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
+        (["partition({'encoder.*': allreduce})"], "partition: leaf 'position' matches none"),
+        (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
+        (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
+        (["--link", "100"], "--link: '100' is no link: write a rate"),
+        (["--step", "-1"], "Invalid value for '--step'"),
+        (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),
+        (["--show", "--json"], "--json prints nothing else: leave --show out"),
+        (["--trace", "x"], "--trace draws the plan of one pipeline on one link"),
+        (["--svg", "x", "--trace", "x"], "--svg and --trace draw the plan of one"),
+        (["allreduce", "--svg", "x.svg", "--trace", "absent/x"], "--trace: cannot write absent/x: No such file"),
+        (["allreduce", "--trace", "."], "--trace: cannot write .: Is a directory"),
+        ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
+        ([TWO_LEVELS, "--ranks", "node=8,across=-1"], "--ranks must be a whole number of at least 1, or one for each"),
+        ([TWO_LEVELS, "--ranks", "1024"], "give the number of ranks of each: --ranks across=N,node=N"),
+        ([TWO_LEVELS, "--ranks", "node=8"], "--ranks node=8: nothing is given for group 'across'"),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "no pipeline here reduces over group 'rack'; there are gr"),
+        ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "no pipeline here reduces over the default group"),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit"], "nothing is given for group 'across'"),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit,across=x"], "--link: 'x' is no link"),
+    ],
+    "bench": [
+        ([], "name a pipeline, such as 'fp16(allreduce)', or ask for --codecs"),
+        (["allreduce", "--engine", "regster"], "'regster' is not one of 'ddp', 'register', 'value_and_grad'"),
+        (["allreduce", "--against", "dpp"], "--against: unknown peer 'dpp'; did you mean 'ddp'?"),
+        (["allreduce", "--against", "horovod"], "unknown peer 'horovod'; known ones are ddp, fp16_hook"),
+        (["allreduce", "--against", "bf16_hook"], "--against bf16_hook: no peer is left to compare with; add ddp"),
+        (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
+        (["allreduce", "--model", "models.py:alone"], "returns a module alone; to train it, it must return (module, "),
+        (["allreduce", "--model", "models.py:pair"], "or (module, inputs, loss_fn), got (Linear, Tensor)"),
+        (["allreduce", "--model", "models.py:text_in"], "inputs must be a tensor or a tuple of tensors, got str"),
+        (["allreduce", "--model", "models.py:no_loss"], "loss_fn must be a function of the module's output, got float"),
+        (["--codecs", "fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
+        (["--codecs", "--ranks", "4", "--link", "1gbit"], "a link or a model: leave --ranks and --link out"),
+    ],
+    "tune": [
+        (["--rate", "0"], "Invalid value for '--rate': must be a positive number, got 0"),
+        (["--within=-1%"], "--within: must be 0 or a positive number"),
+        (["--model", "digits", "--data", "text"], "--model digits does not take --data text: RuntimeError"),
+        (["--model", "models.py:normalized", "--data", "digits"], "cannot be tuned: 1 (BatchNorm1d) changes its buf"),
+        (["--ranks", "1500"], "--ranks 1500: each needs an image, and there are 1,257 to train on"),
+        (["--pipelines", "none"], "none exchanges nothing"),
+        (["--pipelines", TWO_LEVELS], "process group 'node' is named, but"),
+        (["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "not the same on all ranks"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"), [(command, *each) for command, rows in WRONG.items() for each in rows]
 )
-def test_wrong_arguments_are_answered_with_what_was_perhaps_meant(
-    arguments: list[str], meant: str, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_answered_in_a_line_before_anything_is_done(
+    command: str, arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = wrong(capsys, *arguments)
-    assert meant in said
-    assert len(said.splitlines()) <= 3
+    before = set(folder.iterdir())
+    assert main.main([*command.split(), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"fnddp {command}: " if command else "fnddp: ")
+    assert message in err
+    assert len(err.splitlines()) <= 3
+    assert set(folder.iterdir()) - {folder / "__pycache__"} == before
+
+
+@pytest.mark.parametrize("name", ["module", "Network", "values"])
+def test_a_model_may_be_a_module_a_class_or_a_function(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["plan", "allreduce", "--json", "--model", f"models.py:{name}"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 36
+
+
+def test_a_loss_is_a_scalar() -> None:
+    task = models.load(f"{FILE}:many").task(1)
+    with pytest.raises(WrongArgument, match=r"many: loss_fn must return a scalar tensor, .* of shape \(2, 4\)$"):
+        task.loss(nn.Linear(8, 4), task.batch(0, 1, torch.Generator()))
+
+
+def test_processes_that_a_machine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    check_processes(2 * RANKS_PER_CORE)
+    with pytest.raises(WrongArgument, match="on 2 cores at most 16 are started; virtual ranks need none: fnddp tune"):
+        check_processes(2 * RANKS_PER_CORE + 1)
 
 
 def test_names_of_the_package() -> None:
@@ -125,97 +178,28 @@ def test_names_of_the_package() -> None:
     assert all(hasattr(fnddp, name) for name in dir(fnddp))
 
 
-@pytest.mark.parametrize("name", ["module", "Network", "values", "trainable"])
-def test_a_model_may_be_a_module_a_class_or_a_function(
-    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["plan", "allreduce", "--json", "--model", f"models.py:{name}"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == 36
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "models.py:of_width"], "models.py:of_width cannot be called without arguments: it needs width;"),
-        (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
-        (["--model", "models.py:ends"], "models.py:ends failed: SystemExit: 3 (at "),
-        (["--model", "script.py:f"], "cannot import script.py: SystemExit: usage: script (at "),
-        (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
-        (["--model", "models.py"], "models.py is a file: say what in it makes the model, models.py:fn"),
-        (["--model", "nothing"], "known ones are digits, transformer, deep, gpt2, resnet18. Your own is FILE.py:fn"),
-        ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
-        (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
-        (["--import", "absent_module"], "--import: cannot import absent_module: ModuleNotFoundError"),
-        (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
-        (["fp16(allreduce, 3)"], "fp16() takes 1 positional argument but 2 were given\n  fp16(allreduce, 3)\n  ^"),
-    ],
-)
-def test_what_cannot_be_planned_is_said_in_a_line(
-    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = wrong(capsys, "plan", *arguments)
-    assert said.startswith("fnddp plan: ")
-    assert message in said
-    assert len(said.splitlines()) <= 3
-
-
-def test_a_loss_is_a_scalar(folder: Path) -> None:
-    task = models.load("models.py:many").task(1)
-    with pytest.raises(
-        WrongArgument, match=r"^models.py:many: loss_fn must return a scalar tensor, .* of shape \(2, 4\)$"
-    ):
-        task.loss(nn.Linear(8, 4), task.batch(0, 1, torch.Generator()))
-
-
-def test_one_rank_is_no_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", "allreduce", "--ranks", "1", "--model", "models.py:module"]) == 0
-    assert "36 parameters in 2 leaves; 1 rank; " in capsys.readouterr().out
-
-
 def test_rates_as_on_data_sheets() -> None:
     assert fnddp.Link.parse("10Gbps") == fnddp.Link.parse("10gbit")
     assert fnddp.Link.parse("100 Mbps:20us") == fnddp.Link.parse("100mbit:20us")
 
 
-def test_more_processes_than_a_machine_can_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
-    check_processes(2 * RANKS_PER_CORE)
-    with pytest.raises(WrongArgument):
-        check_processes(2 * RANKS_PER_CORE + 1)
-    for command in ("demo", "bench"):
-        pipelines = ["allreduce"] if command == "bench" else []
-        said = wrong(capsys, command, *pipelines, "--ranks", "5000")
-        assert "--ranks 5000: each is a process, and on 2 cores at most 16 are started" in said
-
-
-def test_lower_takes_a_module() -> None:
+def test_calls_that_users_get_wrong() -> None:
     module = nn.Linear(3, 2)
     module.bias.requires_grad_(False)
     assert list(fnddp.lower(fnddp.allreduce, module, world_size=2).leaves) == ["weight"]
     with pytest.raises(TypeError, match="is a Linear, not a tensor; give dict"):
         fnddp.error_feedback(fnddp.allreduce).init(module)
-
-
-@pytest.mark.parametrize("world_size", [0, -5])
-def test_a_world_has_at_least_one_rank(world_size: int) -> None:
-    with pytest.raises(ValueError, match=f"lower: world_size must be at least 1, .* got {world_size}"):
-        fnddp.lower(fnddp.allreduce, {"w": torch.ones(2)}, world_size=world_size)
-
-
-def test_a_pipeline_in_the_place_of_devices() -> None:
-    with pytest.raises(
-        TypeError, match=r"give the pipeline by name: DistributedDataParallel\(module, sync=allreduce\)"
-    ):
-        fnddp.DistributedDataParallel(nn.Linear(3, 2), fnddp.allreduce)
+    for n in (0, -5):
+        with pytest.raises(ValueError, match=f"lower: world_size must be at least 1, .* got {n}"):
+            fnddp.lower(fnddp.allreduce, {"w": torch.ones(2)}, world_size=n)
+    with pytest.raises(TypeError, match=r"the pipeline by name: DistributedDataParallel\(module, sync=allreduce\)"):
+        fnddp.DistributedDataParallel(module, fnddp.allreduce)
 
 
 @pytest.mark.usefixtures("own_transforms")
 @pytest.mark.parametrize("name", ["mine_own", "mine_own.py"])
 def test_own_transforms_are_imported(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["halving(allreduce)", "--import", name, "--model", "models.py:module"]
-    assert main.main(["plan", *arguments, "--json"]) == 0
+    assert main.main(["plan", "halving(allreduce)", "--import", name, "--model", "models.py:module", "--json"]) == 0
     (planned,) = json.loads(capsys.readouterr().out)["pipelines"]
     assert planned["pipeline"] == "halving(allreduce)"
     assert modules.load(name) is modules.load(name)
@@ -225,15 +209,15 @@ def test_own_transforms_are_imported(name: str, folder: Path, capsys: pytest.Cap
 def test_the_demo_trains_own_models_with_own_transforms_on_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--import", "mine_own.py", "--model", "models.py:trainable", "--steps", "11", "--out", "out"]
+    options = ["--import", "mine_own.py", "--model", "models.py:small", "--steps", "11", "--out", "out"]
     assert main.main(["demo", "--pipelines", "halving(allreduce)", *options]) == 0
-    said = capsys.readouterr().out
-    assert "models.py:trainable on its own batch; ranks: 2" in said
-    assert "final loss" in said
+    out = capsys.readouterr().out
+    assert "models.py:small on its own batch; ranks: 2" in out
+    assert "final loss" in out
     (trained,) = json.loads((folder / "out" / "results.json").read_text())["pipelines"]
     assert trained["test_accuracy"] is None
     assert trained["loss_by_step"][-1] < trained["loss_by_step"][0]
-    assert trained["bytes_per_step"] == 4 * 36
+    assert trained["bytes_per_step"] == 4 * (64 * 32 + 32)
 
 
 WITHOUT_THE_EXTRA = """
@@ -244,6 +228,7 @@ sys.exit(main.main())
 """
 
 
+@pytest.mark.thorough
 def test_plan_needs_no_extra_and_ends_quietly_when_its_reader_does(folder: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_THE_EXTRA, "plan", "allreduce", "--model", "models.py:module", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, cwd=folder)
@@ -269,12 +254,10 @@ def test_commands_options_and_what_options_may_be_are_completed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     complete = partial(completed, monkeypatch, capsys)
-    assert complete("fnddp", "p") == {"plan"}
     assert {"demo", "plan", "bench", "tune", "trace", "doctor", "completion"} <= complete("fnddp", "")
     assert complete("fnddp", "plan", "--mo") == {"--model"}
     assert complete("fnddp", "plan", "--model", "g") == {"gpt2"}
     assert complete("fnddp", "bench", "--engine", "") == {"ddp", "register", "value_and_grad"}
-    assert complete("fnddp", "completion", "f") == {"fish"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -284,3 +267,11 @@ def test_completion_prints_a_script(shell: str, capsys: pytest.CaptureFixture[st
     assert f"_FNDDP_COMPLETE=complete_{shell}" in script
     if shell != "fish" and shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "bench", "tune"])
+def test_help_names_no_default_that_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([command, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "[default: " in said
+    assert "[default: None]" not in said

@@ -15,9 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from fnddp import allreduce, fp16, parse
-from fnddp.cli import main, report
-from fnddp.cli.failures import WrongArgument
-from fnddp.cli.launcher import RankInfo, check_ranks
+from fnddp.cli import main, picture, report
 from fnddp.cli.train import Result
 from tests.terminals import complaints
 
@@ -28,11 +26,10 @@ PARAMETERS = 85_002
 SECONDS = 150  # for a demo of a few steps, on a machine that is busy with other things
 
 
-def start(*arguments: object, python: str = sys.executable) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHON_EXEC": python}
+def start(*arguments: object, warnings: str = "error") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [python, *map(str, arguments)],
-        env=environment,
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warnings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -41,7 +38,7 @@ def start(*arguments: object, python: str = sys.executable) -> subprocess.Popen[
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    with process:  # or what a failure leaves open is told of in a later test
+    with process:  # or a later test warns of what a failure leaves open
         try:
             out, err = process.communicate(timeout=SECONDS)
         finally:
@@ -91,100 +88,62 @@ def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
         time.sleep(0.05)
 
 
-def check_files(folder: Path, steps: int) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["curves.png", "results.json"]
-    height, width, _ = imread(folder / "curves.png").shape
+@pytest.mark.thorough
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("launcher", [(), TORCHRUN])
+def test_starts_its_own_ranks_or_uses_those_of_torchrun(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    demo = (*launcher, *DEMO, "--steps", 30, "--out", out, "--pipelines", *PIPELINES)
+    code, said, errors = finish(start(*demo, warnings="default" if launcher else "error"))
+    assert code == 0, errors
+    assert launcher or complaints(errors) == []  # torchrun warns of its own
+    for expected in (*PIPELINES, "340,008", "5,436", "the same on all ranks", str(out)):
+        assert expected in said
+    assert said.count("62.5x") == 1  # rank 0 alone reports
+    assert sorted(path.name for path in out.iterdir()) == ["curves.png", "results.json"]
+    height, width, _ = imread(out / "curves.png").shape
     assert height > 500
     assert width > 1000
-    results = json.loads((folder / "results.json").read_text())
-    assert (results["ranks"], results["steps"], results["parameters"]) == (2, steps, PARAMETERS)
+    results = json.loads((out / "results.json").read_text())
+    assert (results["ranks"], results["steps"], results["parameters"]) == (2, 30, PARAMETERS)
     plain, low_rank = results["pipelines"]
     assert parse(plain["pipeline"]) == allreduce
     assert plain["bytes_per_step"] == 4 * PARAMETERS
-    assert plain["bytes_total"] == 4 * PARAMETERS * steps
+    assert plain["bytes_total"] == 4 * PARAMETERS * 30
     # fp16 factors of rank 2 for 256x64, 256x256 and 10x256, and the biases
     assert low_rank["bytes_per_step"] == 2 * (2 * (256 + 64 + 256 + 256 + 10 + 256) + 256 + 256 + 10)
     assert low_rank["reduction"] == pytest.approx(62.5, abs=0.1)
     for pipeline in (plain, low_rank):
-        assert len(pipeline["loss_by_step"]) == len(pipeline["bytes_sent_by_step"]) == steps
+        assert len(pipeline["loss_by_step"]) == len(pipeline["bytes_sent_by_step"]) == 30
         assert pipeline["loss_by_step"][-1] < pipeline["loss_by_step"][0]
         assert 0.2 < pipeline["test_accuracy"] <= 1
 
 
-@pytest.mark.timeout(2 * SECONDS)
-def test_starts_its_own_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "a" / "b"
-    code, said, errors = finish(start(*DEMO, "--steps", 30, "--out", out, "--pipelines", *PIPELINES))
-    assert (code, complaints(errors)) == (0, [])
-    for expected in (*PIPELINES, "340,008", "5,436", "62.5x", "the same on all ranks", str(out)):
-        assert expected in said
-    check_files(out, steps=30)
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
-def test_uses_the_ranks_of_torchrun(tmp_path: Path, python: str) -> None:
-    demo = (*DEMO, "--steps", 30, "--out", tmp_path, "--pipelines", *PIPELINES)
-    code, said, errors = finish(start(*TORCHRUN, *demo, python=python))
-    assert code == 0, errors
-    assert said.count("62.5x") == 1  # rank 0 alone reports
-    check_files(tmp_path, steps=30)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_ctrl_c(training: subprocess.Popen[str], tmp_path: Path, whole_group: bool) -> None:
+@pytest.mark.parametrize(
+    ("killed", "number", "ends"),
+    [
+        ("group", signal.SIGINT, (130, "fnddp demo: interrupted; all ranks are ended\n")),
+        ("parent", signal.SIGINT, (130, "fnddp demo: interrupted; all ranks are ended\n")),
+        ("parent", signal.SIGKILL, (-signal.SIGKILL, "")),
+        ("rank", signal.SIGKILL, (1, "fnddp demo: rank 1 was ended by SIGKILL (Killed)\n")),
+    ],
+)
+def test_no_process_stays(
+    training: subprocess.Popen[str], tmp_path: Path, killed: str, number: int, ends: tuple[int, str]
+) -> None:
     processes = descendants(training.pid)
-    if whole_group:
-        os.killpg(training.pid, signal.SIGINT)
+    if killed == "group":
+        os.killpg(training.pid, number)
     else:
-        training.send_signal(signal.SIGINT)
+        _, second = [pid for pid in processes if is_connected(pid)]
+        os.kill(second if killed == "rank" else training.pid, number)
     training.wait(timeout=SECONDS)
     until(lambda: not any(map(is_alive, processes)))
     code, _, errors = finish(training)
-    assert (code, errors) == (130, "fnddp demo: interrupted; all ranks are ended\n")
+    assert (code, errors) == ends
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(2 * SECONDS)
-def test_killed_rank(training: subprocess.Popen[str], tmp_path: Path) -> None:
-    processes = descendants(training.pid)
-    _, second = [pid for pid in processes if is_connected(pid)]
-    os.kill(second, signal.SIGKILL)
-    training.wait(timeout=SECONDS)
-    until(lambda: not any(map(is_alive, processes)))
-    code, _, errors = finish(training)
-    assert (code, errors) == (1, "fnddp demo: rank 1 was ended by SIGKILL (Killed)\n")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(2 * SECONDS)
-def test_killed_parent(training: subprocess.Popen[str], tmp_path: Path) -> None:
-    processes = descendants(training.pid)
-    training.kill()
-    until(lambda: not any(map(is_alive, processes)))
-    code, _, errors = finish(training)
-    assert (code, errors) == (-signal.SIGKILL, "")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert main.main(["demo", "--out", str(tmp_path / "file" / "out")]) == 2
-    assert capsys.readouterr().err == (
-        f"fnddp demo: --out: cannot write {tmp_path}/file/out: Not a directory; name another\n"
-    )
-    assert main.main(["demo", "--out", str(tmp_path / "file")]) == 2
-
-
-def test_ranks_must_be_the_launchers() -> None:
-    at = RankInfo("torchrun", rank=1, world_size=4, local_rank=1)
-    assert check_ranks(None, at) == check_ranks(4, at) == 4
-    with pytest.raises(WrongArgument, match="--ranks 2, but torchrun has started 4"):
-        check_ranks(2, at)
 
 
 def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,11 +155,19 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def test_a_run_that_diverged_or_sent_nothing_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = [2.3, math.nan, math.inf]
-    diverged = Result(repr(fp16(allreduce)), PARAMETERS, losses, [4, 4, 4], accuracy=0.1, step_seconds=0.001)
-    assert diverged.reduction is None
+    diverged = Result(
+        pipeline=repr(fp16(allreduce)),
+        bytes_per_step=0,
+        reduction=None,
+        bytes_total=4,
+        test_accuracy=0.1,
+        step_seconds_median=0.001,
+        loss_by_step=[2.3, math.nan, math.inf],
+        bytes_sent_by_step=[4, 4, 4],
+    )
     report.show([diverged])
     assert "10.00%" in capsys.readouterr().out
-    report.write(tmp_path, [diverged], report.Setting("digits", ranks=2, steps=3, seed=0))
+    found = {"model": "digits", "ranks": 2, "pipelines": [diverged]}
+    picture.write(tmp_path, report.CURVES, lambda: report.curves(found), found)
     (pipeline,) = json.loads((tmp_path / "results.json").read_text())["pipelines"]
     assert pipeline["loss_by_step"] == [2.3, None, None]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,20 +19,15 @@ from fnddp.cli.examination import Findings
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError
 from fnddp.cli.launcher import RankInfo
-from fnddp.cost.step import Compute, Step
+from fnddp.cost.step import Compute, Span, Step
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
 from fnddp.wire.groups import LAUNCHERS
+from tests.hosts import all_said, free_port
 from tests.terminals import complaints
+from tests.workloads import SMALL
 
 SECONDS = 120
-MODEL = """
-import torch
-from torch import nn
-
-def small():
-    return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
-"""
 VARIABLES = [name for names in LAUNCHERS.values() for name in names]
 
 
@@ -41,106 +37,67 @@ def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    (tmp_path / "models.py").write_text(MODEL)
-    return f"{tmp_path / 'models.py'}:small"
+SAID = (
+    "installed: python ",
+    "ranks: 2, started ",
+    "ok: versions and devices are the same on all ranks",
+    "ok: means are equal on all ranks, to the bit: allreduce, bf16(two_shot)",
+    "link between all ranks: ",
+    " ns/B)",
+    "can pay here",
+)
+DOCTOR = ("doctor", "--model", SMALL, "--device", "cpu")
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_doctor_on_ranks_of_its_own(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor", "--model", model, "--device", "cpu"]) == 0
+def test_doctor_on_ranks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(DOCTOR) == 0
     said, errors = capsys.readouterr()
     assert complaints(errors) == []
-    for expected in (
-        "installed: python ",
-        "ranks: 2, started here, on ",
-        "ok: versions and devices are the same on all ranks",
-        "ok: means are equal on all ranks, to the bit: allreduce, bf16(two_shot)",
-        "link between all ranks: ",
-        " ns/B)",
-        "can pay here",
-    ):
-        assert expected in said
+    assert [said.count(text) for text in SAID] == [1] * len(SAID)
     assert "PROBLEM" not in said
     for pipeline in (MEAN, *SIXTEEN_BITS, *examination.COMPRESSED):
         assert pipeline in said
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
-def test_doctor_on_the_ranks_of_an_mpi(model: str, python: str) -> None:
-    """As mpirun starts them: nothing says where they meet, but all are on one host."""
-    command = [python, "-m", "fnddp", "doctor", "--model", model, "--device", "cpu", "--json"]
+def test_doctor_on_the_ranks_of_an_mpi() -> None:
+    """As mpirun starts them: nothing names where they meet, but all are on one host."""
+    sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    everywhere = {**os.environ, **sizes, "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            command,
+            [sys.executable, "-m", "fnddp", *DOCTOR, "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "OMPI_COMM_WORLD_RANK": str(rank),
-                "OMPI_COMM_WORLD_SIZE": "2",
-                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                "MASTER_PORT": str(29600 + os.getpid() % 1000),
-                "OMP_NUM_THREADS": "1",
-            },
+            env={**everywhere, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank},
         )
-        for rank in range(2)
+        for rank in ("0", "1")
     ]
-    try:
-        ended = [process.communicate(timeout=SECONDS) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], ended
-    found = json.loads(ended[0][0])
-    assert ended[1][0] == ""  # the first one reports
+    first, second = all_said(ranks, SECONDS)
+    found = json.loads(first)
+    assert second == ""  # the first one reports
     assert len(found["hosts"]) == 2
     assert (found["disagreement"], found["unequal"], found["device"]) == (None, [], "cpu")
     assert found["links"]["between all ranks"]["bandwidth"] > 0
     assert [each["pipeline"] for each in found["pipelines"]] == [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
-def test_doctor_under_torchrun(model: str, python: str) -> None:
-    """One rank tells what all have found."""
-    launch = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_doctor_under_torchrun() -> None:
+    """One rank prints what all have found."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     said = subprocess.run(
-        [*launch, "-m", "fnddp", "doctor", "--model", model, "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=True,
-        env={**os.environ, "PYTHON_EXEC": python},
+        [*launch, "-m", "fnddp", *DOCTOR], capture_output=True, text=True, timeout=SECONDS, check=True
     ).stdout
-    for expected in (
-        "installed: python ",
-        "ranks: 2, started by torchrun, on ",
-        "ok: versions and devices are the same on all ranks",
-        "ok: means are equal on all ranks, to the bit: allreduce, bf16(two_shot)",
-        "link between all ranks: ",
-        " ns/B)",
-        "can pay here",
-    ):
-        assert said.count(expected) == 1, said
+    assert [said.count(text) for text in SAID] == [1] * len(SAID), said
+    assert "started by torchrun" in said
 
 
-@pytest.mark.timeout(2 * SECONDS)
-def test_doctor_ends_quietly_when_nobody_reads_on(model: str) -> None:
-    doctor = f"{sys.executable} -m fnddp doctor --ranks 1 --device cpu --model {model}"
-    done = subprocess.run(
-        ["bash", "-c", f"{doctor} | head -n 1; exit ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert (done.returncode, done.stderr) == (141, "")
-    assert done.stdout.startswith("installed: python ")
-
-
-def test_a_failure_is_told_by_every_rank_and_a_wrong_argument_once_on_each_host(
+def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, ...]] = []
@@ -153,18 +110,10 @@ def test_a_failure_is_told_by_every_rank_and_a_wrong_argument_once_on_each_host(
     assert told == [(ours, ours), (ours, ours), ("fnddp doctor: rank 1: no",), ("fnddp doctor: rank 2: no",) * 2]
 
 
-def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens, and this rank is not the first one
-    meeting = launcher.joined(RankInfo("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
-    with pytest.raises(RankError, match=r"^2 ranks did not meet at 127\.0\.0\.1:1: .*\n.*GLOO_SOCKET_IFNAME"):
-        meeting.__enter__()
-
-
 @pytest.mark.timeout(2 * SECONDS)
-def test_trace_writes_both_timelines(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_writes_both_timelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
-    assert main.main(["trace", "fp16(allreduce)", "--model", model, "--out", str(out)]) == 0
+    assert main.main(["trace", "fp16(allreduce)", "--model", SMALL, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     for expected in (
         "measured",
@@ -206,30 +155,27 @@ def test_places(variables: dict[str, str], place: RankInfo | None, monkeypatch: 
     assert launcher.rank_info() == place
 
 
-def test_a_launcher_that_says_too_little(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(WrongArgument, match="WORLD_SIZE=2, but RANK is not set"):
-        launcher.rank_info()
     assert main.main(["doctor"]) == 2
-    assert "RANK is not set" in capsys.readouterr().err
+    assert "WORLD_SIZE=2, but RANK is not set" in capsys.readouterr().err
     with pytest.raises(WrongArgument, match=r"must meet somewhere: set MASTER_ADDR .*scontrol show hostnames"):
         launcher.joined(RankInfo("SLURM", 0, 2, 0), "gloo").__enter__()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens, and this rank is not the first one
+    meeting = launcher.joined(RankInfo("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
+    with pytest.raises(RankError, match=r"^2 ranks did not meet at 127\.0\.0\.1:1: .*\n.*GLOO_SOCKET_IFNAME"):
+        meeting.__enter__()
 
 
 def outcome(pipeline: str, seconds: float) -> Outcome:
-    return Outcome(pipeline, 1, 1, Step((), Compute(forward_seconds=seconds), (), 0.0, 0.0), ())
+    return Outcome(pipeline, 1, 1, Step((Span("forward", 0, 0.0, seconds),), Compute(), (), 0.0, 0.0), ())
 
 
 def findings(**seconds: float) -> Findings:
     usual = {MEAN: 3.0, **dict.fromkeys(SIXTEEN_BITS, 2.0), examination.COMPRESSED[0]: 1.0}
-    costs = [replace_seconds(outcome(text, 0.0), taken) for text, taken in {**usual, **seconds}.items()]
+    costs = [outcome(text, taken) for text, taken in {**usual, **seconds}.items()]
     return Findings(["here", "there"], None, [], {"between hosts": Link.parse("1gbit")}, costs)
-
-
-def replace_seconds(each: Outcome, taken: float) -> Outcome:
-    from fnddp.cost.step import Span
-
-    return replace(each, step=replace(each.step, spans=(Span("forward", 0, 0.0, taken),)))
 
 
 def test_verdicts() -> None:
@@ -256,15 +202,24 @@ def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(examination, "measure_backward", measured)
     monkeypatch.setattr(examination, "cost", cost)
-    begun = replace(findings(), costs=[])
-    every = run_threads(2, lambda _: list(examination._predicted(begun, "digits", "cpu"))[-1], seconds=SECONDS)
-    assert [len(found.costs) for found in every] == [len((MEAN, *SIXTEEN_BITS, *examination.COMPRESSED))] * 2
+
+    def costs(_: int) -> list[Outcome]:
+        found: list[list[Outcome]] = []
+
+        def run() -> Iterator[Any]:
+            found.append((yield from examination.predicted(Link(1.0), "digits", "cpu"))[0])
+
+        list(run())
+        return found[0]
+
+    texts = [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
+    assert [[each.pipeline for each in mine] for mine in run_threads(2, costs, seconds=SECONDS)] == [texts] * 2
 
 
-def test_problems_are_said() -> None:
+def test_problems_are_reported() -> None:
     wrong = replace(findings(), disagreement="ranks disagree about torch: rank 0: 2.13; rank 1: 2.12", unequal=[MEAN])
     assert not wrong.is_sound
-    said = "\n".join(diagnosis.told(wrong, RankInfo("SLURM", 0, 2, 0), "cpu"))
+    said = "\n".join(diagnosis.lines(wrong, RankInfo("SLURM", 0, 2, 0), "cpu"))
     assert "PROBLEM: ranks disagree about torch: rank 0: 2.13; rank 1: 2.12" in said
     assert f"PROBLEM: means are not equal on all ranks: {MEAN}" in said
     assert "ranks: 2, started by SLURM, on here, there; gloo" in said

@@ -1,4 +1,4 @@
-"""Ranks as processes: what rank 0 says arrives, and a rank that fails is named."""
+"""Ranks as processes: what rank 0 yields arrives, and a rank that fails is named."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from fnddp.cli.launch import RankError, run_ranks
 
 
 def talks(words: list[str]) -> Iterator[str]:
-    """The other ranks end first, and say nothing."""
+    """The other ranks end first, and yield nothing."""
     yield from words if dist.get_rank() == 0 else ()
 
 

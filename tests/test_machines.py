@@ -1,7 +1,4 @@
-"""The recipes of docs/machines.md, on two hosts with two ranks each: all end as an undisturbed run, to the bit.
-
-torchrun's static rendezvous is tried with python itself, and all others with one that is forked: see interpreter.py.
-"""
+"""The recipes of docs/machines.md, on two hosts with two ranks each: all end as an undisturbed run, to the bit."""
 
 import json
 import os
@@ -19,6 +16,7 @@ from uuid import uuid4
 import pytest
 
 from tests.hosts import Hosts, all_said, free_port, two_hosts
+from tests.workloads import SMALL
 
 pytestmark = pytest.mark.thorough
 
@@ -63,28 +61,27 @@ def test_torchrun_static(undisturbed: str) -> None:
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
-    hosts: Hosts, python: str, undisturbed: str, tmp_path: Path
+    hosts: Hosts, undisturbed: str, tmp_path: Path
 ) -> None:
     """With torchrun's c10d rendezvous, where the ranks of both hosts meet again."""
     where = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", 2)
     where = (*where, "--rdzv-endpoint", f"{hosts.names[0]}:{free_port()}")
-    command = (python, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT))
-    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHON_EXEC": python}
-    ranks = [hosts.start(i, *command, **own) for i in range(2)]
+    command = (sys.executable, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT))
+    ranks = [hosts.start(i, *command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for i in range(2)]
     assert parameters(all_said(ranks, SECONDS), hosts, begun=20) == undisturbed
 
 
 @pytest.fixture
-def slurm(hosts: Hosts, python: str, tmp_path: Path) -> dict[str, str]:
+def slurm(hosts: Hosts, tmp_path: Path) -> dict[str, str]:
     """What SLURM sets for a batch script on two nodes, and a folder of programs: `srun`, `scontrol`, `torchrun`."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, script in {
         "srun": SRUN,
         "scontrol": f'[ "$*" = "show hostnames nodes[0-1]" ] && printf "%s\\n" {" ".join(hosts.names)}',
-        "python": f'exec {python} "$@"',
-        "torchrun": f'exec {python} -m torch.distributed.run "$@"',
-        "fnddp": f'exec {python} -m fnddp "$@"',
+        "python": f'exec {sys.executable} "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "fnddp": f'exec {sys.executable} -m fnddp "$@"',
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{script}\n")
         (programs / name).chmod(0o755)
@@ -99,7 +96,6 @@ def slurm(hosts: Hosts, python: str, tmp_path: Path) -> dict[str, str]:
         "SLURM_NNODES": "2",
         "SLURM_JOB_NAME": "fnddp",
         "PORT": str(free_port()),
-        "PYTHON_EXEC": python,
     }
 
 
@@ -131,41 +127,21 @@ def batch(script: str, slurm: dict[str, str], tasks: int, *arguments: object) ->
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_slurm_starts_torchrun_on_each_node(
-    hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path
+@pytest.mark.parametrize(("script", "tasks"), [("slurm.sh", 2), ("slurm_ranks.sh", 4)])
+def test_slurm_starts_torchrun_on_each_node_or_each_rank(
+    script: str, tasks: int, hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path
 ) -> None:
-    said = batch("examples/machines/slurm.sh", slurm, 2, "--folder", tmp_path)
+    said = batch(f"examples/machines/{script}", slurm, tasks, "--folder", tmp_path)
     assert parameters([said], hosts) == undisturbed
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_slurm_starts_each_rank(hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path) -> None:
-    said = batch("examples/machines/slurm_ranks.sh", slurm, 4, "--folder", tmp_path)
-    assert parameters([said], hosts) == undisturbed
-
-
-SMALL = """
-import torch
-from torch import nn
-
-def small():
-    return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
-"""
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    (tmp_path / "models.py").write_text(SMALL)
-    return f"{tmp_path / 'models.py'}:small"
-
-
-@pytest.mark.timeout(2 * SECONDS)
-def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], model: str, tmp_path: Path) -> None:
+def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], tmp_path: Path) -> None:
     """The page's lines, on ranks of two hosts: it tells the links within hosts from those between them."""
     script = tmp_path / "doctor.sh"
     script.write_text(
         "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=$PORT\n"
-        f"srun fnddp doctor --model {model} --device cpu --json\n"
+        f"srun fnddp doctor --model {SMALL} --device cpu --json\n"
     )
     found = json.loads(batch(str(script), slurm, 4))
     assert (found["disagreement"], found["unequal"], len(found["hosts"])) == (None, [], 4)
@@ -177,11 +153,12 @@ def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], model: str, tmp
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_bench_under_torchrun(hosts: Hosts, python: str, model: str, tmp_path: Path) -> None:
+def test_bench_under_torchrun(hosts: Hosts, tmp_path: Path) -> None:
     where = ("--nnodes", 2, "--master-addr", hosts.names[0], "--master-port", free_port())
-    command = ("-m", "fnddp", "bench", "fp16(allreduce)", "--model", model, "--pairs", 3, "--against", "ddp")
-    command = ("--no-python", python, *command, "--out", tmp_path / "out")
-    said = all_said([hosts.start(i, python, *TORCHRUN, *where, "--node-rank", i, *command) for i in range(2)], SECONDS)
+    command = ("-m", "fnddp", "bench", "fp16(allreduce)", "--model", SMALL, "--pairs", 3, "--against", "ddp")
+    command = (*command, "--out", tmp_path / "out")
+    ranks = [hosts.start(i, sys.executable, *TORCHRUN, *where, "--node-rank", i, *command) for i in range(2)]
+    said = all_said(ranks, SECONDS)
     assert "".join(said).count("started_by: torchrun") == 1
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (results["ranks"], results["threads"]) == (4, 1)

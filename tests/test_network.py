@@ -36,18 +36,25 @@ def namespaces(pid: int | None = None) -> set[str]:
     return {path.name for path in network.NAMESPACES.glob(f"fnddp-{pid or os.getpid()}-*")}
 
 
-def test_a_link_is_what_link_parse_reads() -> None:
-    with pytest.raises(ValueError, match="'200mbps' is no link: write a rate"), shaped_hosts(2, "200mbps"):
+@pytest.mark.parametrize(
+    ("n", "link", "message"),
+    [
+        (2, "200mbps", "'200mbps' is no link: write a rate"),
+        (0, "1gbit", "1 to 254 hosts, got 0"),
+        (255, "1gbit", "1 to 254 hosts, got 255"),
+    ],
+)
+def test_wrong_hosts(n: int, link: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message), shaped_hosts(n, link):
         pass
 
 
-@pytest.mark.parametrize("n", [0, 255])
-def test_wrong_number_of_hosts(n: int) -> None:
-    with pytest.raises(ValueError, match=f"1 to 254 hosts, got {n}"), shaped_hosts(n, "1gbit"):
-        pass
-
-
-def test_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=str(Path("netns"))):
+        network.Host("fnddp-none").enter()
+    name = f"no{secrets.token_hex(3)}"
+    with pytest.raises(ValueError, match=f"no network interface '{name}'"):
+        sent_bytes(name)
     monkeypatch.setattr(shutil, "which", lambda tool: "/sbin/ip")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(NetworkError, match="needs root"):
@@ -61,29 +68,21 @@ def test_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_hosts
-def test_made_and_removed_also_after_an_exception() -> None:
+def test_made_and_removed_also_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         with shaped_hosts(2, "200mbit") as hosts, shaped_hosts(1, "1gbit") as others:
             assert len(hosts) == 2
             assert {host.namespace for host in hosts + others} < namespaces()
             assert len(namespaces()) == 5  # and two switches
-            shown = subprocess.run(
-                ["tc", "-n", hosts[1].namespace, "qdisc", "show", "dev", hosts[1].interface],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            assert "tbf" in shown.stdout
-            assert "rate 200Mbit" in shown.stdout
+            show = ["tc", "-n", hosts[1].namespace, "qdisc", "show", "dev", hosts[1].interface]
+            shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+            assert "tbf" in shown
+            assert "rate 200Mbit" in shown
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert namespaces() == set()
-
-
-@needs_hosts
-def test_removed_when_it_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "QUEUE", "soon")
     with pytest.raises(NetworkError, match="`tc .* latency soon` failed: .*soon"), shaped_hosts(2, "200mbit"):
         pass
@@ -91,6 +90,10 @@ def test_removed_when_it_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_latency_is_netems(monkeypatch: pytest.MonkeyPatch) -> None:
+    if REASON is None:
+        reason = why_not("200mbit:2ms")  # of a kernel without sch_netem
+        assert reason is None or "netem delay 2000us" in reason
+        assert namespaces() == set()
     commands: list[str] = []
     monkeypatch.setattr(network, "_run", lambda *command: commands.append(" ".join(command)))
     network._make("here", 1, Link.parse("2.5gbit:20us"))
@@ -98,13 +101,6 @@ def test_a_latency_is_netems(monkeypatch: pytest.MonkeyPatch) -> None:
         "root handle 1: netem delay 20us limit 1000000",
         "parent 1:1 tbf rate 2500000000bit burst 256kb latency 100ms",
     ]
-
-
-@needs_hosts
-def test_a_latency_is_made_or_refused() -> None:
-    reason = why_not("200mbit:2ms")  # of a kernel without sch_netem
-    assert reason is None or "netem delay 2000us" in reason
-    assert namespaces() == set()
 
 
 def sends(elements: int) -> Iterator[tuple[int, str]]:
@@ -134,39 +130,20 @@ with shaped_hosts(2, "200mbit"):
 """
 
 
-def holder() -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "made\n"
-    assert len(namespaces(process.pid)) == 3
-    return process
-
-
 @needs_hosts
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
-def test_removed_after_sigterm() -> None:
-    with holder() as process:
-        process.send_signal(signal.SIGTERM)
-    assert process.returncode == 128 + signal.SIGTERM
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_removed_after_sigterm_or_by_the_next_run(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made\n"
+        assert len(namespaces(process.pid)) == 3
+        process.send_signal(number)
+    if number == signal.SIGTERM:
+        assert process.returncode == 128 + signal.SIGTERM
+    else:
+        assert len(namespaces(process.pid)) == 3
+        with shaped_hosts(1, "1gbit"):
+            pass
     assert namespaces(process.pid) == set()
-
-
-@needs_hosts
-@pytest.mark.timeout(60)
-def test_stale_ones_are_removed_by_the_next_run() -> None:
-    with holder() as process:
-        process.kill()
-    assert len(namespaces(process.pid)) == 3
-    with shaped_hosts(1, "1gbit"):
-        assert namespaces(process.pid) == set()
-
-
-def test_sent_bytes_names_what_is_missing() -> None:
-    name = f"no{secrets.token_hex(3)}"
-    with pytest.raises(ValueError, match=f"no network interface '{name}'"):
-        sent_bytes(name)
-
-
-def test_a_host_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError, match=str(Path("netns"))):
-        network.Host("fnddp-none").enter()

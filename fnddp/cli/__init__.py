@@ -1,1 +1,1 @@
-"""The command line. What the `demo` extra installs is imported by the demo's own files only."""
+"""The command line. Only files that draw or load digits import what the extra `demo` installs."""

@@ -1,6 +1,6 @@
 """Well-known networks in plain torch, with the parameter shapes that papers and users know.
 
-Their data is random, and always the same on a rank: they are for shapes and time.
+Their data is random, and always the same on a rank: use them for shapes and time.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from fnddp.cli.models import Batch, Loss, Task, Workload, class_loss
 
 
 def transformer() -> Workload:
-    """10.3 million parameters: 4 encoder layers of width 384 over learned embeddings; 4 sentences of 64 tokens."""
+    """Return 4 encoder layers of width 384 over embeddings, 10.3 million parameters; 4 sentences of 64 tokens."""
     return _workload(lambda: Transformer(4096, 384, 4, 6, 64), lambda random: _tokens(4, 64, 4096, random))
 
 
 def deep() -> Workload:
-    """4.2 million parameters in 384 leaves, 32 encoder layers of width 128: it shows what a leaf costs."""
+    """Return 32 encoder layers of width 128, 4.2 million parameters in 384 leaves: it shows the cost of a leaf."""
     return _workload(
         lambda: nn.Sequential(*(_layer(128, 4, 256) for _ in range(32))),
         lambda random: (torch.randn(2, 32, 128, generator=random),),
@@ -27,12 +27,12 @@ def deep() -> Workload:
 
 
 def gpt2() -> Workload:
-    """GPT-2 small; one sentence of 64 tokens."""
+    """Return GPT-2 small; one sentence of 64 tokens."""
     return _workload(GPT2, lambda random: _tokens(1, 64, GPT2.VOCABULARY, random))
 
 
 def resnet18() -> Workload:
-    """The ResNet18 for CIFAR; 8 images."""
+    """Return the ResNet18 for CIFAR; 8 images."""
     return _workload(
         ResNet18,
         lambda random: (torch.randn(8, 3, 32, 32, generator=random), torch.randint(10, (8,), generator=random)),

@@ -38,10 +38,10 @@ def bench(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="gloo, or NCCL")] = "cpu",
     out: Out = Path("fnddp-bench"),
     seed: Seed = 0,
-    profile: Annotated[bool, typer.Option("--profile", help="also say where the host's time goes in a step")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="also print where the host's time goes in a step")] = False,
     backend: Annotated[
         Literal["inductor"] | None,
-        typer.Option(help="who runs what plans compute; Python by default"),
+        typer.Option(help="what compiles the computation of plans; Python by default"),
     ] = None,
     imports: Imports = None,
 ) -> int:
@@ -52,15 +52,15 @@ def bench(
     within rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root). Writes
     ratios.png and results.json.
     """
-    from fnddp.cli import bench_arms, bench_codecs, bench_report, checks, launcher
+    from fnddp.cli import bench_arms, bench_codecs, bench_report, checks, launcher, picture
     from fnddp.cli.bench_rank import measure
 
     if codecs:
         flags = {str(each.name): each.opts[0] for each in context.command.params}
         given = [name for name in flags if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"]
         if others := [flags[name] for name in given if name not in ("codecs", "pipelines", "imports")]:
-            said = f"--codecs times one rank without a link or a model: leave {' and '.join(others)} out"
-            raise WrongArgument(said)
+            left_out = " and ".join(others)
+            raise WrongArgument(f"--codecs times one rank without a link or a model: leave {left_out} out")
         checks.check_imports(imports)
         return bench_codecs.run(pipelines or ())
     if not pipelines:
@@ -77,13 +77,26 @@ def bench(
     if launcher.reports(at):
         checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
-    setup = bench_arms.Setup(model, syncs, peers, engine, compiled, device, pairs, seed, profile, backend)
-    on = "nccl" if device == "cuda" else "gloo"
-    measured = launcher.run_on(at, count, measure, setup, at, link=shaped, backend=on, imports=imported)
+    setup = bench_arms.Setup(
+        model=model,
+        pipelines=syncs,
+        peers=peers,
+        ranks=count,
+        parameters=sum(p.numel() for p in parameters.values()),
+        engine=engine,
+        compiled=compiled,
+        device=device,
+        pairs=pairs,
+        seed=seed,
+        is_profiled=profile,
+        backend=backend,
+        link=shaped,
+        launcher=at and at.launcher,
+    )
+    wire = "nccl" if device == "cuda" else "gloo"
+    found = launcher.run_on(at, count, measure, setup, at, link=shaped, backend=wire, imports=imported)
     if launcher.reports(at):
-        size = sum(p.numel() for p in parameters.values())
-        run = bench_report.Run(setup, count, shaped, size, measured[0], at and at.launcher)
+        (run,) = found
         bench_report.show(run)
-        bench_report.write(out, run)
-        print(f"Wrote {out / bench_report.RATIOS} and {out / bench_report.RESULTS}")
+        picture.write(out, bench_report.RATIOS, lambda: bench_report.draw(run), bench_report.as_json(run))
     return 0

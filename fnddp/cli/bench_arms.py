@@ -21,24 +21,28 @@ from fnddp.core.sync import Sync
 from fnddp.wire.counter import WireCounter
 
 PEERS = ("ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "none")
-
-Step = Callable[[], None]
+BF16_ON_CPU = "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
+POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is benchmarked."""
+    """A benchmark as it was asked for."""
 
     model: str  # as `fnddp.cli.models.load` takes it
     pipelines: list[Sync]  # ours
     peers: list[str]  # to compare with, of `PEERS`
+    ranks: int
+    parameters: int  # elements that are trained
     engine: str = "ddp"  # how a pipeline is run: "ddp", "register" or "value_and_grad"
     compiled: bool = False  # compile the step. Ours are then functional, whatever the engine
     device: str = "cpu"  # "cpu" or "cuda"
     pairs: int = 30  # timed rounds; each runs every arm once
     seed: int = 0  # of the parameters and of the order of arms in a round
-    is_profiled: bool = False  # whether to say where the time of a step goes
-    backend: str | None = None  # who runs the segments of our plans
+    is_profiled: bool = False  # measure where the time of a step goes, too
+    backend: str | None = None  # that runs the segments of our plans
+    link: str | None = None  # rate of each rank's link; None for loopback
+    launcher: str | None = None  # that has started the ranks; None if they were started here
 
     @property
     def names(self) -> list[str]:
@@ -48,7 +52,7 @@ class Setup:
 
     @property
     def functional(self) -> bool:
-        """Whether ours are functions of parameters, and not modules."""
+        """True where ours are functions of parameters, and not modules."""
         return self.compiled or self.engine == "value_and_grad"
 
 
@@ -56,9 +60,9 @@ class Setup:
 class Arm:
     """A way to run a training step: forward, loss, backward, with or without synchronization."""
 
-    step: Step  # runs one
-    clear: Step  # drops the gradients of the last
-    wire_bytes: Callable[[], int]  # counts what a step hands to its collectives, by running one
+    step: Callable[[], None]  # runs one
+    clear: Callable[[], None]  # drops the gradients of the last
+    wire_bytes: Callable[[], int]  # counts the bytes that a step passes to its collectives, by running one
 
 
 def check_machine(device: str, link: str | None, backend: str | None, compiled: bool) -> None:
@@ -72,7 +76,7 @@ def check_machine(device: str, link: str | None, backend: str | None, compiled: 
 
 
 def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the peers in `against` that can run on `device` and so many ranks; and which cannot, and why.
+    """Return the peers in `against` that can run on `device` and `ranks` ranks; and the others, with the reason.
 
     Raises:
         WrongArgument: One is unknown, or none is left.
@@ -81,7 +85,8 @@ def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[
     if unknown := [name for name in names if name not in PEERS]:
         hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"
         raise WrongArgument(f"--against: unknown peer {unknown[0]!r}{hint}")
-    left_out = {name: reason for name in names if (reason := why_not(name, device, ranks)) is not None}
+    impossible = {"bf16_hook": BF16_ON_CPU} | ({"powersgd_hook": POWERSGD_ON_GLOO} if ranks > 1 else {})
+    left_out = {name: impossible[name] for name in names if device == "cpu" and name in impossible}
     peers = [name for name in names if name not in left_out]
     if not peers:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
@@ -89,40 +94,29 @@ def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[
     return peers, left_out
 
 
-def why_not(peer: str, device: str, ranks: int) -> str | None:
-    """Why `peer` cannot run on `device` on so many ranks; None if it can."""
-    if device == "cpu" and peer == "bf16_hook":
-        return "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
-    if device == "cpu" and ranks > 1 and peer == "powersgd_hook":
-        return "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
-    return None
-
-
 def make_arms(setup: Setup, device: torch.device) -> list[Arm]:
-    """The arms of `setup` on this rank, in the order of its names. All start from the same parameters."""
+    """Return the arms of `setup` on this rank, in the order of its names. All start from the same parameters."""
     rank, workload = dist.get_rank(), load(setup.model)
     task = workload.task(BATCH_SIZE)
+    loss = task.loss
     generator = torch.Generator().manual_seed(rank)
     batch = tuple(part.to(device) for part in task.batch(rank, dist.get_world_size(), generator))
 
     def module() -> nn.Module:
         return workload.make(setup.seed).to(device)
 
-    ours = [
-        _functional(setup, module(), task.loss, batch, sync)
-        if setup.functional
-        else _module(_wrap(module(), sync, setup), task.loss, batch)
-        for sync in setup.pipelines
-    ]
-    return ours + [_peer(peer, setup, module(), task.loss, batch) for peer in setup.peers]
+    ours = [_ours(sync, setup, module(), loss, batch) for sync in setup.pipelines]
+    return ours + [_peer(peer, setup, module(), loss, batch) for peer in setup.peers]
 
 
-def _wrap(module: nn.Module, sync: Sync, setup: Setup) -> nn.Module:
+def _ours(sync: Sync, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
+    if setup.functional:
+        return _functional(setup, module, loss, batch, sync)
     if setup.engine == "ddp":
-        return fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend)
+        return _module(fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend), loss, batch)
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
     fnddp.register(wrapped, sync, backend=setup.backend)
-    return wrapped
+    return _module(wrapped, loss, batch)
 
 
 def _peer(peer: str, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
@@ -147,7 +141,7 @@ def _module(module: nn.Module, loss: Loss, batch: Batch) -> Arm:
     def step() -> None:
         loss(module, batch).backward()
 
-    return Arm(step, module.zero_grad, lambda: _count(step))
+    return Arm(step, module.zero_grad, partial(_count, step))
 
 
 def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync: Sync | None) -> Arm:
@@ -180,10 +174,10 @@ def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync:
         grads = None
 
     def wire_bytes() -> int:
-        # A compiled step hides its collectives. The same pipeline on the same tree hands over the same bytes.
+        # A compiled step hides its collectives. The same pipeline on the same tree passes the same bytes to them.
         return 0 if sync is None else _count(partial(sync, params, state))
 
-    return Arm(step, clear, wire_bytes if setup.compiled else lambda: _count(step))
+    return Arm(step, clear, wire_bytes if setup.compiled else partial(_count, step))
 
 
 def _count(step: Callable[[], object]) -> int:

@@ -1,59 +1,28 @@
-"""What one rank does in a benchmark: run all arms in turn, round after round, and time every step."""
+"""The ranks' part of a benchmark: run all arms in turn, round after round, and time every step."""
 
 import os
 import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from fnddp.cli.bench_arms import Arm, Setup, make_arms
 from fnddp.cli.bench_profile import profiled
+from fnddp.cli.bench_run import WARM_UP, Run, Times
+from fnddp.cli.launch import Stage
 from fnddp.cli.launcher import RankInfo, share_cores
 from fnddp.cli.network import loopback_device, sent_bytes
-from fnddp.cli.rank import Stage
 from fnddp.wire import control
 
-# DDP rebuilds its buckets after the first step, and torch's PowerSGD starts in the third.
-WARM_UP = 4
 
+def measure(setup: Setup, at: RankInfo | None) -> Iterator[Stage | Run]:
+    """Time every arm of `setup` once in each round, all ranks together; yield the run at the end.
 
-@dataclass(frozen=True)
-class Times:
-    """What one arm took."""
-
-    seconds: list[list[float]]  # of each timed step (inner) on each rank (outer)
-    wire_bytes: int  # what rank 0 handed to its collectives in one more step, counted
-    link_bytes: list[int]  # of each timed step: what left through the network interface of rank 0
-    profile: dict[str, float] | None = None  # milliseconds of a step of rank 0, by what they are for
-
-    @property
-    def steps(self) -> list[float]:
-        """Seconds of each timed step, until the last rank was done."""
-        return [max(ranks) for ranks in zip(*self.seconds, strict=True)]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured, and where."""
-
-    times: list[Times]  # of each arm
-    hosts: list[str]  # of each rank
-    threads: int  # of each rank on the CPU
-
-
-def measure(setup: Setup, at: RankInfo | None) -> Iterator[Stage | Measured]:
-    """Time every arm of `setup` once in each round, all ranks together.
-
-    The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours. Yields
-    what each arm took at the end.
-
-    Args:
-        setup: What to time.
-        at: This rank's place, if a launcher has started it.
+    The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours. `at` is
+    this rank, if a launcher has started it.
     """
     device = set_up_device(setup.device, at)
     yield Stage(f"preparing {len(setup.names)} arms")
@@ -81,11 +50,11 @@ def measure(setup: Setup, at: RankInfo | None) -> Iterator[Stage | Measured]:
     profiles = [profiled(arm) if setup.is_profiled else None for arm in arms]
     gathered: list[list[list[float]]] = control.all_gather_object(seconds, None)
     times = [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i], profiles[i]) for i in range(len(arms))]
-    yield Measured(times, hosts, torch.get_num_threads())
+    yield Run(setup, times, hosts, torch.get_num_threads())
 
 
 def counted(hosts: Sequence[str], at: RankInfo | None) -> list[str]:
-    """Return the network devices of this host whose bytes count: what leads to other ranks."""
+    """Return the network devices of this host whose bytes count: those that lead to other ranks."""
     if at is None:
         return [os.environ["GLOO_SOCKET_IFNAME"]]
     loopback = loopback_device()
@@ -99,20 +68,15 @@ def counted(hosts: Sequence[str], at: RankInfo | None) -> list[str]:
 def timed(arm: Arm, device: torch.device, interfaces: Sequence[str]) -> tuple[float, int]:
     """Return the seconds of one step of `arm`, and the bytes that left this host meanwhile."""
     arm.clear()
-    synchronize(device)
+    _synchronize(device)
     before = sum(map(sent_bytes, interfaces))
-    barrier(device)
+    _barrier(device)
     start = time.perf_counter()
     arm.step()
-    synchronize(device)
+    _synchronize(device)
     taken = time.perf_counter() - start
-    barrier(device)  # on loopback the others' bytes count too: let them end
+    _barrier(device)  # on loopback the others' bytes count too: let them end
     return taken, sum(map(sent_bytes, interfaces)) - before
-
-
-def barrier(device: torch.device) -> None:
-    """Wait for all ranks."""
-    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def set_up_device(kind: str, at: RankInfo | None) -> torch.device:
@@ -130,7 +94,10 @@ def set_up_device(kind: str, at: RankInfo | None) -> torch.device:
     return device
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done what it was given."""
+def _barrier(device: torch.device) -> None:
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -12,7 +12,7 @@ HELD_OUT = 0.1
 
 
 def task(size: int) -> Task:
-    """Return what trains a model to predict each next character, on `size` random windows for each rank and step."""
+    """Return batches of `size` random windows, and the loss of predicting each next character."""
     whole = characters()
     train, held_out = whole.split([len(whole) - (kept := int(HELD_OUT * len(whole))), kept])
     judged = windows(held_out, torch.arange(0, 64 * CONTEXT, CONTEXT))
@@ -27,18 +27,18 @@ def task(size: int) -> Task:
 
 
 def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> tuple[Tensor, Tensor]:
-    """Return so many characters from each of `starts` on, and those that follow on each of them."""
+    """Return `context` characters from each of `starts` on, and the next character of each."""
     pieces = text[starts.unsqueeze(-1) + torch.arange(context + 1)]
     return pieces[..., :-1], pieces[..., 1:]
 
 
 def text() -> str:
-    """Return all texts, one after the other."""
+    """Return the concatenation of all help texts."""
     return "\n".join(topics[name] for name in sorted(topics))
 
 
 def characters() -> Tensor:
-    """Return a number for each character of them."""
+    """Return the number of each character of `text()`."""
     written = text()
     place = {symbol: i for i, symbol in enumerate(sorted(set(written)))}
     return torch.tensor([place[symbol] for symbol in written])

@@ -1,4 +1,4 @@
-"""What commands check before they start anything. Each check raises a `WrongArgument` for the user."""
+"""Checks before anything is started. Each raises a `WrongArgument` for the user."""
 
 import math
 import os
@@ -39,7 +39,7 @@ def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
     try:
         sync = parse(text)
         sync.init(parameters)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a group that is named, and is not there
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a named group does not exist
         raise WrongArgument.of(error) from error
     return sync
 
@@ -49,18 +49,18 @@ def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
     for name in names or ():
         try:
             modules.load(name)
-        except modules.WrongArgument as error:
+        except WrongArgument as error:
             raise WrongArgument(f"--import: {error}") from error
     return tuple(names or ())
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use: a cpuset, of SLURM for example, may have cut it down."""
+    """Return the number of cores that this process may use: SLURM, for example, may have set a cpuset."""
     return len(os.sched_getaffinity(0))
 
 
 def check_processes(ranks: int) -> None:
-    """Check that so many processes are not more than this machine can run in a reasonable time."""
+    """Check that `ranks` processes are not more than this machine can run in a reasonable time."""
     most = RANKS_PER_CORE * cores()
     if ranks > most:
         raise WrongArgument(
@@ -95,6 +95,19 @@ def check_links(text: str) -> Links:
     return _by_group("--link", text, check_link)
 
 
+def _by_group(option: str, text: str, read: Callable[[str], T]) -> "T | dict[str | None, T]":
+    if not {",", "="} & set(text):
+        return read(text)
+    found: dict[str | None, T] = {}
+    for part in text.split(","):
+        name, separator, value = part.rpartition("=")
+        group = name.strip() if separator else None
+        if group in found:
+            raise WrongArgument(f"{option} {text}: {_named(group)} is given twice")
+        found[group] = read(value.strip())
+    return found
+
+
 def check_groups(option: str, text: str, given: object, syncs: Sequence[Sync]) -> None:
     """Raise a WrongArgument unless what is `given` by group has all groups of `syncs`, and no other.
 
@@ -104,30 +117,19 @@ def check_groups(option: str, text: str, given: object, syncs: Sequence[Sync]) -
         several = next((sync for sync in syncs if len(sync.groups or ()) > 1), None)
         if several is not None and isinstance(given, int) and given > 1:
             groups = sorted(several.groups or (), key=str)
+            example = ",".join(f"{group}=N" if group else "N" for group in groups)
             raise WrongArgument(
                 f"{option} {text}: {several!r} reduces over {' and '.join(map(_named, groups))}; give the number of "
-                f"ranks of each: {option} {','.join(f'{group}=N' if group else 'N' for group in groups)}"
+                f"ranks of each: {option} {example}"
             )
         return
     wanted = {group for sync in syncs for group in sync.groups or ()}
     if other := [group for group in given if group not in wanted]:
-        raise WrongArgument(
-            f"{option} {text}: no pipeline here reduces over {_named(other[0])}; there are "
-            f"{', '.join(map(_named, sorted(wanted, key=str))) or 'none'}"
-        )
+        there = ", ".join(map(_named, sorted(wanted, key=str))) or "none"
+        raise WrongArgument(f"{option} {text}: no pipeline here reduces over {_named(other[0])}; there are {there}")
     if missing := sorted(wanted - set(given), key=str):
         example = "a part without a name, such as 1024,node=8" if missing[0] is None else f"{missing[0]}=..."
         raise WrongArgument(f"{option} {text}: nothing is given for {_named(missing[0])}; add {example}")
-
-
-def _by_group(option: str, text: str, read: Callable[[str], T]) -> "T | dict[str | None, T]":
-    if not {",", "="} & set(text):
-        return read(text)
-    parts = [part.rpartition("=") for part in text.split(",")]
-    names = [name.strip() if separator else None for name, separator, _ in parts]
-    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise WrongArgument(f"{option} {text}: {_named(twice[0])} is given twice")
-    return {name: read(value.strip()) for name, (_, _, value) in zip(names, parts, strict=True)}
 
 
 def _named(group: str | None) -> str:

@@ -24,7 +24,10 @@ def demo(
     compares bytes, accuracy and time. Starts its own ranks on this machine, or uses those of torchrun. Writes
     curves.png and results.json.
     """
-    from fnddp.cli import checks, launcher, report, terminal
+    import torch
+
+    from fnddp.cli import checks, launcher, picture, report, terminal
+    from fnddp.cli.models import BATCH_SIZE
     from fnddp.cli.train import train
 
     at = launcher.rank_info()
@@ -33,13 +36,22 @@ def demo(
     parameters = checks.check_model(model)
     texts = [*(pipelines or ()), *(more or ())] or DEFAULT_PIPELINES
     syncs = [checks.check_pipeline(text, parameters) for text in texts]
-    setting = report.Setting(model, count, steps, seed)
     if launcher.reports(at):
         checks.check_writable(out, "--out", is_folder=True)
-        terminal.say(f"{setting}\n")
+        terminal.echo(f"{report.title(model)}; ranks: {count}, steps with each pipeline: {steps}, seed: {seed}\n")
     results = launcher.run_on(at, count, train, syncs, model, steps, seed, imports=imported)
     if launcher.reports(at):
+        found = {
+            "model": model,
+            "data": "scikit-learn digits" if model == "digits" else "the model's own batch",
+            "torch": torch.__version__,
+            "ranks": count,
+            "seed": seed,
+            "steps": steps,
+            "batch_size_per_rank": BATCH_SIZE if model == "digits" else None,
+            "parameters": sum(p.numel() for p in parameters.values()),
+            "pipelines": results,
+        }
         report.show(results)
-        report.write(out, results, setting)
-        print(f"Wrote {out / report.CURVES} and {out / report.RESULTS}")
+        picture.write(out, report.CURVES, lambda: report.curves(found), found)
     return 0

@@ -1,8 +1,8 @@
-"""What `fnddp doctor` prints: lines, a table, or JSON."""
+"""Findings of `fnddp doctor` as lines, a table, or JSON."""
 
-import json
 import platform
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -11,7 +11,7 @@ from fnddp.cli.checks import cores
 from fnddp.cli.examination import Findings
 from fnddp.cli.failures import EXTRA
 from fnddp.cli.launcher import RankInfo
-from fnddp.cli.terminal import Table, say
+from fnddp.cli.terminal import Table, echo
 from fnddp.cost.link import duration
 from fnddp.show.text import count
 from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS
@@ -20,29 +20,26 @@ from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS
 def installed() -> list[str]:
     """Return lines about what is installed, and on which machine."""
     have = ", ".join(f"{name} {version}" for name, version in examination.versions().items())
-    lines = [f"installed: {have}"]
-    missing = [name for name in EXTRA if find_spec(name) is None]
-    said = f"not installed: {', '.join(missing)} (pip install 'fnddp[demo]')" if missing else "installed"
-    lines.append(f"extra demo: {said}")
+    missing = ", ".join(name for name in EXTRA if find_spec(name) is None)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines.append(f"machine: {platform.system()} {platform.machine()}, {count(cores(), 'core')}, {_counted(gpus)}")
-    return lines
-
-
-def _counted(gpus: list[str]) -> str:
-    return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
+    counted = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
+    return [
+        f"installed: {have}",
+        "extra demo: " + (f"not installed: {missing} (pip install 'fnddp[demo]')" if missing else "installed"),
+        f"machine: {platform.system()} {platform.machine()}, {count(cores(), 'core')}, {counted}",
+    ]
 
 
 def show(findings: Findings, at: RankInfo | None, model: str, device: str) -> None:
-    """Print what the ranks have found."""
-    say("\n".join(told(findings, at, device)))
+    """Print the findings of the ranks."""
+    echo("\n".join(lines(findings, at, device)))
     if findings.costs:
-        say("")
+        echo("")
         table(findings, model).show()
-        say(verdict(findings))
+        echo(verdict(findings))
 
 
-def told(findings: Findings, at: RankInfo | None, device: str) -> list[str]:
+def lines(findings: Findings, at: RankInfo | None, device: str) -> list[str]:
     """Return lines about ranks, whether they agree, and their links."""
     started = "started here" if at is None else f"started by {at.launcher}"
     backend = "NCCL" if device == "cuda" else "gloo"
@@ -72,7 +69,7 @@ def table(findings: Findings, model: str) -> Table:
         )
         for each in sorted(findings.costs, key=lambda each: each.seconds)
     ]
-    forward, backward = map(duration, (findings.forward_seconds, findings.backward_seconds))
+    forward, backward = map(duration, (findings.compute.forward_seconds, findings.compute.backward_seconds))
     caption = (
         f"{model} on {count(len(findings.hosts), 'rank')}: forward {forward}, backward {backward} and codec, to encode "
         "and decode, measured by all ranks at once (the first one's); the rest predicted from the link above\n"
@@ -82,7 +79,7 @@ def table(findings: Findings, model: str) -> Table:
 
 
 def verdict(findings: Findings) -> str:
-    """Say whether compression can pay here, and which."""
+    """Return whether compression can pay here, and which."""
     by_text = {each.pipeline: each for each in findings.costs}
     best = min(findings.costs, key=lambda each: each.seconds)
     half = min((by_text[text] for text in SIXTEEN_BITS), key=lambda each: each.seconds)
@@ -98,9 +95,9 @@ def verdict(findings: Findings) -> str:
     )
 
 
-def as_json(findings: Findings, device: str) -> str:
+def as_json(findings: Findings, device: str) -> dict[str, Any]:
     """Return the same, for programs."""
-    found = {
+    return {
         "versions": examination.versions(),
         "hosts": findings.hosts,
         "device": device,
@@ -109,17 +106,8 @@ def as_json(findings: Findings, device: str) -> str:
         "links": {
             between: {"bandwidth": link.bandwidth, "latency": link.latency} for between, link in findings.links.items()
         },
-        "forward_seconds": findings.forward_seconds,
-        "backward_seconds": findings.backward_seconds,
-        "pipelines": [
-            {
-                "pipeline": each.pipeline,
-                "step_seconds": each.seconds,
-                "exposed_seconds": each.step.exposed_seconds,
-                "link_bytes": each.link_bytes,
-            }
-            for each in findings.costs
-        ],
+        "forward_seconds": findings.compute.forward_seconds,
+        "backward_seconds": findings.compute.backward_seconds,
+        "pipelines": [each.as_json() for each in findings.costs],
         "verdict": verdict(findings) if findings.costs else None,
     }
-    return json.dumps(found, indent=1)

@@ -50,7 +50,7 @@ def workload() -> Workload:
 
 
 def task(size: int = BATCH_SIZE) -> Task:
-    """Return what trains a network on `size` random images of each rank's own share in each step."""
+    """Return batches of `size` random images of each rank's own share, the loss, and the test set's score."""
     train, test = load()
 
     def batch(rank: int, ranks: int, generator: torch.Generator) -> Batch:
@@ -58,13 +58,10 @@ def task(size: int = BATCH_SIZE) -> Task:
             raise WrongArgument(f"--ranks {ranks}: each needs an image, and there are {len(train.y):,} to train on")
         return train.shard(rank, ranks).batch(size, generator)
 
-    return Task(
-        batch,
-        class_loss,
-        partial(_loss_on, test),
-        partial(_recognized, test),
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    )
+    def quality(forward: Forward) -> float:
+        return class_loss(forward, test).item()
+
+    return Task(batch, class_loss, quality, partial(_recognized, test), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
 def make_model(seed: int) -> nn.Module:
@@ -80,10 +77,6 @@ def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> T
 def accuracy(model: nn.Module, params: dict[str, Tensor], data: Digits) -> float:
     """Return the share of images in `data` that `model` with the parameters `params` recognizes."""
     return _recognized(data, partial(functional_call, model, params))
-
-
-def _loss_on(data: Digits, forward: Forward) -> float:
-    return class_loss(forward, data).item()
 
 
 def _recognized(data: Digits, forward: Forward) -> float:

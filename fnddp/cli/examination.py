@@ -1,10 +1,10 @@
-"""What one rank does for `fnddp doctor`: compare with the others, measure links, and predict steps."""
+"""The ranks' part of `fnddp doctor`: compare them with each other, measure links, and predict steps."""
 
 import platform
 import socket
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 import fnddp
+from fnddp.cli.launch import Stage
 from fnddp.cli.launcher import share_cores
 from fnddp.cli.models import BATCH_SIZE, functional, load, trained
-from fnddp.cli.rank import Stage
 from fnddp.core.agreement import digest_of, first_difference
 from fnddp.core.parse import parse
 from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
+from fnddp.cost.step import Compute
 from fnddp.run.measure import measure_backward
 from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome, cost
 from fnddp.wire import control
@@ -37,24 +38,23 @@ BUCKET_CAP_MB = 25
 
 @dataclass(frozen=True)
 class Findings:
-    """What the ranks have found together."""
+    """The findings of all ranks together."""
 
     hosts: list[str]  # of each rank
     disagreement: str | None  # what is not the same on all ranks; None if all is
     unequal: list[str]  # pipelines whose mean is not the same on all ranks
     links: dict[str, Link]  # by what they connect; none in a world of one
     costs: list[Outcome] = field(default_factory=list[Outcome])  # predicted on the slowest link, by the first rank
-    forward_seconds: float = 0.0  # measured by the first rank
-    backward_seconds: float = 0.0  # measured by the first rank
+    compute: Compute = field(default_factory=Compute)  # measured by the first rank
 
     @property
     def is_sound(self) -> bool:
-        """Whether training would be right."""
+        """True where training would be right."""
         return self.disagreement is None and not self.unequal
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides whether ranks compute alike."""
+    """Return the versions that must be the same on all ranks."""
     found = {"python": platform.python_version(), "fnddp": fnddp.__version__}
     found |= {name: metadata.version(name) for name in REQUIRED}
     return {**found, "cuda": str(torch.version.cuda), "byte order": sys.byteorder}
@@ -63,7 +63,8 @@ def versions() -> dict[str, str]:
 def examine(model: str, device: str) -> Iterator[Stage | Findings]:
     """Examine this rank and its place among the others, all of which must do so."""
     yield Stage("comparing ranks")
-    here = {**versions(), "processor": platform.machine(), "device": _device_name(device)}
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    here = {**versions(), "processor": platform.machine(), "device": name}
     everyone = control.all_gather_object((socket.gethostname(), here), None)
     hosts, facts = [host for host, _ in everyone], [about for _, about in everyone]
     share_cores(hosts)
@@ -73,11 +74,8 @@ def examine(model: str, device: str) -> Iterator[Stage | Findings]:
     for between, group in _groups(hosts):
         yield Stage(f"measuring the link {between}")
         links[between] = measure_link(group)
-    findings = Findings(hosts, disagreement, unequal, links)
-    if links:
-        yield from _predicted(findings, model, device)
-    else:
-        yield findings
+    costs, compute = (yield from predicted(list(links.values())[-1], model, device)) if links else ([], Compute())
+    yield Findings(hosts, disagreement, unequal, links, costs, compute)
 
 
 def _is_equal(text: str, device: str) -> bool:
@@ -91,7 +89,7 @@ def _is_equal(text: str, device: str) -> bool:
 
 
 def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
-    """Groups to measure, by what is between their ranks: within one host, across hosts, and all."""
+    """Yield groups to measure, by what is between their ranks: within one host, across hosts, and all."""
     here = hosts[dist.get_rank()]
     by_host = {host: [rank for rank, its in enumerate(hosts) if its == host] for host in hosts}
     sizes = set(map(len, by_host.values()))
@@ -104,9 +102,8 @@ def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
         yield ("between hosts" if len(by_host) == len(hosts) else "between all ranks"), None
 
 
-def _predicted(findings: Findings, model: str, device: str) -> Iterator[Stage | Findings]:
-    """`findings`, with predicted steps. All ranks measure at once, as they share cores and caches when they train."""
-    link, ranks = list(findings.links.values())[-1], len(findings.hosts)
+def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tuple[list[Outcome], Compute]]:
+    """Return costs of steps on `link`, and of backward: measured by all ranks at once, which share cores and caches."""
     costs: list[Outcome] = []
     yield Stage("timing backward")
     workload = load(model)
@@ -119,11 +116,5 @@ def _predicted(findings: Findings, model: str, device: str) -> Iterator[Stage | 
     for i, text in enumerate(texts):
         yield Stage(f"timing {text}", i, len(texts))
         control.all_gather_object(None, None)
-        costs.append(cost(parse(text), leaves, link, ranks, compute, BUCKET_CAP_MB))
-    yield replace(
-        findings, costs=costs, forward_seconds=compute.forward_seconds, backward_seconds=compute.backward_seconds
-    )
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        costs.append(cost(parse(text), leaves, link, dist.get_world_size(), compute, BUCKET_CAP_MB))
+    return costs, compute

@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what was asked: exit codes, errors, and the line that reports them."""
+"""Failures of commands: exit codes, errors, and the line that reports them."""
 
 import sys
 
@@ -13,13 +13,13 @@ class Failure(Exception):
 
 
 class WrongArgument(Failure, ValueError):
-    """What was asked for cannot be done; the message is for the user."""
+    """An argument is wrong, or cannot be met here."""
 
     code = WRONG_ARGUMENTS
 
     @classmethod
     def of(cls, error: Exception) -> "WrongArgument":
-        """Return `error` with its notes: where in a pipeline's text it is."""
+        """Return `error` with its notes: its place in a pipeline's text."""
         return cls("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 

@@ -13,17 +13,15 @@ import torch.distributed as dist
 from fnddp.cli import terminal
 from fnddp.cli.checks import check_processes, cores
 from fnddp.cli.failures import FAILED, WrongArgument, stop
-from fnddp.cli.launch import RankError, run_ranks
+from fnddp.cli.launch import TIMEOUT, RankError, Stage, Work, run_ranks
 from fnddp.cli.network import shaped_hosts
-from fnddp.cli.rank import TIMEOUT, Stage, Work
 from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
 
-PORT = "29500"  # torch's own
 DEFAULT_RANKS = 2
 HINT = (
     "If ranks cannot meet: MASTER_ADDR must be an address of the first one's host that all can reach, and MASTER_PORT "
     "be free there; with several network cards, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one to use; "
-    "with GPUs on some hosts only, all must be told --device cpu"
+    "with GPUs on some hosts only, all need --device cpu"
 )
 
 
@@ -32,16 +30,16 @@ class RankInfo:
     """This process among the ranks that a launcher has started."""
 
     launcher: str  # its name
-    rank: int  # of this process
-    world_size: int  # number of ranks
-    local_rank: int  # of this process on its host; 0 if the launcher does not say
+    rank: int
+    world_size: int
+    local_rank: int  # on its host; 0 if the launcher does not set it
 
 
 def rank_info() -> RankInfo | None:
     """Return this process' rank, from the environment; None if no launcher has started several ranks.
 
     Raises:
-        WrongArgument: There are several ranks, but not which one this is.
+        WrongArgument: The launcher has set the number of ranks, but not the rank of this process.
     """
     for launcher, (rank, size, local) in LAUNCHERS.items():
         world_size = int(os.environ.get(size) or 1)
@@ -50,7 +48,7 @@ def rank_info() -> RankInfo | None:
         if launcher == "SLURM" and is_slurm_shell():
             continue
         if rank not in os.environ:
-            raise WrongArgument(f"{size}={world_size}, but {rank} is not set: it says which of the ranks this is")
+            raise WrongArgument(f"{size}={world_size}, but {rank} is not set: it is the rank of this process")
         elastic = launcher != "torchrun" or dist.is_torchelastic_launched()
         named = launcher if elastic else "the environment"
         return RankInfo(named, int(os.environ[rank]), world_size, int(os.environ.get(local, 0)))
@@ -58,7 +56,7 @@ def rank_info() -> RankInfo | None:
 
 
 def reports(at: RankInfo | None) -> bool:
-    """Return whether this process prints what the ranks have found: the first one, or that which has started them."""
+    """Return whether this process prints the results of all ranks: rank 0 does, or the parent of ranks."""
     return at is None or at.rank == 0
 
 
@@ -74,13 +72,13 @@ def stopped(command: str, code: int, message: object) -> int:
 
 
 def share_cores(hosts: Sequence[str]) -> None:
-    """Give this rank its share of its host's cores, unless `OMP_NUM_THREADS` says how many threads it has."""
+    """Give this rank its share of its host's cores, unless `OMP_NUM_THREADS` sets its number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // hosts.count(hosts[dist.get_rank()])))
 
 
 def check_ranks(ranks: int | None, at: RankInfo | None, link: str | None = None) -> int:
-    """Return the number of ranks to run on: `ranks`, or what is usual.
+    """Return the number of ranks to run on: `ranks`, or the launcher's, or the default.
 
     Raises:
         WrongArgument: A launcher has started another number, or has its own links, or they are too many to start.
@@ -96,7 +94,7 @@ def check_ranks(ranks: int | None, at: RankInfo | None, link: str | None = None)
 
 
 def check_device(device: str, ranks: int, at: RankInfo | None) -> str:
-    """Return "cpu" or "cuda".
+    """Return "cpu" or "cuda", for `device` or "auto".
 
     Raises:
         WrongArgument: There is no GPU for each rank on this host.
@@ -105,7 +103,7 @@ def check_device(device: str, ranks: int, at: RankInfo | None) -> str:
     needed = ranks if at is None else at.local_rank + 1
     if device == "cuda" and gpus < needed:
         raise WrongArgument(f"--device cuda needs a GPU for each rank, and here are {gpus}; use --device cpu")
-    return "cuda" if device == "cuda" or (device == "auto" and gpus >= needed) else "cpu"
+    return "cuda" if device != "cpu" and gpus >= needed else "cpu"
 
 
 def run_on(
@@ -119,10 +117,11 @@ def run_on(
 ) -> list[Any]:
     """Run `work(*arguments)` on the ranks that a launcher has started, or on `ranks` processes (see `run_ranks`).
 
-    With a `link`, such processes have a network each, joined by it. Each `Stage` that `work` yields is shown.
+    With a `link`, each process has a network of its own, joined to the others by it. Show each `Stage` that `work`
+    yields.
 
     Returns:
-        Everything else that it yields on this rank, or on the first one.
+        Everything else that it yields on this rank of a launcher, or on the first process.
     """
     found: list[Any] = []
     with ExitStack() as stack:
@@ -150,17 +149,18 @@ def joined(at: RankInfo, backend: str, timeout: timedelta = TIMEOUT) -> Generato
     """Run the block with the default process group of all ranks.
 
     Raises:
-        WrongArgument: It is not known where they meet.
-        RankError: They have not met.
+        WrongArgument: MASTER_ADDR is needed, and not set.
+        RankError: The ranks have not met.
     """
-    os.environ.setdefault("MASTER_PORT", PORT)
+    os.environ.setdefault("MASTER_PORT", "29500")  # torch's own
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS")
+    if local == str(at.world_size) or os.environ.get("SLURM_NNODES") == "1":  # one host
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_ADDR" not in os.environ:
-        if not _is_one_host(at):
-            raise WrongArgument(
-                f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the first one's host "
-                "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
-            )
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        raise WrongArgument(
+            f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the first one's host "
+            "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
+        )
     if backend == "nccl":
         torch.cuda.set_device(at.local_rank % torch.cuda.device_count())
     try:
@@ -172,8 +172,3 @@ def joined(at: RankInfo, backend: str, timeout: timedelta = TIMEOUT) -> Generato
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _is_one_host(at: RankInfo) -> bool:
-    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS")
-    return local == str(at.world_size) or os.environ.get("SLURM_NNODES") == "1"

@@ -14,7 +14,6 @@ from fnddp.cli.bench import bench
 from fnddp.cli.demo import demo
 from fnddp.cli.doctor import doctor
 from fnddp.cli.failures import BROKEN_PIPE, EXTRA, FAILED, INTERRUPTED, WRONG_ARGUMENTS, Failure, stop
-from fnddp.cli.launcher import stopped
 from fnddp.cli.plan import plan
 from fnddp.cli.trace import trace
 from fnddp.cli.tune import tune
@@ -36,7 +35,7 @@ def fnddp(
 
 
 def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
-    """Print what makes a shell complete this command.
+    """Print a script with which a shell completes this command.
 
     bash: source <(fnddp completion bash). zsh: the same with zsh, after compinit. fish: fnddp completion fish | source.
     """
@@ -45,7 +44,7 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
 
 
 def reported(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` such that what it raises becomes a line on standard error, and its exit code."""
+    """Return `command` with its errors reported as a line on standard error and an exit code."""
 
     @wraps(command)
     def run(*arguments: object, **options: object) -> int:
@@ -65,6 +64,8 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
             if (error.name or "").partition(".")[0] not in EXTRA:
                 raise
             code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
+        from fnddp.cli.launcher import stopped  # imports torch, which completion and --version need not wait for
+
         return stopped(f"fnddp {command.__name__}", code, message)
 
     return run
@@ -80,7 +81,7 @@ app.command()(completion)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0; 1 (failed), 2 (wrong arguments), 130 (Ctrl-C), or 141: nothing reads its output any more, as after `head`.
+    0; 1 (failed), 2 (wrong arguments), 130 (Ctrl-C), or 141: its output is no longer read, as after `head`.
     """
     try:
         return app(argv, prog_name="fnddp", standalone_mode=False) or 0

@@ -11,26 +11,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from fnddp.cli import modules
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
+from fnddp.simulate.tune.problem import Batch, Forward, Loss, functional, trained
+
+__all__ = ["BATCH_SIZE", "Batch", "Forward", "Loss", "Params", "Task", "Workload", "functional", "load", "trained"]
 
 Params = dict[str, Tensor]
-Batch = tuple[Tensor, ...]
-Forward = Callable[..., Any]  # a module, or a function that stands for one with other parameters
-Loss = Callable[[Forward, Batch], Tensor]
 BATCH_SIZE = 32  # of a rank, where it can be chosen and is not
 
 
 class Task(NamedTuple):
-    """What a module is trained on.
+    """Data and a loss, to train a module on.
 
     Attributes:
-        batch: `batch(rank, ranks, generator)`: the next batch of one of so many ranks.
+        batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
         loss: The mean loss of a module on a batch. It calls the module and nothing else of it.
         quality: The loss on held-out data; None where there is none.
         accuracy: The share of held-out data that is recognized; None where there is none.
@@ -50,8 +49,8 @@ class Workload:
 
     Attributes:
         build: Makes a new module. Its initial values are a function of torch's global seed.
-        task: `task(size)`: what the module is trained on, with so many samples in a batch where that can be chosen.
-            Raises a `WrongArgument` where there is nothing.
+        task: `task(size)`: the data and the loss, with `size` samples in a batch where that can be chosen. Raises a
+            `WrongArgument` where there are none.
     """
 
     build: Callable[[], nn.Module]
@@ -64,27 +63,13 @@ class Workload:
             return self.build()
 
     def parameters(self) -> Params:
-        """Return what is trained, by name, without values (on the meta device): enough for planning."""
+        """Return the parameters to train, by name, without values (on the meta device): enough for planning."""
         try:
             with torch.device("meta"):
                 module = self.build()
         except (WrongArgument, RuntimeError):  # perhaps it reads values, and on the meta device there are none
             module = self.build()
         return {name: p.to("meta") for name, p in trained(module).items()}
-
-
-def trained(module: nn.Module) -> Params:
-    """Return the parameters that require gradients, by name."""
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-
-
-def functional(module: nn.Module, loss: Loss) -> Callable[..., Tensor]:
-    """Return `loss` as a function of the parameters of `module`, and a batch."""
-
-    def of_parameters(params: Params, *batch: Tensor) -> Tensor:
-        return loss(lambda *inputs: functional_call(module, params, inputs), batch)
-
-    return of_parameters
 
 
 def class_loss(forward: Forward, batch: Batch) -> Tensor:
@@ -101,7 +86,7 @@ def load(name: str) -> Workload:
     not trained. `fn` may be a module, too, or the class of one.
 
     Raises:
-        WrongArgument: There is no such model or file. (What `fn()` returns is looked at when it is first called.)
+        WrongArgument: There is no such model or file. (What `fn()` returns is checked when it is first called.)
 
     >>> sum(p.numel() for p in load("gpt2").parameters().values())
     124439808
@@ -111,7 +96,7 @@ def load(name: str) -> Workload:
         return getattr(importlib.import_module(where), function)()
     if name.removesuffix(":").endswith(".py"):
         file = name.removesuffix(":")
-        raise WrongArgument(f"{file} is a file: say what in it makes the model, {file}:fn")
+        raise WrongArgument(f"{file} is a file: name the function in it that makes the model, {file}:fn")
     if not colon or not where or not function:
         hint = did_you_mean(name, MODELS) or f"; known ones are {', '.join(MODELS)}."
         raise WrongArgument(f"unknown model {name!r}{hint} Your own is FILE.py:fn or module:fn")
@@ -129,11 +114,15 @@ def _maker(name: str, where: str, attribute: str) -> Callable[[], Any]:
         there = sorted(key for key, value in vars(module).items() if _is_model(value) and not key.startswith("_"))
         hint = did_you_mean(attribute, there) or f"; it has {', '.join(there) or 'none'}"
         raise WrongArgument(f"{where} has no function or module {attribute!r}{hint}")
-    if needed := _required(made):
+    try:
+        inspect.signature(made).bind()
+    except ValueError:  # some built-in ones have no signature
+        pass
+    except TypeError as error:
         raise WrongArgument(
-            f"{name} cannot be called without arguments: it needs {', '.join(needed)}; give them defaults, or name a "
-            "function that returns the module"
-        )
+            f"{name} cannot be called without arguments: {error}; give it a default, or name a function that returns "
+            "the module"
+        ) from error
     return partial(_called, name, made)
 
 
@@ -141,20 +130,11 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, nn.Module | FunctionType) or (isinstance(value, type) and issubclass(value, nn.Module))
 
 
-def _required(made: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(made).parameters.values()
-    except (TypeError, ValueError):  # some built-in ones have no signature
-        return []
-    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in varying]
-
-
 def _called(name: str, made: Callable[[], Any]) -> Any:
     try:
         return made()
     except (Exception, SystemExit) as error:
-        raise WrongArgument(f"{name} failed: {modules.told(error)}") from error
+        raise WrongArgument(f"{name} failed: {modules.described(error)}") from error
 
 
 def _parts(name: str, built: Any) -> tuple[nn.Module, Any, Any]:
@@ -173,19 +153,18 @@ def _task(name: str, module: nn.Module, inputs: Any, loss_fn: Any) -> Task:
         raise WrongArgument(f"{name}: inputs must be a tensor or a tuple of tensors, got {_kind(inputs)}")
     if not callable(loss_fn):
         raise WrongArgument(f"{name}: loss_fn must be a function of the module's output, got {_kind(loss_fn)}")
-    return Task(partial(_always, batch), partial(_loss_of_output, name, loss_fn))
 
+    def loss(forward: Forward, batch: Batch) -> Tensor:
+        value = loss_fn(forward(*batch))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _kind(value)
+            raise WrongArgument(f"{name}: loss_fn must return a scalar tensor, such as a mean, got {got}")
+        return value
 
-def _always(batch: Batch, rank: int, ranks: int, generator: torch.Generator) -> Batch:
-    return batch
+    def always(rank: int, ranks: int, generator: torch.Generator) -> Batch:
+        return batch
 
-
-def _loss_of_output(name: str, loss_fn: Callable[..., Any], forward: Forward, batch: Batch) -> Tensor:
-    loss = loss_fn(forward(*batch))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind(loss)
-        raise WrongArgument(f"{name}: loss_fn must return a scalar tensor, such as a mean, got {got}")
-    return loss
+    return Task(always, loss)
 
 
 def _kind(value: Any) -> str:

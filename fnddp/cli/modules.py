@@ -21,21 +21,19 @@ def load(name: str) -> ModuleType:
         WrongArgument: There is none, or it raised, or ended the program, as scripts do.
     """
     try:
-        return _of_file(Path(name)) if name.endswith(".py") else _named(name)
+        if name.endswith(".py"):
+            return _of_file(Path(name))
+        _add_path(Path.cwd())  # a console script, unlike `python -m`, does not
+        return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise WrongArgument(f"cannot import {name}: {told(error)}") from error
+        raise WrongArgument(f"cannot import {name}: {described(error)}") from error
 
 
-def told(error: BaseException) -> str:
-    """Return what a user's module has raised, and on which of its lines, if that is what raised it."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())
+def described(error: BaseException) -> str:
+    """Return the type and text of an error, and the line of a user's module that raised it, if one did."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
     own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(_NOT_OWN)]
-    return f"{said} (at {own[-1].filename}:{own[-1].lineno})" if own else said
-
-
-def _named(name: str) -> ModuleType:
-    _see(Path.cwd())  # a console script, unlike `python -m`, does not
-    return importlib.import_module(name)
+    return f"{text} (at {own[-1].filename}:{own[-1].lineno})" if own else text
 
 
 def _of_file(file: Path) -> ModuleType:
@@ -49,7 +47,7 @@ def _of_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
-    _see(file.absolute().parent)  # as if Python ran the file: it may import its neighbours
+    _add_path(file.absolute().parent)  # as if Python ran the file: it may import its neighbours
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -58,6 +56,6 @@ def _of_file(file: Path) -> ModuleType:
     return module
 
 
-def _see(folder: Path) -> None:
+def _add_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -22,7 +22,7 @@ from types import FrameType
 from fnddp.cli.failures import Failure
 from fnddp.cost.link import Link
 
-NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
+NAMESPACES = Path("/run/netns")  # the folder of `ip netns`
 PREFIX = "fnddp"  # of their names: fnddp-PID-RANDOM-HOST
 INTERFACE = "eth0"  # within a host
 BURST, QUEUE = "256kb", "100ms"
@@ -53,14 +53,11 @@ class Host:
 
 @contextmanager
 def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
-    """Make `n` hosts on one switch, each of which sends over a `link`. However the block ends, they are gone.
+    """Make `n` hosts on one switch, each of which sends over a `link`, and remove them when the block ends.
 
-    While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. What a run
-    that was killed has left behind is removed by the next.
-
-    Args:
-        n: Number of hosts.
-        link: As `Link.parse` reads it, such as "200mbit". A latency needs the kernel's module sch_netem.
+    While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. The next run
+    removes what a killed one has left behind.
+    `Link.parse` reads the link, such as "200mbit". A latency needs the kernel's module sch_netem.
 
     Raises:
         NetworkError: Not Linux, not root, or iproute2 is missing or was refused.
@@ -70,7 +67,10 @@ def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
     if not 1 <= n <= MAX_HOSTS:
         raise ValueError(f"a network has 1 to {MAX_HOSTS} hosts, got {n}")
     check_available()
-    _remove_stale()
+    for stale in NAMESPACES.glob(f"{PREFIX}-*-*-*"):
+        pid = stale.name.split("-")[1]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            _remove(stale.name)
     name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
     with _sigterm_raises():
         try:
@@ -132,13 +132,6 @@ def _make(name: str, n: int, link: Link) -> list[Host]:
 def _remove(pattern: str) -> None:
     for namespace in NAMESPACES.glob(pattern):  # devices end with the namespace that they are in
         subprocess.run(["ip", "netns", "delete", namespace.name], capture_output=True, check=False)
-
-
-def _remove_stale() -> None:
-    for namespace in NAMESPACES.glob(f"{PREFIX}-*-*-*"):
-        pid = namespace.name.split("-")[1]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
-            _remove(namespace.name)
 
 
 def _run(*command: str) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands have. This file and the commands' import no torch: completion asks them at each key."""
+"""Options of several commands. This file and those of commands import no torch: completion runs them at each key."""
 
 import math
 from pathlib import Path

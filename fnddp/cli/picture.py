@@ -1,14 +1,20 @@
-"""Figures of matplotlib's as SVG that are dark on dark pages, as the pictures of plans are."""
+"""Figures of matplotlib's: as SVG that is dark on dark pages, as plans are, and with results as files."""
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fnddp.show import drawing
 from fnddp.show.drawing import INK, PAPER
 
+RESULTS = "results.json"
+COLOURS = ("#000000", *drawing.COLOURS, "#F0E442")
 # Of what is drawn, and on dark pages. Colours that are not here read on both.
 DARK = {
     INK: "#eceff1",
@@ -33,21 +39,44 @@ _STYLE: dict[Any, str] = {
 
 
 def save(draw: Callable[[], Figure], file: Path) -> None:
-    """Writes the figure that `draw` makes as SVG.
+    """Write the figure that `draw` makes as SVG.
 
     Viewers that know no style sheets show it as on light pages.
     """
     with mpl.rc_context(_STYLE):
         draw().savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     start, tag, rest = file.read_text().partition("<defs>\n")
-    file.write_text(start + _sheet() + tag + "\n".join(line.rstrip() for line in rest.splitlines()) + "\n")
-
-
-def _sheet() -> str:
-    """matplotlib writes colours into each element's own style, over which only what is important wins."""
+    # matplotlib writes colours into each element's own style, over which only what is important wins.
     rules = (
-        f'[style*="{what}: {light}"] {{{what}: {dark} !important}}'
+        f'[style*="{what}: {light}"] {{{what}: {dark} !important}}\n'
         for light, dark in DARK.items()
         for what in ("fill", "stroke")
     )
-    return "<style>@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>\n"
+    sheet = f"<style>@media (prefers-color-scheme: dark) {{\n{''.join(rules)}}}</style>\n"
+    file.write_text(start + sheet + tag + "\n".join(line.rstrip() for line in rest.splitlines()) + "\n")
+
+
+def write(out: Path, name: str, draw: Callable[[], Figure], found: dict[str, Any]) -> None:
+    """Write a picture and the numbers behind it, `found`, into the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".svg"):
+        save(draw, out / name)
+    else:
+        draw().savefig(out / name, dpi=150)
+    (out / RESULTS).write_text(json.dumps(_finite(found), indent=1) + "\n")
+    print(f"Wrote {out / name} and {out / RESULTS}")
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no number for by None."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def dress(axes: Axes, **grid: Any) -> None:
+    """Draw a faint grid, and no frame above and on the right."""
+    axes.grid(alpha=0.3, **grid)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,5 +1,6 @@
 """`fnddp plan`: what pipelines would send and take, from their plans alone. Nothing is run, and nothing is sent."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -90,19 +91,17 @@ def plan(
     for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
         checks.check_groups(option, text, given, syncs)
     planned: list[plan_report.Planned] = []
-    with terminal.progress() as telling:
+    with terminal.progress() as show_progress:
         for i, sync in enumerate(syncs):
-            telling(f"{i + 1} of {len(syncs)}: {sync!r}", i, len(syncs))  # seconds each, for a large model
+            show_progress(f"{i + 1} of {len(syncs)}: {sync!r}", i, len(syncs))  # seconds each, for a large model
             planned.append(plan_report.planned(sync, setting))
     busiest, on = planned[0].busiest, by_text[links[0]]
-    drawn = {
-        "--svg": busiest.to_svg(on) if svg else "",
-        "--trace": busiest.to_trace(on, Compute(backward_seconds=backward or 0.0)) if trace else "",
-    }
-    for option, file in files.items():
-        file.write_text(drawn[option])
+    if svg is not None:
+        svg.write_text(busiest.to_svg(on))
+    if trace is not None:
+        trace.write_text(busiest.to_trace(on, Compute(backward_seconds=backward or 0.0)))
     if as_json:
-        print(plan_report.as_json(setting, planned))
+        print(json.dumps(plan_report.as_json(setting, planned), indent=1))
     else:
         plan_report.show(setting, planned, in_full=show)
     return 0

@@ -1,6 +1,5 @@
-"""What `fnddp plan` computes and prints: a table, the plans in full, or JSON."""
+"""Costs of pipelines for `fnddp plan`, from their plans: a table, the plans in full, or JSON."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.terminal import Table, say
+from fnddp.cli.terminal import Table, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
-from fnddp.cost.estimate import Estimate
 from fnddp.cost.link import duration
 from fnddp.cost.queue import Links
 from fnddp.plan.lower import lower
@@ -27,7 +25,7 @@ Costs = dict[str, Any]  # of a step, or the mean of several, as JSON has them
 
 @dataclass(frozen=True)
 class Setting:
-    """What pipelines are planned for."""
+    """The model, ranks and links that pipelines are planned for."""
 
     model: str
     parameters: dict[str, Tensor]  # by name, without values
@@ -39,95 +37,38 @@ class Setting:
 
     @property
     def elements(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements of all parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
     @property
-    def _ranks(self) -> list[str]:
-        if isinstance(self.ranks, int):
-            return [count(self.ranks, "rank")]
-        return [f"{count(n, 'rank')}{f' in group {group}' if group else ''}" for group, n in self.ranks.items()]
+    def times(self) -> tuple[str, ...]:
+        """The times of an estimate that are shown."""
+        exposed = () if self.backward is None else ("step_seconds", "exposed_seconds")
+        return ("communication_seconds", *exposed)
 
     def __str__(self) -> str:
+        sizes = {None: self.ranks} if isinstance(self.ranks, int) else self.ranks
+        ranks = ", ".join(f"{count(n, 'rank')}{f' in group {group}' if group else ''}" for group, n in sizes.items())
         when = "after all warm-ups" if self.step is None else f"step {self.step}"
         return (
             f"{self.model}: {self.elements:,} parameters in {count(len(self.parameters), 'leaf', 'leaves')}; "
-            f"{', '.join(self._ranks)}; {when}; buckets of {self.bucket_cap_mb:g} MiB"
+            f"{ranks}; {when}; buckets of {self.bucket_cap_mb:g} MiB"
         )
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a pipeline does in the steps of a period, and what that costs."""
+    """The plans of a pipeline in the steps of a period, and their costs."""
 
+    text: str
     plans: tuple[Plan, ...]  # one for each phase
     phases: list[Costs]  # those that differ, each with the number of steps of a period that have them
     mean: Costs
-
-    @classmethod
-    def of(cls, recurring: Sequence[tuple[Plan, int]], setting: Setting) -> "Planned":
-        """Return the costs of plans, each for a number of steps of a period."""
-        phases: list[Costs] = []
-        for plan, steps in recurring:
-            costs = _costs(plan, setting)
-            alike = [each for each in phases if each | {"steps": 0} == costs | {"steps": 0}]
-            steps += sum(each["steps"] for each in alike)
-            phases = [*(each for each in phases if each not in alike), {"steps": steps, **costs}]
-        return cls(tuple(plan for plan, _ in recurring), phases, _mean(phases, setting))
-
-    @property
-    def text(self) -> str:
-        """The pipeline."""
-        return repr(self.plans[0].sync)
 
     @property
     def busiest(self) -> Plan:
         """The plan that sends most."""
         return max(self.plans, key=lambda plan: plan.wire_bytes)
-
-
-def _costs(plan: Plan, setting: Setting) -> Costs:
-    estimates = {text: plan.estimate(at, backward_seconds=setting.backward) for text, at in setting.links.items()}
-    return {
-        "wire_bytes": plan.wire_bytes,
-        "reduction": _reduction(plan.wire_bytes, setting),
-        "link_bytes": next(iter(estimates.values())).link_bytes,  # the same on all links
-        "collectives": len(plan.collectives),
-        "rounds": plan.rounds,
-        "peak_bytes": plan.peak_bytes or None,  # never 0 bytes: the means are among them
-        "links": {text: _times(estimate) for text, estimate in estimates.items()},
-    }
-
-
-def _mean(phases: Sequence[Costs], setting: Setting) -> Costs:
-    """Return the mean of bytes and times, and of rounds and memory the most that there are."""
-
-    def mean(values: Iterable[float]) -> float:
-        return fmean(values, [each["steps"] for each in phases]) if len(phases) > 1 else next(iter(values))
-
-    found = {key: mean(each[key] for each in phases) for key in ("wire_bytes", "link_bytes", "collectives")}
-    return {
-        **found,
-        "reduction": _reduction(found["wire_bytes"], setting),
-        "rounds": max(each["rounds"] for each in phases),
-        "peak_bytes": max(each["peak_bytes"] or 0 for each in phases) or None,
-        "links": {
-            text: {name: mean(each["links"][text][name] for each in phases) for name in times}
-            for text, times in phases[0]["links"].items()
-        },
-    }
-
-
-def _times(cost: Estimate) -> dict[str, float]:
-    communication = {"communication_seconds": cost.communication_seconds}
-    if cost.backward_seconds is None:
-        return communication
-    return {**communication, "step_seconds": cost.step_seconds, "exposed_seconds": cost.exposed_seconds}
-
-
-def _reduction(wire_bytes: float, setting: Setting) -> float | None:
-    """Return 4 bytes for each parameter over what is sent; None if that is nothing."""
-    return 4 * setting.elements / wire_bytes if wire_bytes else None
 
 
 def planned(sync: Sync, setting: Setting) -> Planned:
@@ -139,26 +80,61 @@ def planned(sync: Sync, setting: Setting) -> Planned:
     ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
     try:
         if setting.step is None:
-            recurring = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
-            return Planned.of([(each.plan, each.steps) for each in recurring], setting)
-        with within(planned_world(sync, sync.groups, ranks)):
-            state = at_step(setting.step, sync.init(setting.parameters))
-        plan = lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap)
+            repeated = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
+            plans = [(each.plan, each.steps) for each in repeated]
+        else:
+            with within(planned_world(sync, sync.groups, ranks)):
+                state = at_step(setting.step, sync.init(setting.parameters))
+            plans = [(lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap), 1)]
     except (TypeError, ValueError) as error:  # a LoweringError is a TypeError
         raise WrongArgument.of(error) from error
-    return Planned.of([(plan, 1)], setting)
+    phases: dict[str, Costs] = {}
+    for plan, steps in plans:
+        costs = _costs(plan, setting)
+        phases.setdefault(repr(costs), {"steps": 0, **costs})["steps"] += steps
+    of_phases = [*phases.values()]
+    return Planned(repr(sync), tuple(plan for plan, _ in plans), of_phases, _mean(of_phases, setting))
+
+
+def _costs(plan: Plan, setting: Setting) -> Costs:
+    estimates = {text: plan.estimate(at, backward_seconds=setting.backward) for text, at in setting.links.items()}
+    return {
+        "wire_bytes": plan.wire_bytes,
+        "reduction": _reduction(plan.wire_bytes, setting),
+        "link_bytes": next(iter(estimates.values())).link_bytes,  # the same on all links
+        "collectives": len(plan.collectives),
+        "rounds": plan.rounds,
+        "peak_bytes": plan.peak_bytes or None,  # never 0 bytes: the means are among them
+        "links": {text: {name: getattr(at, name) for name in setting.times} for text, at in estimates.items()},
+    }
+
+
+def _mean(phases: Sequence[Costs], setting: Setting) -> Costs:
+    """Return the mean of bytes and times, and the maximum of rounds and memory."""
+
+    def mean(values: Iterable[float]) -> float:
+        return fmean(values, [each["steps"] for each in phases]) if len(phases) > 1 else next(iter(values))
+
+    found = {key: mean(each[key] for each in phases) for key in ("wire_bytes", "link_bytes", "collectives")}
+    return {
+        **found,
+        "reduction": _reduction(found["wire_bytes"], setting),
+        "rounds": max(each["rounds"] for each in phases),
+        "peak_bytes": max(each["peak_bytes"] or 0 for each in phases) or None,
+        "links": {
+            text: {name: mean(each["links"][text][name] for each in phases) for name in setting.times}
+            for text in setting.links
+        },
+    }
+
+
+def _reduction(wire_bytes: float, setting: Setting) -> float | None:
+    """Return 4 bytes for each parameter over what is sent; None if that is nothing."""
+    return 4 * setting.elements / wire_bytes if wire_bytes else None
 
 
 def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None:
-    """Print the table and, `in_full`, each plan."""
-    say(f"{setting}\n")
-    table(setting, planned).show()
-    for plan in (plan for each in planned if in_full for plan in each.plans):
-        print(f"{plan}\n")
-
-
-def table(setting: Setting, planned: Sequence[Planned]) -> Table:
-    """Return the comparison: a row for each pipeline, and below it one for each kind of its steps."""
+    """Print the table, a row for each pipeline and below it one for each kind of its steps; `in_full`, each plan."""
     costs = {"comm": 9} if setting.backward is None else {"comm": 7, "step": 9, "exposed": 6}
     headings = [text.replace(",", "\n") for text in setting.links]
     times = {f"{heading}\n{cost}": weight for heading in headings for cost, weight in costs.items()}
@@ -166,9 +142,12 @@ def table(setting: Setting, planned: Sequence[Planned]) -> Table:
     rows: list[tuple[str, ...]] = []
     for each in planned:
         rows.append((each.text, *_row(each.mean)))
-        period = sum(kind["steps"] for kind in each.phases)
-        rows += [(f"  {kind['steps']} of {period} steps", *_row(kind)) for kind in each.phases if len(each.phases) > 1]
-    return Table("pipeline", {**sizes, **times}, rows, _caption(setting))
+        steps = sum(kind["steps"] for kind in each.phases)
+        rows += [(f"  {kind['steps']} of {steps} steps", *_row(kind)) for kind in each.phases if len(each.phases) > 1]
+    echo(f"{setting}\n")
+    Table("pipeline", {**sizes, **times}, rows, _caption(setting)).show()
+    for plan in (plan for each in planned if in_full for plan in each.plans):
+        print(f"{plan}\n")
 
 
 def _row(costs: Costs) -> tuple[str, ...]:
@@ -183,10 +162,10 @@ def _row(costs: Costs) -> tuple[str, ...]:
     )
 
 
-def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
+def as_json(setting: Setting, planned: Sequence[Planned]) -> dict[str, Any]:
     """Return the same, for programs."""
     ranks = setting.ranks
-    found = {
+    return {
         "model": setting.model,
         "parameters": setting.elements,
         "leaves": len(setting.parameters),
@@ -196,7 +175,6 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> str:
         "backward_seconds": setting.backward,
         "pipelines": [{"pipeline": each.text, **each.mean, "phases": each.phases} for each in planned],
     }
-    return json.dumps(found, indent=1)
 
 
 def _caption(setting: Setting) -> str:
@@ -208,10 +186,10 @@ def _caption(setting: Setting) -> str:
             "at even intervals\nexposed: what is left to wait for after it"
         )
     return (
-        "wire: bytes that a rank hands to its collectives in a step; reduction: against 4 for each parameter\n"
-        "steps that are not alike: their mean, and below it each kind of them\n"
+        "wire: bytes that a rank passes to its collectives in a step; reduction: against 4 for each parameter\n"
+        "steps that differ: their mean, and below it each kind of them\n"
         "link: bytes that a rank sends in a ring; rounds: collectives that wait for one another\n"
-        "memory: at most, beside the gradients and the state (-: not known)\n"
+        "memory: at most, in addition to the gradients and the state (-: not known)\n"
         f"{comm}\n"
         "Times are computed, not measured: gloo's ring, on links of the given bandwidth and latency (none unless "
         "given); to encode and decode takes no time here. To measure steps: fnddp bench"

@@ -1,6 +1,7 @@
-"""What `fnddp tune` trains: a workload on data of its own, or on others, as virtual ranks do."""
+"""Problems of `fnddp tune`: a workload on its own data, or on other data, as virtual ranks train it."""
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -9,24 +10,22 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import Batch, Task, load
 from fnddp.simulate.tune import Problem
 
+DATA = {"digits": "fnddp.cli.digits", "text": "fnddp.cli.characters"}
+"""Modules with data for any model, imported when asked for: digits need scikit-learn."""
+
 
 def problem(model: str, data: str | None, *, batch: int, ranks: int, steps: int, rate: float | None) -> Problem:
-    """Return what `--model` and `--data` name.
-
-    Args:
-        model: As `fnddp.cli.models.load` takes it.
-        data: "digits", "text", or None for what the model has of its own.
-        batch: Samples of each rank in each step; a model's own batches are what they are.
-        ranks: Number of virtual ranks.
-        steps: Training steps, over which the learning rate falls to zero.
-        rate: The first learning rate; None for what suits the data.
+    """Return what `--model` and `--data` name; the learning rate falls from `rate`, or what suits the data, to zero.
 
     Raises:
         WrongArgument: There is no such model, it and the data do not go together, or it cannot be simulated.
     """
     workload = load(model)
     _require_simulable(model, workload.make(0))
-    task = _task(data, batch) or workload.task(batch)
+    if data in DATA:
+        task: Task = import_module(DATA[data]).task(batch)
+    else:
+        task = workload.task(batch)
 
     def batches(n: int, seed: int, steps: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(seed)
@@ -38,20 +37,8 @@ def problem(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     return Problem(workload.make, task.loss, batches, _falling(task.optimizer, steps, rate), task.quality)
 
 
-def _task(data: str | None, batch: int) -> Task | None:
-    if data == "digits":
-        from fnddp.cli import digits  # needs scikit-learn, which other data does not
-
-        return digits.task(batch)
-    if data == "text":
-        from fnddp.cli import characters
-
-        return characters.task(batch)
-    return None
-
-
 def _require_fit(task: Task, model: nn.Module, name: str, data: str, ranks: int) -> None:
-    """Run the model once, on one rank's batch, to report before all else that it and the data do not go together."""
+    """Raise a WrongArgument unless the model takes one rank's batch of the data."""
     batch = task.batch(0, ranks, torch.Generator().manual_seed(0))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

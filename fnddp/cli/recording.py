@@ -1,4 +1,4 @@
-"""What one rank does for `fnddp trace`: run a step, record it, and predict the same step from its plan."""
+"""The ranks' part of `fnddp trace`: run a step, record it, and predict the same step from its plan."""
 
 import math
 import os
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
+from fnddp.cli.launch import Stage
 from fnddp.cli.models import BATCH_SIZE, functional, load, trained
-from fnddp.cli.rank import Stage
 from fnddp.cli.terminal import Table
 from fnddp.core.sync import Sync
 from fnddp.cost.link import Link, duration
@@ -32,7 +32,7 @@ class Recorded:
     """A step, measured and predicted."""
 
     trace: str  # both timelines, as JSON
-    seconds: float  # what the step took with torch's profiler watching
+    seconds: float  # what the step took, under torch's profiler
     stats: SyncStats  # what its synchronization took of that
     link: Link | None  # as measured; None in a world of one
     predicted: Step  # the step on that link
@@ -76,8 +76,8 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:
 
 
 def _profiled(step: Callable[[], None]) -> tuple[str, float]:
-    """Return what torch's profiler has recorded of `step`, and how long it took."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 says that a profile starts, and ends
+    """Return the trace that torch's profiler makes of `step`, and the seconds that it took."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
         begin = time.perf_counter()
         step()

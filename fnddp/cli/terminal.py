@@ -3,11 +3,11 @@
 import os
 import re
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import get_terminal_size
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich import box, table
 from rich.console import Console
@@ -23,7 +23,7 @@ _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after thes
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # the command says how it ends; rich would end it with 1
+        raise BrokenPipeError  # main returns its exit code; rich would exit with 1
 
 
 def console(stream: TextIO, width: int | None = None) -> Console:
@@ -41,7 +41,7 @@ def console(stream: TextIO, width: int | None = None) -> Console:
     )
 
 
-def say(text: str, style: str = "", most: int = WHOLE) -> None:
+def echo(text: str, style: str = "", most: int = WHOLE) -> None:
     """Print `text` on standard output, folded between words where that is a terminal, and at `most` columns."""
     to = console(sys.stdout)
     to.print(text, style=style, width=min(to.width, most))
@@ -71,7 +71,7 @@ class Table:
         hidden = [heading for i, heading in enumerate(headings) if i not in shown]
         names = ", ".join(heading.replace("-\n", "").replace("\n", " ") for heading in hidden)
         unseen = f"\nNot shown, for want of room: {names}" if hidden else ""
-        say(f"\n{self.caption}{unseen}\n", style="dim", most=READABLE)
+        echo(f"\n{self.caption}{unseen}\n", style="dim", most=READABLE)
 
     def _fitting(self, width: int) -> tuple[list[int], int]:
         """Return the columns that fit `width`, at least one, and the least width at which they are whole."""
@@ -95,15 +95,12 @@ def _folded(name: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-class Show(Protocol):
-    """Shows what is being done, and how much of it is done."""
-
-    def __call__(self, text: str, done: int | None = None, of: int | None = None) -> None: ...
-
-
 @contextmanager
-def progress(*, quiet: bool = False) -> Generator[Show]:
-    """Show what is done in a line on standard error, on terminals only; it is gone when the block ends."""
+def progress(*, quiet: bool = False) -> Generator[Callable[..., None]]:
+    """Yield a function that shows what is being done, and how much of it is done, until the block ends.
+
+    In a line on standard error, on terminals only.
+    """
     to = console(sys.stderr)
     text = TextColumn("{task.description}", table_column=table.Column(no_wrap=True, overflow="ellipsis"))
     columns = (SpinnerColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), text)

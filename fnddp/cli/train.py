@@ -1,11 +1,11 @@
-"""What one rank does in the demo: train the same network with one pipeline after another, and measure."""
+"""The ranks' part of the demo: train the same network with one pipeline after another, and measure."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from statistics import median
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fnddp.adapters.functional import value_and_grad
+from fnddp.cli.launch import Stage
 from fnddp.cli.models import BATCH_SIZE, Params, functional, load, trained
-from fnddp.cli.rank import Stage
 from fnddp.core.agreement import agree, digest_of, verify
 from fnddp.core.sync import Sync
 from fnddp.wire.counter import WireCounter
@@ -24,26 +24,17 @@ MOMENTUM = 0.9
 TIMED_STEPS = 50
 
 
-@dataclass(frozen=True)
-class Result:
-    """What training with one pipeline gave."""
+class Result(TypedDict):
+    """Training with one pipeline, as results.json has it."""
 
     pipeline: str  # its expression
-    parameters: int  # elements in the network
-    losses: list[float]  # training loss of each step, the mean over ranks
-    sent: list[int]  # wire bytes that one rank had sent after each step, counted
-    accuracy: float | None  # on the test set, after the last step; None where there is none
-    step_seconds: float  # median time of a step on this rank
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes that the last step sent: schedules have come to their final phase."""
-        return self.sent[-1] - (self.sent[-2] if len(self.sent) > 1 else 0)
-
-    @property
-    def reduction(self) -> float | None:
-        """4 bytes for each parameter over that; None if nothing was sent."""
-        return 4 * self.parameters / self.step_bytes if self.step_bytes else None
+    bytes_per_step: int  # that the last step sent: schedules have come to their final phase
+    reduction: float | None  # 4 bytes for each parameter over that; None if nothing was sent
+    bytes_total: int
+    test_accuracy: float | None  # after the last step; None where there is no test set
+    step_seconds_median: float  # on this rank
+    loss_by_step: list[float]  # in training, the mean over ranks
+    bytes_sent_by_step: list[int]  # by one rank until the end of each step, counted
 
 
 def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Iterator[Stage | Result]:
@@ -92,13 +83,16 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
             seconds.append(time.perf_counter() - start)
         mean = torch.stack(losses)
         dist.all_reduce(mean)
+        elements = sum(p.numel() for p in params.values())
         yield Result(
             pipeline=repr(sync),
-            parameters=sum(p.numel() for p in params.values()),
-            losses=(mean / world_size).tolist(),
-            sent=list(accumulate(sent)),
-            accuracy=None if task.accuracy is None else task.accuracy(partial(_forward, network, params)),
-            step_seconds=median(seconds),
+            bytes_per_step=sent[-1],
+            reduction=4 * elements / sent[-1] if sent[-1] else None,
+            bytes_total=sum(sent),
+            test_accuracy=None if task.accuracy is None else task.accuracy(partial(functional_call, network, params)),
+            step_seconds_median=median(seconds),
+            loss_by_step=(mean / world_size).tolist(),
+            bytes_sent_by_step=list(accumulate(sent)),
         )
 
 
@@ -106,7 +100,3 @@ def sgd(params: Params, grads: Params, velocity: Params, learning_rate: float) -
     """Return parameters and velocity after one step of gradient descent with momentum."""
     velocity = {name: MOMENTUM * v + grads[name] for name, v in velocity.items()}
     return {name: p - learning_rate * velocity[name] for name, p in params.items()}, velocity
-
-
-def _forward(network: torch.nn.Module, params: Params, *inputs: Tensor) -> Tensor:
-    return functional_call(network, params, inputs)

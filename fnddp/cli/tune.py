@@ -40,7 +40,8 @@ def tune(
     and final loss. Encoding, decoding and backward are measured here. The plain mean and 16-bit wires are always among
     them; name others in the place of the usual ones. Writes pareto.svg and results.json.
     """
-    from fnddp.cli import checks, problem, terminal, tune_report
+    from fnddp.cli import checks, picture, terminal, tune_report
+    from fnddp.cli.problem import problem
     from fnddp.ir.program import LoweringError
     from fnddp.simulate.tune import CANDIDATES
     from fnddp.simulate.tune import tune as search
@@ -48,11 +49,12 @@ def tune(
     share, parsed = checks.check_share(within), checks.check_link(link)
     checks.check_writable(out, "--out", is_folder=True)
     checks.check_imports(imports)
-    asked = problem.problem(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
+    asked = problem(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
     parameters = checks.check_model(model, trains=False)
     texts = [*(pipelines or ()), *(more or ())] or CANDIDATES
     syncs = [repr(checks.check_pipeline(text, parameters)) for text in texts]
-    setting = tune_report.Setting(model, data, link, ranks, steps, seeds, batch)
+    on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
+    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
     try:
         with terminal.progress() as show:
             show("training")
@@ -60,15 +62,15 @@ def tune(
                 asked,
                 syncs,
                 link=parsed,
+                within=share,
                 ranks=ranks,
                 steps=steps,
                 seeds=range(seeds),
-                within=share,
                 tell=lambda at: show("training", at.done, at.of),
             )
     except (ValueError, LoweringError) as error:
         raise WrongArgument.of(error) from error
     tune_report.show(tuned, setting)
-    tune_report.write(out, tuned, setting)
-    print(f"Wrote {out / tune_report.PLOT} and {out / tune_report.RESULTS}")
+    found = tune_report.as_json(tuned, setting)
+    picture.write(out, tune_report.PLOT, lambda: tune_report.plot(tuned, setting), found)
     return 0

@@ -1,22 +1,7 @@
-"""Time and loss together: `fnddp tune`."""
+"""Time and loss together: the search of `fnddp tune`."""
 
-from fnddp.simulate.tune.outcome import MARGIN, MEAN, SAME, SIXTEEN_BITS, Outcome, Tuned
-from fnddp.simulate.tune.problem import Batch, Forward, Problem, final_loss
-from fnddp.simulate.tune.search import CANDIDATES, Progress, cost, tune
+from fnddp.simulate.tune.outcome import MARGIN, MEAN, SIXTEEN_BITS, Outcome, Tuned
+from fnddp.simulate.tune.problem import Problem, final_loss
+from fnddp.simulate.tune.search import CANDIDATES, cost, tune
 
-__all__ = [
-    "CANDIDATES",
-    "MARGIN",
-    "MEAN",
-    "SAME",
-    "SIXTEEN_BITS",
-    "Batch",
-    "Forward",
-    "Outcome",
-    "Problem",
-    "Progress",
-    "Tuned",
-    "cost",
-    "final_loss",
-    "tune",
-]
+__all__ = ["CANDIDATES", "MARGIN", "MEAN", "SIXTEEN_BITS", "Outcome", "Problem", "Tuned", "cost", "final_loss", "tune"]

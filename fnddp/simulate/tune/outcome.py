@@ -1,29 +1,30 @@
-"""What pipelines cost and what they end with: which of them beats which, and whether any beats a 16-bit wire."""
+"""Costs and final losses of pipelines: which of them beats which, and whether any beats a 16-bit wire."""
 
 import math
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 from fnddp.cost.step import Compute, MeanStep
 
 MEAN = "allreduce"
 SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
-"""What compression has to beat: half of the bytes, for the price of a cast."""
+"""Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
 
 MARGIN = 0.02
-"""A step that is shorter by less is not said to be: predictions are not better than that."""
+"""A step must be shorter by this share to count as faster: predictions are not better than that."""
 SAME = 1e-4
 """Losses that differ by less, relative to them, are the same: rounding does that."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pipeline costs, and what it does to the loss.
+    """The costs of a pipeline, and the losses that training with it ends with.
 
     Attributes:
         pipeline: Its expression.
-        wire_bytes: What one rank hands to its collectives in a step, the mean over a period after all warm-ups.
-        link_bytes: What one rank sends over its link in a step, likewise.
+        wire_bytes: Bytes that one rank passes to its collectives in a step, the mean over a period after all warm-ups.
+        link_bytes: Bytes that one rank sends over its link in a step, likewise.
         step: The steps of such a period, predicted.
         losses: The final loss, by seed.
     """
@@ -36,7 +37,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Of a step, in the mean."""
+        """The mean time of a step."""
         return self.step.seconds
 
     @property
@@ -47,11 +48,18 @@ class Outcome:
 
     @property
     def spread(self) -> float:
-        """Half of what lies between the best and the worst seed."""
+        """Half the distance between the best and the worst seed."""
         return (max(self.losses) - min(self.losses)) / 2 if math.isfinite(self.loss) else math.inf
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the costs, for programs."""
+        parts = ("encode", "decode", "communication", "exposed")
+        times = {f"{part}_seconds": getattr(self.step, f"{part}_seconds") for part in parts}
+        sizes = {"wire_bytes": self.wire_bytes, "link_bytes": self.link_bytes}
+        return {"pipeline": self.pipeline, **sizes, "step_seconds": self.seconds, **times}
+
     def beats(self, other: "Outcome") -> bool:
-        """Whether `other` is no better in anything, and worse in something."""
+        """Return whether `other` is no better in anything, and worse in something."""
         slack = SAME * abs(other.loss)
         is_no_worse = self.seconds <= other.seconds and self.loss <= other.loss + slack
         return is_no_worse and (self.seconds < other.seconds or self.loss < other.loss - slack)
@@ -59,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` found.
+    """The findings of `tune`.
 
     Attributes:
         outcomes: Of each pipeline, the fastest first.
@@ -73,7 +81,7 @@ class Tuned:
 
     @property
     def mean(self) -> Outcome:
-        """The plain mean's."""
+        """The plain mean's outcome."""
         return next(each for each in self.outcomes if each.pipeline == MEAN)
 
     @property
@@ -83,13 +91,13 @@ class Tuned:
 
     @property
     def good(self) -> tuple[Outcome, ...]:
-        """Whose loss is good enough, the fastest first; none where the plain mean diverged, which is one otherwise."""
+        """Outcomes whose loss is good enough, the fastest first; none where the plain mean diverged."""
         is_known = math.isfinite(self.threshold)
         return tuple(each for each in self.outcomes if is_known and each.loss <= self.threshold)
 
     @property
     def pareto(self) -> tuple[Outcome, ...]:
-        """What no other beats in time and loss."""
+        """Outcomes that no other beats in time and loss."""
         return tuple(each for each in self.outcomes if not any(other.beats(each) for other in self.outcomes))
 
     @property
@@ -102,7 +110,7 @@ class Tuned:
 
     @property
     def plain(self) -> Outcome:
-        """What there is to beat: the fastest 16-bit wire that is good enough, if that beats the plain mean itself."""
+        """The outcome to beat: of the fastest 16-bit wire that is good enough, if that beats the plain mean itself."""
         half = self.sixteen_bits
         return half if half is not None and _is_faster(half, self.mean) else self.mean
 
@@ -113,7 +121,7 @@ class Tuned:
 
     @property
     def verdict(self) -> str:
-        """The winner, and whether it is worth its while."""
+        """The winner in words, and by how much it is faster."""
         if not self.good:
             return "No winner: there is no loss to compare with"
         best, plain = self.winner, self.plain
@@ -124,7 +132,7 @@ class Tuned:
 
     @property
     def doubt(self) -> str | None:
-        """What keeps the losses from telling pipelines apart; None if nothing does."""
+        """The reason why the losses do not distinguish pipelines; None if they do."""
         if not math.isfinite(self.mean.loss):
             return "the plain mean itself diverged: lower the learning rate"
         noise = self.mean.spread

@@ -17,7 +17,7 @@ from fnddp.cost.step import Compute, MeanStep
 from fnddp.plan.period import period
 from fnddp.run.measure import measure_segments
 from fnddp.simulate.tune.outcome import MEAN, SIXTEEN_BITS, Outcome, Tuned
-from fnddp.simulate.tune.problem import Problem, backward_of, final_loss
+from fnddp.simulate.tune.problem import Problem, backward_of, final_loss, trained
 
 CANDIDATES = (
     "bucketize(quantize(two_shot))",
@@ -31,7 +31,7 @@ CANDIDATES = (
 
 
 class Progress(NamedTuple):
-    """So many runs of so many are done."""
+    """The number of trainings that are done, and of all."""
 
     done: int
     of: int
@@ -50,24 +50,24 @@ def tune(
     threads: int = 1,
     tell: Callable[[Progress], None] = lambda _: None,
 ) -> Tuned:
-    """Trains with each pipeline on `ranks` virtual ranks, costs a step of each on `link`, and compares.
+    """Train with each pipeline on `ranks` virtual ranks, cost a step of each on `link`, and compare.
 
     The plain mean and 16-bit wires are always among them. Losses are simulated (`fnddp.simulate_training`); times are
     predicted (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The wrong
-    judge at a learning rate that is not the plain mean's best (all train at one, and the order may turn round at
+    judge at a learning rate that is not the plain mean's best (all train at one, and the order may be another at
     another); for a cluster whose processors are not like this one's, or are shared by ranks; for a loss that decides
     after more steps than these; and for a warm-up: it is trained with, but costed as if it were over.
 
     Args:
-        problem: What is trained.
-        pipelines: Their expressions.
-        link: What connects the ranks.
-        ranks: How many of them, n.
-        steps: Training steps.
+        problem: The model, batches and loss.
+        pipelines: Expressions.
+        link: The connection of the ranks.
+        ranks: Number of virtual ranks.
+        steps: Number of training steps.
         seeds: A training for each, of the initial parameters and the batches; pipelines share them.
         within: How much worse than the plain mean's a loss may be, relative to it.
         bucket_cap_mb: MiB of gradients whose payloads travel together.
-        threads: Of a rank, while it is timed.
+        threads: Number of threads of a rank, while it is timed.
         tell: Called after each training.
 
     Raises:
@@ -84,7 +84,7 @@ def tune(
     syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, *pipelines))}
     for sync in syncs.values():
         _require_mean(sync)
-    leaves = problem.parameters()
+    leaves = trained(problem.make(0))
     with _threads(threads):
         compute = backward_of(problem, ranks)
         costs = {text: cost(sync, leaves, link, ranks, compute, bucket_cap_mb) for text, sync in syncs.items()}
@@ -98,7 +98,7 @@ def tune(
 
 
 def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:
-    """What a step of `sync` costs after all warm-ups, its segments measured here: the mean over what it repeats."""
+    """Return the cost of a step of `sync` after all warm-ups, the mean over its period; measure its segments here."""
     repeated = period(sync, leaves, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
     timed = [(each, measure_segments(each.plan, each.state)) for each in repeated]
     predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
@@ -113,7 +113,7 @@ def _require_mean(sync: Sync) -> None:
             "leave it out, or cost the pipeline with lower(sync, params, world_size={...}).predict(link, compute)"
         )
     if not sync.ops:
-        raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train apart; name one with a reducer in it")
+        raise ValueError(f"tune: {sync!r} exchanges nothing, so each rank would train alone; add a reducer")
 
 
 @contextmanager

@@ -1,0 +1,77 @@
+"""Models that commands take with `--model`: SMALL and its neighbours, as a user's file has them."""
+
+import torch
+from torch import nn
+
+SMALL = f"{__file__}:small"
+"""A layer of 64 x 32, with a batch and a loss."""
+
+module = nn.Linear(8, 4)
+
+
+class Network(nn.Linear):
+    def __init__(self, width=4):
+        super().__init__(8, width)
+
+
+def small():
+    return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
+
+
+def alone():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def normalized():
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    return model, torch.randn(8, 64), lambda out: out.square().mean()
+
+
+def values():
+    made = nn.Linear(8, 4)
+    made.weight.data *= made.weight.abs().max().item()
+    return made
+
+
+def huge():
+    return nn.Linear(200_000, 200_000)
+
+
+def trainable_in_part():
+    return nn.Sequential(nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 10))
+
+
+def frozen():
+    return nn.Linear(3, 2).requires_grad_(False)
+
+
+def of_width(width, depth=1):
+    return nn.Linear(8, width)
+
+
+def broken():
+    raise KeyError("no such layer")
+
+
+def ends():
+    raise SystemExit(3)
+
+
+def number():
+    return 3
+
+
+def pair():
+    return nn.Linear(3, 2), torch.ones(2, 3)
+
+
+def text_in():
+    return nn.Linear(3, 2), "text", torch.sum
+
+
+def no_loss():
+    return nn.Linear(3, 2), torch.ones(2, 3), 1.0
+
+
+def many():
+    return nn.Linear(8, 4), torch.ones(2, 8), lambda output: output
