@@ -188,8 +188,14 @@ def test_what_is_asked_for_after_plain_steps(rank: int) -> None:
     model.zero_grad()
     (model(x_of(rank)) + (1 + rank) * own.unused).backward()
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
-    means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * own.unused, list(model.parameters()))
-    assert [mean.item() for mean in means] == [MEAN, MEAN]
+
+
+@on_ranks(2)
+def test_asking_past_the_outputs(rank: int) -> None:
+    model = DDP(Weight())  # without a backward before that has returned no gradient
+    for _ in range(2):
+        means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * model.module.unused, list(model.parameters()))
+        assert [mean.item() for mean in means] == [MEAN, MEAN]
 
 
 @on_ranks(2)

@@ -244,21 +244,22 @@ def test_a_step_that_began_later_sends_nothing_before_the_other_is_over():
 def test_of_buffers_that_somebody_holds_there_is_another():
     (collective,) = lower(allreduce, GRADS, world_size=2).collectives
     memory = Memory()
-    first = memory.take(collective, views_apart=False)
-    assert memory.take(collective, views_apart=False) is first
+    pool = memory.pool(collective, views_apart=False)
+    first = pool.take()
+    assert memory.pool(collective, views_apart=False).take() is first
     held = first.receive[1:]
-    second = memory.take(collective, views_apart=False)
+    second = pool.take()
     assert second is not first
     del held
     held = second.receive[1:]
-    assert memory.take(collective, views_apart=False) is first  # a caller that holds each mean for a step needs two
+    assert pool.take() is first  # a caller that holds each mean for a step needs two
     holds = [held, first.receive[1:]]
-    assert memory.take(collective, views_apart=False) not in (first, second)
+    assert pool.take() not in (first, second)
     holds.clear()
     del held
-    assert memory.take(collective, views_apart=False) is second  # and no more than two are kept
+    assert pool.take() is second  # and no more than two are kept
     memory.clear()
-    assert memory.take(collective, views_apart=False) not in (first, second)
+    assert memory.pool(collective, views_apart=False).take() not in (first, second)
 
 
 def test_of_means_that_somebody_holds_there_is_another():

@@ -27,10 +27,8 @@ from fnddp import (
 )
 from fnddp.core import tree
 from fnddp.core.sync import groups_of
-from fnddp.ir.program import LeafSpec
 from fnddp.laws import DONATIONS, bits, engine_step, gather, make_engine
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engine
 from fnddp.simulate.ranks import run_threads
 from fnddp.wire.protocol import CollectiveError
 from tests.pipelines import EXAMPLES, grads
@@ -366,35 +364,6 @@ def test_a_rank_that_never_comes(rank: int, text: str, make_grads: Any, fed: int
 
 
 EAGER = error_feedback(fp16(allreduce, check=True))
-
-
-def check_nothing_arrives(rank: int, sync: fnddp.Sync) -> None:
-    leaves = {path: LeafSpec.of(g) for path, g in model_grads(rank).items()}
-    engine = Engine(sync, leaves, donation=Donation(), learns_order=True, skips_unused=True)
-    state, expected = sync.init(model_grads(rank)), sync.init(model_grads(rank))
-    for step in range(6):
-        mine = model_grads(rank, step)
-        arrives = {path for path in mine if step in (0, 4) or (step == 2 and rank == 0 and path == "fc.bias")}
-        zeroed = {path: g if path in arrives else torch.zeros_like(g) for path, g in mine.items()}
-        engine.begin(state)
-        assert engine.plan is None
-        for path in arrives:
-            engine.step.feed(path, mine[path])
-        done = engine.step.finish()
-        assert not engine.is_open
-        if step % 2:  # on no rank
-            assert done == ({}, frozenset(mine))
-            continue
-        mean, expected = sync(zeroed, expected)
-        state = engine.state
-        assert done.unused == (set(mine) - {"fc.bias"} if step == 2 else set())
-        assert bits(done.mean) == bits(mean)
-        assert bits(state) == bits(expected)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_step_without_gradients_is_none_without_a_plan_too(n):
-    run_threads(n, check_nothing_arrives, EAGER)
 
 
 def check_grad_of_inputs(rank: int) -> None:

@@ -7,7 +7,7 @@ steps ends on all ranks alike: either all of them have the result, or all of the
 import itertools
 import weakref
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -28,11 +28,10 @@ from fnddp.plan.plan import Plan
 from fnddp.run.log import tell
 from fnddp.run.memory import Memory
 from fnddp.run.program import Program, without_schedule
-from fnddp.run.step import Course, Step, Synchronized
+from fnddp.run.step import Course, Step, Synchronized, in_profile
 from fnddp.run.vote import Vote
 from fnddp.show.meter import Meter, Taken
-from fnddp.show.trace import debug_level, observer, observing, profiled
-from fnddp.torch_private import is_profiling
+from fnddp.show.trace import debug_level, observer, observing
 from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
 from fnddp.wire.groups import World, identity, live_group
 from fnddp.wire.protocol import Elastic, Wire
@@ -121,6 +120,7 @@ class Engine(Course):
         self._current: _Prepared | None = None
         self._epoch = 0  # of an elastic wire, when this rank was last consistent with the others
         self._measured_from = 0
+        self._is_connected = False
 
     @property
     def is_open(self) -> bool:
@@ -190,7 +190,7 @@ class Engine(Course):
         self.refuse_after_failure()
         if state is not None:
             self.parts, self.structure = tree.flatten_any(state)
-        with profiled("start") if is_profiling() else nullcontext():
+        with in_profile("start"):
             step = self._begin(scale, None if weight is None else Weight.of(weight))
         if weight is not None:
             try:
@@ -268,8 +268,9 @@ class Engine(Course):
         Raises:
             CollectiveError: See `with_dedicated_groups`.
         """
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" and not self._is_connected:
             with_dedicated_groups(self.wire, self.groups)
+            self._is_connected = True
 
     def prepare(self) -> Plan | None:
         """Make the plan for the present state, which the first step would wait for."""

@@ -282,17 +282,16 @@ class Step:
             ValueError: On all ranks: their weights are invalid, or only some have one.
             CollectiveError: A collective failed. Ranks may be desynchronized.
         """
-        with profiled("end") if is_profiling() else _NOTHING:
-            for step in self._in_front():  # to where all ranks are with the same gradients
-                step.advance(block=True)
-            if self._asks:
-                self._ask()
-            self._weigh()
-            absent = self._issue_all()
-            if self._vote is not None:
-                return self._voted(absent)
-            self._wait_all()
-            return frozenset()  # nobody knows: the zeros of this rank count as gradients
+        for step in self._in_front():  # to where all ranks are with the same gradients
+            step.advance(block=True)
+        if self._asks:
+            self._ask()
+        self._weigh()
+        absent = self._issue_all()
+        if self._vote is not None:
+            return self._voted(absent)
+        self._wait_all()
+        return frozenset()  # nobody knows: the zeros of this rank count as gradients
 
     def commit(self) -> Synchronized:
         """Compute and return the means, after `agree`; only now is anything written over.
@@ -327,8 +326,9 @@ class Step:
 
     def finish(self) -> Synchronized:
         """`agree` and `commit`."""
-        self.agree()
-        return self.commit()
+        with in_profile("end"):
+            self.agree()
+            return self.commit()
 
     def give_up(self, *, failed: bool = False) -> None:
         """End the step here, as all ranks do without another message; nothing was written over."""
@@ -610,3 +610,8 @@ class Step:
     def _on_side_stream(self) -> AbstractContextManager[Any]:
         stream = self._program.stream
         return _NOTHING if stream is None else torch.cuda.stream(stream)
+
+
+def in_profile(name: str) -> AbstractContextManager[object]:
+    """Enclose a range of torch's profiler, `fnddp NAME`, if one is active."""
+    return profiled(name) if is_profiling() else _NOTHING

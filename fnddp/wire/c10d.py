@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.torch_private import connect_again, without_modes
-from fnddp.wire.gloo_messages import Messages, faster, is_gloo_on_cpu
+from fnddp.wire.gloo_messages import LARGE, Messages, faster, is_gloo_on_cpu
 from fnddp.wire.groups import World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import CollectiveError, Wire, Work
@@ -42,7 +42,8 @@ class C10d:
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         """See `Wire.start`."""
         live = self._live(group, send.device)
-        steps = faster(kind, send, receive, op, live)
+        is_large = receive.nbytes >= LARGE and not send.is_cuda
+        steps = faster(kind, send, receive, op, live) if is_large else None
         return kind.start(send, receive, op, live) if steps is None else Messages(steps)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:

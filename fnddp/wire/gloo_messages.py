@@ -15,7 +15,7 @@ from fnddp.wire.protocol import waited
 
 _TAGS = 0x666E0000  # away from the tags of a user's own messages
 _MOST = 2**16  # tags in use
-_BYTES = 2**18  # of a result; below, messages cost more than they save
+LARGE = 2**18  # bytes of a result on the CPU; below, messages cost more than they save
 
 # The tags of a group's collectives, one after the other: a ring posts messages late, while others are under way.
 _tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
@@ -62,8 +62,8 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Steps | None:
-    """Return messages, on all ranks, where they are faster than the collective of `group`; None elsewhere."""
-    if receive.nbytes < _BYTES or send.is_cuda or not is_gloo_on_cpu(group):
+    """Return messages, on all ranks, where they are faster than a `LARGE` collective of `group`; None elsewhere."""
+    if not is_gloo_on_cpu(group):
         return None
     if kind is ALL_REDUCE and send.dtype == torch.float16 and op == "sum":
         return ring(send, group, _next_tag(group))

@@ -29,7 +29,7 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.run.program import UnexpectedGradient
-from fnddp.run.step import Step, Synchronized
+from fnddp.run.step import Step, Synchronized, in_profile
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import has_other_hooks, optimizers_in_backward
 from fnddp.wire.groups import Membership
@@ -616,7 +616,8 @@ class Steps:
         step, learns = self.engine.step, self.engine.learns_order
         assert step is not None
         # So torch calls it in profiles: it is here that ranks learn what none of them has used.
-        with self._named(), self._log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
+        named = torch.autograd.profiler.record_function("search_unused_parameters")
+        with self._named(), self._log.errors(), named, in_profile("end"):
             unused = step.agree()
             if len(unused) == len(self.parameters):
                 step.give_up()
