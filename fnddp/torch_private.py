@@ -63,7 +63,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled
-"""Whether one of torch's profilers records what this thread does. Ranges for it cost microseconds otherwise."""
+"""Return whether one of torch's profilers records this thread. Ranges for it cost microseconds otherwise."""
 
 current_backward: Callable[[], int] = _C._current_graph_task_id
 """The number of the backward that runs in this thread; -1 outside of one."""
@@ -107,7 +107,7 @@ _OF_FUNCTIONS = {
 
 
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
-"""Whether the backward that runs will run a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
+"""Return whether the current backward will run a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
 
 
 def is_compiled_autograd() -> bool:
@@ -198,7 +198,7 @@ def is_mapped(tensor: Tensor) -> bool:
 _IS_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 DIFFERENTIATES_INFERENCE = _IS_2_13
-"""Whether torch.func gives gradients in inference mode. In torch 2.11 it gives zeros."""
+"""True if torch.func gives gradients in inference mode. In torch 2.11 it gives zeros."""
 
 
 def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -391,7 +391,7 @@ def is_dense_fake(made: Any) -> bool:
 
 
 has_symbolic_size: Callable[[Tensor], bool] = attrgetter("_has_symbolic_sizes_strides")
-"""Whether a size or stride of a tensor is a symbol."""
+"""Return whether a size or stride of a tensor is a symbol."""
 
 
 def like_of(tensor: Tensor) -> Any:

@@ -1,1 +1,1 @@
-"""Where pipelines meet the rest of the world: functional loops, torch's DDP, torch's hooks."""
+"""The ways into a training loop: functional loops, torch's DDP, torch's hooks."""

@@ -116,7 +116,7 @@ def value_and_grad(
 
 
 class _Nested:
-    """What steps have learned of custom autograd functions whose backward runs one of its own.
+    """Knowledge of custom autograd functions whose backward runs one of its own, learned from earlier steps.
 
     A parameter that is used inside such a function gets a gradient from each backward that reaches it, and only at the
     end of the outermost one is their sum complete.

@@ -210,7 +210,7 @@ class Collective:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a result takes several rows, with those of others between them."""
+        """True if a result takes several rows, with those of others between them."""
         return self.kind.receives_rows and len(self.payloads) > 1
 
     def received_shape(self, position: int) -> tuple[int, ...]:

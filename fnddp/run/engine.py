@@ -49,7 +49,7 @@ _open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakK
 
 
 class _Prepared(NamedTuple):
-    """What runs the steps of one phase."""
+    """The program and the vote of the steps of one phase."""
 
     program: Program
     vote: Vote | None
@@ -124,7 +124,7 @@ class Engine(Course):
 
     @property
     def is_open(self) -> bool:
-        """Whether a step is open."""
+        """True while a step is open."""
         return self.step is not None
 
     @property

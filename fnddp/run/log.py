@@ -1,4 +1,4 @@
-"""What the library says without being asked, through the logger `fnddp`."""
+"""Warnings, through the logger `fnddp`."""
 
 import logging
 

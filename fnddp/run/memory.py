@@ -48,7 +48,7 @@ class Buffer:
         self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
 
     def view(self, name: BufferSlice) -> Tensor:
-        """What `name` calls."""
+        """Return the slice that `name` stands for."""
         if name not in self._views:
             index = -1 if isinstance(name, Received) else 0
             memory = self._tensors[index]
@@ -59,7 +59,7 @@ class Buffer:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody else reads it."""
+        """True while somebody else reads it."""
         if any(storage_use_count(t) > own for t, own in zip(self._tensors, self._own_uses, strict=True)):
             return True
         return self._views_apart and any(storage_use_count(view) > 1 for view in self._views.values() if view.numel())
@@ -82,7 +82,7 @@ class Pool:
 
 
 class Memory:
-    """What plans that follow each other share. Memory that somebody holds is not handed out: there is other, or new."""
+    """Memory that consecutive plans share. A tensor that somebody still holds is not used again."""
 
     def __init__(self) -> None:
         self._collectives: dict[Collective, Pool] = {}

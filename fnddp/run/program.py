@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Registers:
-    """Where values are kept during a step: a list is faster than a dict of names."""
+    """The places of values during a step: a list is faster than a dict of names."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._indices: dict[Name, int] = {}
@@ -69,7 +69,7 @@ class Input(NamedTuple):
 
 
 class Program:
-    """What steps of one phase run.
+    """The code that steps of one phase run.
 
     Args:
         plan: The plan.

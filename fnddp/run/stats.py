@@ -1,4 +1,4 @@
-"""What an engine's last step sent and took, as numbers to log."""
+"""Statistics of an engine's last step, as numbers to log."""
 
 import math
 from typing import Any, TypedDict
@@ -14,7 +14,7 @@ from fnddp.run.engine import Engine
 
 
 class SyncStats(TypedDict):
-    """What `DistributedDataParallel.sync_stats` and `Handle.sync_stats` return; None where something is not known.
+    """The result of `DistributedDataParallel.sync_stats` and `Handle.sync_stats`; None where something is not known.
 
     Attributes:
         steps: Steps that have ended well so far.
@@ -62,7 +62,7 @@ def stats(engine: Engine) -> SyncStats:
 
 
 def _fields(state: State, name: str) -> list[Any]:
-    """What named tuples in `state` hold under `name`."""
+    """Return the fields `name` of the named tuples in `state`."""
     if isinstance(state, tuple):
         own = [getattr(state, name)] if name in getattr(state, "_fields", ()) else []
         return own + [found for part in state for found in _fields(part, name)]

@@ -23,7 +23,7 @@ from fnddp.wire.protocol import CollectiveError, Elastic, Wire, Work, waited
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 
 POLL_SECONDS = 2e-4
-"""How long collectives under way are left alone while gradients arrive that complete no segment."""
+"""Time between two looks at collectives under way, while gradients arrive that complete no segment."""
 
 _RANGES = Observer()
 _NOTHING = nullcontext()
@@ -53,7 +53,7 @@ class Status(Enum):
 
 
 class Course:
-    """What a step finds, and leaves behind for the next one.
+    """The part of an engine that a step reads, and changes for the next one.
 
     Attributes:
         wire: What moves bytes.
@@ -95,10 +95,10 @@ class Step:
 
     On a process group on which steps of other engines are open, this one issues nothing before those are over.
 
-    Weights: a rank cannot know whether the others give one. So the first step with weights begins as one without: ranks
-    that have a weight send zeros, and say so in the vote. If all do, the step runs again. From then on each step begins
-    with an exchange of weights, in which a rank without one says that. So the collectives of ranks match whoever gives
-    a weight, and ranks that never do send nothing for it.
+    A rank cannot know whether the others give a weight. So the first step with weights begins as one without: a rank
+    that has a weight sends zeros, and reports it in the vote. If all do, the step runs again. From then on each step
+    begins with an exchange of weights, in which a rank without one reports that. So the collectives of ranks match
+    whichever rank gives a weight, and ranks that never do send nothing for it.
 
     Args:
         course: Of the engine.
@@ -173,7 +173,7 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended."""
+        """True until it has ended."""
         return self.status in (Status.OPEN, Status.AGREEING)
 
     @property
@@ -183,17 +183,17 @@ class Step:
 
     @property
     def has_sent(self) -> bool:
-        """Whether a collective has been issued."""
+        """True once a collective has been issued."""
         return any(code.segment.launches is not None for code in self._program.codes[: self._next])
 
     @property
     def is_held(self) -> bool:
-        """Whether the step of another engine goes first on a process group of this one."""
+        """True while the step of another engine goes first on a process group of this one."""
         return bool(self._ahead) and bool(self._in_front())
 
     @property
     def is_polled(self) -> bool:
-        """Whether it can go on by itself when a collective is complete: see `poll`."""
+        """True if it can go on when a collective is complete, without another gradient: see `poll`."""
         return self._program.is_polled
 
     # Gradients

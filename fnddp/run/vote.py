@@ -1,4 +1,4 @@
-"""How ranks end a step alike: a byte for each leaf and three for the step, gathered behind its last collective."""
+"""The vote with which ranks end a step alike: a byte for each leaf and three more, gathered after its last collective."""
 
 import traceback
 from collections.abc import Generator, Iterable
@@ -27,7 +27,7 @@ class StepFailedError(RuntimeError):
 
 
 class Vote:
-    """Whether any rank has failed in a step, and which leaves have arrived on some rank.
+    """The agreement of ranks on whether one has failed in a step, and which leaves have arrived on some rank.
 
     A step's vote is `cast` once, behind the last collective, and then `outcome`, or `explain` where this rank has said
     that it failed.
@@ -60,12 +60,12 @@ class Vote:
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are other ranks that must agree."""
+        """True if there are other ranks that must agree."""
         return bool(self.groups)
 
     @property
     def is_heeded(self) -> bool:
-        """Whether other ranks wait for what this one says before they end a step. On CUDA they do not."""
+        """True if other ranks wait for this one's vote before they end a step. On CUDA they do not."""
         return not (self.groups and self._on_cuda)
 
     def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:

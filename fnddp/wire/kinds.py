@@ -56,7 +56,7 @@ class Kind:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the result takes the memory of the payload."""
+        """True if the result takes the memory of the payload."""
         return not (self.sends_rows or self.receives_rows)
 
     def __repr__(self) -> str:

@@ -67,7 +67,7 @@ class Slots:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the module has any."""
+        """True if the module has any."""
         return any(self._buffers)
 
     def swapped(self) -> dict[str, Tensor]:

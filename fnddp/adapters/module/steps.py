@@ -26,7 +26,6 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.run.program import UnexpectedGradient
 from fnddp.run.step import Step, Synchronized, in_profile
@@ -164,39 +163,16 @@ class Steps:
         """The pipeline."""
         return self.engine.sync
 
-    @property
-    def state(self) -> State:
-        """The pipeline's state after the last step, which later steps do not write over."""
-        return self.engine.state
-
-    @state.setter
-    def state(self, saved: State) -> None:
-        self.engine.state = saved
-
-    @property
-    def plan(self) -> Plan | None:
-        """What the last step ran."""
-        return self.engine.plan
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return self.engine.is_open
-
     def settle(self) -> None:
-        """Ends a step whose backward did not finish.
+        """End a step whose backward did not finish.
 
         Raises:
-            RuntimeError: Since this one, or an earlier one, ranks may be out of step.
+            RuntimeError: After this step, or an earlier one, ranks may be desynchronized.
         """
         if self.engine.is_open:
             self._fail_unfinished()
         self._fast.close()  # of a step that failed with another one's
         self.engine.refuse_after_failure()
-
-    def refuse(self, error: BaseException) -> None:
-        """No step is taken any more because of `error`, which leaves this rank out of step with the others."""
-        self.engine.broken = error
 
     def leave_out(self, error: BaseException) -> None:
         """End the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
@@ -212,17 +188,16 @@ class Steps:
     def expect_backward(self, *, is_seen: bool) -> None:
         """Expect a backward; `is_seen` if the module has returned a tensor at which it is likely to begin.
 
-        Hooks before accumulation take a fifth of the time of all hooks. Without them a gradient that
-        torch.autograd.grad returns is this rank's own if it is there before one of what the module has returned, as of
-        a parameter that the loss uses, too. So they are left out only after a backward that has returned none.
+        Hooks before accumulation take 1.6 ms of a backward of 28 with 384 leaves. Without them, a gradient that
+        torch.autograd.grad returns is this rank's own if it is complete before the first one of what the module has
+        returned: that of a parameter that the loss uses outside of the module only. So they are left out only after a
+        backward that has returned no gradient.
         """
         if self._returns or not is_seen:
             self._watch(self.parameters)
 
     def _watch(self, names: Iterable[str]) -> None:
-        """See the gradients of parameters before they are accumulated, behind hooks that are there,
-
-        until a step ends."""
+        """See gradients before they are accumulated, behind the hooks that are there, until a step ends."""
         for name in names:
             if name in self._early:
                 torch_private.put_last(self.parameters[name], self._early[name])

@@ -189,7 +189,7 @@ class DistributedDataParallel(TorchNames):
 
     @sync.setter
     def sync(self, sync: Sync) -> None:
-        if self._steps.is_open and torch_private.is_within_backward():
+        if self._steps.engine.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
         self._go_on(*self._agreed(sync, verify=True))
@@ -207,13 +207,13 @@ class DistributedDataParallel(TorchNames):
             RuntimeError: A step is under way.
             ValueError: It is of another pipeline or other parameters.
         """
-        return self._steps.state
+        return self._steps.engine.state
 
     @sync_state.setter
     def sync_state(self, saved: State) -> None:
         with on(self.device):
-            agree_on_state(self.sync, self._steps.state, saved, self._group, self._wire)
-        self._steps.state = saved
+            agree_on_state(self.sync, self._steps.engine.state, saved, self._group, self._wire)
+        self._steps.engine.state = saved
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
         """The pipeline's state for torch.distributed.checkpoint.
@@ -224,7 +224,7 @@ class DistributedDataParallel(TorchNames):
         return Checkpoint(self, self._group, saved_world_size)
 
     def sync_stats(self) -> SyncStats:
-        """What the last step sent and took, and how many there were: a dict of numbers to log, for this rank.
+        """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
 
         Times are measured from the first call on, so they are None in it: call it once before training. On CUDA it
         waits for the device. Of a pipeline that has another state from now on, steps are counted anew.
@@ -233,14 +233,14 @@ class DistributedDataParallel(TorchNames):
 
     @property
     def plan(self) -> Plan | None:
-        """What the last backward ran; None before the first, and for a pipeline that cannot be lowered."""
-        return self._steps.plan
+        """The plan of the last backward; None before the first, and for a pipeline that cannot be lowered."""
+        return self._steps.engine.plan
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; the backward of what it returns synchronizes."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            if self._steps.is_open and torch_private.is_within_backward():
+            if self._steps.engine.is_open and torch_private.is_within_backward():
                 return self.module(*inputs, **kwargs)  # activation checkpointing computes it again
             self._steps.settle()
             inputs, kwargs = self._before_forward(inputs, kwargs)
@@ -425,7 +425,7 @@ class DistributedDataParallel(TorchNames):
         try:
             self._buffers_of_module.sync(self._inputs.source_of_buffers() if self._join_config.enable else 0)
         except RuntimeError as error:
-            self._steps.refuse(error)
+            self._steps.engine.broken = error
             raise CollectiveError(
                 f"buffers could not be made equal in forward: {error}. Another rank has failed or left, or is in "
                 "another step; see its own error"
@@ -437,7 +437,7 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _stand_ins(self) -> dict[str, Tensor]:
-        """What runs in the place of parameters that are not those that were wrapped: its gradients are synchronized.
+        """Return the tensors that replace wrapped parameters: their gradients are synchronized.
 
         They are put there by torch.func.functional_call, or for good.
         """
@@ -459,7 +459,7 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _cast_parameters(self, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the module runs with, where that is not what it holds: under mixed precision all parameters."""
+        """Return the tensors that the module runs with in place of its own: under mixed precision all parameters."""
         if self.mixed_precision is None or self.mixed_precision.param_dtype is None:
             return stand_ins
         held = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
@@ -467,7 +467,7 @@ class DistributedDataParallel(TorchNames):
         return {n: t.to(dtype) if t.is_floating_point() else t for n, t in (held | stand_ins).items()}
 
     def _require_no_replaced(self, swapped: Mapping[str, Tensor]) -> None:
-        """What accumulates in a replaced parameter within no_sync would stay there unsynchronized."""
+        """Raise a RuntimeError for a replaced parameter: within no_sync its gradient would stay unsynchronized."""
         replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
         if replaced:
             raise RuntimeError(
@@ -508,7 +508,7 @@ class DistributedDataParallel(TorchNames):
         return made[-1]
 
     def _options(self) -> str:
-        """What ranks must agree on, since plans and errors follow from it."""
+        """Return the options that ranks must agree on, since plans and errors follow from them."""
         caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
         return (
             f"buckets of {caps} MiB, static_graph={self.static_graph}, "
@@ -548,7 +548,7 @@ class DistributedDataParallel(TorchNames):
         self._steps.detach()
 
     def _check_reducer_finalized(self) -> None:
-        if self._steps.is_open:
+        if self._steps.engine.is_open:
             raise RuntimeError("a backward of this module has not finished")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -569,7 +569,7 @@ TorchDDP.register(DistributedDataParallel)
 
 
 def _trained(module: nn.Module, ignored: set[str]) -> Trained:
-    """What to synchronize. Parameters of a wrapped part of the module are synchronized by that part."""
+    """Return the parameters to synchronize. Those of a wrapped part of the module are synchronized by that part."""
     for name, part in module.named_modules():
         if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
             raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")

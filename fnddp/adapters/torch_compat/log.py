@@ -38,7 +38,7 @@ class Log:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a step has been synchronized."""
+        """True once a step has been synchronized."""
         return self._step > 0
 
     @contextmanager
