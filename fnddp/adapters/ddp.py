@@ -164,7 +164,7 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
 
 
 class _Bucket:
-    """A bucket that DDP has handed over, and the future that DDP waits for."""
+    """A bucket of DDP's, and the future that DDP waits for."""
 
     def __init__(self, bucket: dist.GradBucket) -> None:
         self.buffer = bucket.buffer()
@@ -198,7 +198,7 @@ class _Bucket:
 def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> Handle:
     """Makes an existing DDP model synchronize its gradients with `sync`.
 
-    Gradients are handed over as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
+    Gradients are taken as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
     the rest of backward, and the means are written into DDP's buckets when all of them are complete. It works with
     `no_sync`, `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, several forwards per backward, and
     on gloo and NCCL. Unused parameters count as zero gradients. Where the pipeline has no update in a step (`every`),
@@ -208,9 +208,10 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
 
     All ranks must call it. An error on one rank ends the step on all: that rank's `backward()` raises it, the others'
     raise `StepFailedError`. The state is then what it was, and the gradients are each rank's own; clear them and go on.
-    After an error of which the others cannot be told (a collective failed, a rank died, or the pipeline runs a hook)
-    this rank refuses further steps, and ranks that wait for it fail when it ends or when the process group's timeout is
-    over. An error in the rest of backward is told when the model is called again; DDP then refuses further steps there.
+    After an error of which the others cannot be notified (a collective failed, a rank died, or the pipeline runs a
+    hook) this rank refuses further steps, and ranks that wait for it fail when it ends or when the process group's
+    timeout is over. An error in the rest of backward is reported when the model is called again; DDP then refuses
+    further steps there.
 
     Args:
         model: The wrapped module.

@@ -35,12 +35,12 @@ def value_and_grad(
 ) -> Callable[Concatenate[T, State, P], tuple[V, T, State]]:
     """Differentiates `loss_fn` and synchronizes the result, while the backward pass runs.
 
-    The pipeline is lowered at the first call; each gradient is handed over when it is ready, and collectives run behind
+    The pipeline is lowered at the first call; each gradient is passed on when it is ready, and collectives run behind
     the rest of backward. The numbers are those of `sync(torch.func.grad(loss_fn)(params), state)`; that is also what
     runs within torch.compile, another torch.func transform or torch.inference_mode.
 
     Start with `state = sync.init(params)`, and call `fnddp.verify(sync, params, state)` once if you want ranks that
-    disagree to be told so. The wrong choice for a module with buffers that change in `forward` (BatchNorm): return
+    disagree to raise. The wrong choice for a module with buffers that change in `forward` (BatchNorm): return
     them as `aux`, or use a `DistributedDataParallel`.
 
     An error on one rank ends the step on all: this one raises it, the others `StepFailedError`. The next call works.
@@ -48,7 +48,7 @@ def value_and_grad(
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
         sync: The pipeline.
-        has_aux: Whether `loss_fn` returns auxiliary data beside the loss.
+        has_aux: Whether `loss_fn` returns auxiliary data in addition to the loss.
         wire: Who moves bytes; torch.distributed by default.
         backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
@@ -154,7 +154,7 @@ def _backward(
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if path in held:
-            grad = grad.data  # a hook of the caller's may hold the other one, which only its own storage can tell
+            grad = grad.data  # a hook of the caller may hold the other one, which only its own storage shows
         if grad.layout != torch.strided:
             raise ValueError(
                 f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "

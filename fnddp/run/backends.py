@@ -11,7 +11,7 @@ import torch
 
 from fnddp.ir.program import Segment
 from fnddp.ir.schedule import Schedule
-from fnddp.run.log import tell
+from fnddp.run.log import warn
 
 Run: TypeAlias = Callable[..., Sequence[Any]]
 """A function that returns the outputs of a segment for its inputs."""
@@ -39,7 +39,7 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
             is_first = False
             seconds.append(perf_counter() - begun)
             if len(seconds) == compiled:
-                tell("compiled %d segments of %r in %.1f s", compiled, plan.sync, sum(seconds))
+                warn("compiled %d segments of %r in %.1f s", compiled, plan.sync, sum(seconds))
             return outputs
 
         return run_it

@@ -25,7 +25,7 @@ from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
-from fnddp.run.log import tell
+from fnddp.run.log import warn
 from fnddp.run.memory import Memory
 from fnddp.run.program import Program, without_schedule
 from fnddp.run.step import Course, Step, Synchronized, in_profile
@@ -66,7 +66,7 @@ class Engine(Course):
         bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
             order of all later ones. Not where ranks may join that have not seen it.
-        groups: Process groups whose ranks end a step together, where the pipeline does not say which it reaches.
+        groups: Process groups whose ranks end a step together, where the pipeline does not know which it reaches.
         beside: Process groups whose ranks end a step together though the pipeline does not reach them.
         wire: What moves bytes.
         backend: What runs segments: see `lower`. A pipeline without a plan is then an error.
@@ -437,7 +437,7 @@ class Engines:
 
 def _log_if_slow(sync: Sync, leaves: int, seconds: float) -> None:
     if seconds > SLOW_SECONDS:
-        tell(
+        warn(
             "lowered %r for %d leaves in %.1f s, which happens once for each phase and order of gradients",
             sync,
             leaves,

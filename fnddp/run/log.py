@@ -7,7 +7,7 @@ from fnddp.wire.groups import rank
 _log = logging.getLogger("fnddp")
 
 
-def tell(message: str, *arguments: object) -> None:
-    """Warns, on the first rank."""
+def warn(message: str, *arguments: object) -> None:
+    """Log a warning on the first rank."""
     if rank(None) == 0:
         _log.warning(message, *arguments)

@@ -30,11 +30,11 @@ class Buffer:
 
     Args:
         collective: Whose it is.
-        views_apart: Whether what lies in it looks as if each had memory of its own. So Inductor wants it, which
+        views_apart: Give each slice the look of memory of its own. So Inductor wants it, which
             otherwise computes each element of a buffer from all that is written there.
 
     Attributes:
-        send: What it hands over, as long as the collective is wide; with a row for each rank if its kind says so.
+        send: What it sends, as long as the collective is wide; with a row for each rank if its kind sends rows.
         receive: What it fills; for a collective in place the same.
     """
 

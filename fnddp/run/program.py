@@ -170,7 +170,7 @@ def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing:
     """Return the error about a gradient.
 
     Args:
-        path: Of the leaf that it is said to be of.
+        path: Of the leaf that it is meant for.
         grad: The gradient.
         leaves: The plan's.
         missing: The leaf at `path`, if it is one that has not arrived in this step.

@@ -303,7 +303,7 @@ class Step:
             for code in program.codes[self._next :]:
                 self._run(code)
         values = self._values
-        # New tensors (not views, which would hold what they view): whoever holds one of them holds its memory.
+        # New tensors (not views, which would hold what they view): a caller that holds one of them holds its memory.
         made = {path: values[register] for path, register in program.means.items()}
         means = {path: value.data for path, value in made.items() if value is not None}
         parts = [part if register is None else values[register] for register, part in program.state]
@@ -341,9 +341,9 @@ class Step:
     def fail(self, error: BaseException) -> None:
         """End the step on this rank because of `error`, and notify the others, which raise `StepFailedError`.
 
-        Where they cannot be notified, because a collective failed or because they have been told that all is well, and
+        Where they cannot be notified, because a collective failed or because this rank has voted that all is well, and
         on CUDA, where they do not wait for it, this engine refuses further steps; so it does for a pipeline that does
-        not say which ranks it reaches. Does nothing after the step has ended.
+        not know which ranks it reaches. Does nothing after the step has ended.
         """
         if not self.is_open:
             return

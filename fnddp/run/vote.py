@@ -1,4 +1,4 @@
-"""The vote with which ranks end a step alike: a byte for each leaf and three more, gathered after its last collective."""
+"""The vote with which ranks end a step alike: a byte for each leaf and three more, after its last collective."""
 
 import traceback
 from collections.abc import Generator, Iterable
@@ -29,8 +29,8 @@ class StepFailedError(RuntimeError):
 class Vote:
     """The agreement of ranks on whether one has failed in a step, and which leaves have arrived on some rank.
 
-    A step's vote is `cast` once, behind the last collective, and then `outcome`, or `explain` where this rank has said
-    that it failed.
+    A step's vote is `cast` once, behind the last collective, and then `outcome`, or `explain` where this rank has
+    reported that it failed.
 
     Args:
         leaves: Their paths.
@@ -115,7 +115,7 @@ class Vote:
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
     def explain(self, error: BaseException) -> None:
-        """Completes the vote of a step in which this rank has failed and said so, and tells the others why."""
+        """Complete the vote of a step that this rank has reported as failed, and give the others the reason."""
         if self._work is not None and not self._on_cuda:
             self._complete()
             self._explanation(error)

@@ -31,7 +31,7 @@ class Weighing:
     def scale(self) -> float | None:
         """Wait for all weights and return what gradients are scaled by; None if no rank gave a weight.
 
-        If a rank has failed it is None, too: the vote of the step says so. (On CUDA, where ranks do not wait for that,
+        If a rank has failed it is None, too: the vote of the step reports it. (On CUDA, where ranks do not wait for that,
         it is a CollectiveError.)
 
         Raises:
@@ -55,7 +55,7 @@ class Weighing:
         try:
             waited(self._work)
         except RuntimeError as error:
-            if isinstance(self._wire, Elastic):  # the step is none, and its vote will say so
+            if isinstance(self._wire, Elastic):  # the step is none, and its vote will report it
                 self._wire.report(error)
                 return [NO_WEIGHT.number]
             raise CollectiveError(

@@ -51,7 +51,7 @@ class Bar:
 
     @property
     def free_from(self) -> float:
-        """The place at which the next bar may begin: a queue has no gaps except where the words below bars need them."""
+        """Position at which the next bar may begin: a queue has gaps only where the words below bars need them."""
         words = max(CHARACTER * 11 * len(line) for line in self.label)
         return self.left + max(self.width + SEAM, words + GAP)
 

@@ -101,7 +101,7 @@ class Steps:
         is_armed: Whether the next backward is one that synchronizes.
         scale: What gradients are multiplied by on their way.
         block: The block with a weight that runs now.
-        told: The weight of the block in which the last forward ran.
+        forward_weight: The weight of the block in which the last forward ran.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
     """
 
@@ -135,7 +135,7 @@ class Steps:
         self.is_armed = False
         self.scale = 1.0
         self.block: Block | None = None
-        self.told: Weight | None = None
+        self.forward_weight: Weight | None = None
         self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
         self._world = Membership(group, f"{OWNER}: the module was wrapped", "wrap the module again")
@@ -204,24 +204,24 @@ class Steps:
             elif self.parameters[name].requires_grad:
                 self._early[name] = self.parameters[name].register_hook(WeakHook(self, Steps._arrives, name))
 
-    def start_of(self, told: Weight | None, behind: Sequence[Any], grad: Tensor) -> None:
+    def start_of(self, forward_weight: Weight | None, behind: Sequence[Any], grad: Tensor) -> None:
         """Begin a step where a backward reaches what a forward has returned.
 
         Args:
-            told: The weight of the block in which the forward ran.
+            forward_weight: The weight of the block in which the forward ran.
             behind: The nodes that have made it.
             grad: Its gradient.
         """
         if self._successor is not None:
-            self._successor.start_of(told, behind, grad)
+            self._successor.start_of(forward_weight, behind, grad)
             return
-        self.start(told)
+        self.start(forward_weight)
         if self.unsynchronized and self._backward is not None and not self._backward.accumulates:
             self._backward.accumulates = accumulates(behind)
-        self._require_one_weight(told)
+        self._require_one_weight(forward_weight)
 
-    def start(self, told: Weight | None) -> None:
-        """Begin a step, unless one is open; `told` is the weight of the block in which the forward ran, if any."""
+    def start(self, forward_weight: Weight | None) -> None:
+        """Begin a step, unless one is open, of a forward in whose block the weight was `forward_weight`."""
         self._fail_if_stale()
         if self.engine.is_open:
             return
@@ -235,7 +235,7 @@ class Steps:
         task = torch_private.current_backward()
         self._backward = backward = _Backward(task, asked or set(), prior, dict(self._always_sparse), asked is None)
         self._returns = bool(asked)
-        step = self._begin(told)
+        step = self._begin(forward_weight)
         self._require_summed_once(prior)
         if asked:
             self._watch(asked)
@@ -267,7 +267,7 @@ class Steps:
         self.fail(RuntimeError("its backward did not finish"))
 
     def settle_on(self, is_committed: bool) -> None:
-        """On an elastic wire: says whether the last step is one. If not, gradients are what its backward found."""
+        """On an elastic wire: end the last step; unless it is committed, gradients are put back as its backward found them."""
         if self._grads_before is not None and not is_committed:
             self._grads_before.put_back()
             self.unsynchronized = self._grads_before.unsynchronized
@@ -278,7 +278,7 @@ class Steps:
         self._step({}, None)
         self._wait_for_futures()
 
-    def synchronize(self, grads: Mapping[str, Tensor], told: Weight | None) -> Leaves:
+    def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Weight | None) -> Leaves:
         """The means of gradients that are all there, of a step outside of backward's hooks; see `start_of`."""
         self._fail_if_stale()
         if self.engine.is_open:
@@ -289,11 +289,11 @@ class Steps:
         _refuse_compiled_autograd()
         if self.sync.skips:
             raise _cannot_skip(self.sync, "torch.func, and parameters that are not those that were wrapped")
-        return self._step(grads, told).mean
+        return self._step(grads, forward_weight).mean
 
-    def _step(self, grads: Mapping[str, Tensor], told: Weight | None) -> Synchronized:
-        self._begin(told)
-        self._require_one_weight(told)
+    def _step(self, grads: Mapping[str, Tensor], forward_weight: Weight | None) -> Synchronized:
+        self._begin(forward_weight)
+        self._require_one_weight(forward_weight)
         try:
             for name in reversed(self.parameters):
                 if name in grads:
@@ -312,18 +312,18 @@ class Steps:
             self.detach()  # for who wraps the module again
             raise
 
-    def _begin(self, told: Weight | None) -> Step:
+    def _begin(self, forward_weight: Weight | None) -> Step:
         self.require_same_world()
-        self._weight = told
+        self._weight = forward_weight
         if self.block is not None:
             self._weight, self.block.has_stepped = self.block.weight, True
         with self._log.errors():
             return self.engine.begin(weight=self._weight, scale=self.scale)
 
-    def _require_one_weight(self, told: Weight | None) -> None:
+    def _require_one_weight(self, forward_weight: Weight | None) -> None:
         """Fails the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
-        if told != self._weight and (told is not None or self.block is None):
-            given = [weight.text for weight in (self._weight, told) if weight is not None]
+        if forward_weight != self._weight and (forward_weight is not None or self.block is None):
+            given = [weight.text for weight in (self._weight, forward_weight) if weight is not None]
             one = " and ".join(given) if len(given) > 1 else f"{given[0]} for some of its forward passes only"
             self._stop(
                 RuntimeError(f"{OWNER}: a backward was given the weights {one}; put the backward into one block")
@@ -338,7 +338,7 @@ class Steps:
         if successor is not None:
             self._successor = successor
             successor.is_armed, successor.scale = self.is_armed, self.scale
-            successor.block, successor.told = self.block, self.told
+            successor.block, successor.forward_weight = self.block, self.forward_weight
             successor.unsynchronized |= self.unsynchronized
             successor._watch(self._early)
         self._hooks, self._early = [], {}
@@ -349,7 +349,7 @@ class Steps:
             if not self.engine.is_open and self._waits_for_outer_backward():
                 return None
             is_late = not self.engine.is_open and torch_private.is_followed(self.parameters[name], self._early[name])
-            self.start(self.told)
+            self.start(self.forward_weight)
             if is_late and self._backward is not None and name in self._backward.asked:
                 self._stop(
                     RuntimeError(
@@ -373,8 +373,8 @@ class Steps:
         if not nodes:
             error = RuntimeError(
                 f"{OWNER}: a hook within a backward has called another one, whose gradients are the first ones, and no "
-                "tensor was found in what the module returned that would have told of the outer one; return tensors in "
-                "a list, a dict or a dataclass, or call backward outside of hooks"
+                "tensor was found in what the module returned that would show the outer one; return tensors in a list, "
+                "a dict or a dataclass, or call backward outside of hooks"
             )
             self.leave_out(error)
             raise error
@@ -387,7 +387,7 @@ class Steps:
             handles.clear()
             steps = me()
             if steps is not None and steps.is_armed:
-                steps.start(steps.told)
+                steps.start(steps.forward_weight)
                 if steps._backward is not None:
                     steps._backward.accumulates = True
 
@@ -402,7 +402,7 @@ class Steps:
         was_armed = self.is_armed
         self._fail_if_stale()
         if was_armed and not self.engine.is_open and not self._waits_for_outer_backward():
-            self.start(self.told)  # of a backward that has not begun with what the module returned
+            self.start(self.forward_weight)  # of a backward that has not begun with what the module returned
         backward = self._backward
         if not self.engine.is_open or backward is None:
             self.unsynchronized.add(name)
@@ -422,7 +422,7 @@ class Steps:
         has_prior_grad = name in backward.has_prior_grad
         if not has_prior_grad:
             parameter.grad = None  # so that its memory is free once it is on its way
-            grad = grad.data  # a hook of the user's may hold the other one, which only its own storage can tell
+            grad = grad.data  # a hook of the user may hold the other one, which only its own storage shows
         self._feed(name, grad, keep=has_prior_grad)
 
     def _feed_with_placeholder(self, name: str, grad: Tensor) -> Tensor:
@@ -495,7 +495,7 @@ class Steps:
         except BaseException as error:
             self.fail(error)
             if isinstance(self._wire, Elastic) and isinstance(error, CollectiveError | StepFailedError):
-                self._wire.report(error)  # whoever is left goes on, with what was there before this backward
+                self._wire.report(error)  # the ranks that are left go on, with the gradients from before this backward
                 self.settle_on(is_committed=False)
                 return
             raise
@@ -633,7 +633,7 @@ def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 
 def _cannot_skip(sync: Sync, asking: str) -> RuntimeError:
     return RuntimeError(
-        f"{OWNER}: {sync!r} has no update for some leaves in some steps, and {asking} cannot be told so; use "
+        f"{OWNER}: {sync!r} has no update for some leaves in some steps, and {asking} cannot be forward_weight so; use "
         "backward(), which leaves .grad None, or fnddp.value_and_grad"
     )
 

@@ -46,7 +46,7 @@ _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 class DistributedDataParallel(TorchNames):
     """Wraps a module so that gradients are synchronized, with any pipeline: torch's class, and what it cannot do.
 
-    Gradients are handed over as backward makes them, and the pipeline's collectives run behind the rest of it.
+    Gradients are taken as backward makes them, and the pipeline's collectives run behind the rest of it.
     `torch.autograd.grad` and `torch.func.grad` give synchronized gradients too. Nothing can hang because a parameter
     is unused: what does not arrive on a rank counts as zero there, and what arrives on no rank keeps its gradient,
     usually None. Where the pipeline has no update in a step (`every`), `.grad` is None, too. The wrong choice in a
@@ -73,7 +73,7 @@ class DistributedDataParallel(TorchNames):
         delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives, and these
             parameters are synchronized as all others.
         mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype` and gradients are those
-            of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline says so itself.
+            of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline chooses its own.
             Activation checkpointing within it fails; use torch.autocast.
         device_mesh: Instead of `process_group`: a mesh of one dimension.
         skip_all_reduce_unused_params: A promise that the parameters that no rank uses in the first step are never used.
@@ -402,9 +402,9 @@ class DistributedDataParallel(TorchNames):
         with on(self.device):
             self._sync_buffers(HookLocation.POST_FORWARD)
         self._buffers_of_module.is_due = self._synchronizes
-        told = self._told
+        forward_weight = self._block_weight
         if torch.is_grad_enabled():
-            self._steps.is_armed, self._steps.told = self._synchronizes and not has_stand_ins, told
+            self._steps.is_armed, self._steps.forward_weight = self._synchronizes and not has_stand_ins, forward_weight
         if self._steps.block is not None:
             self._steps.block.may_step |= self._synchronizes
         if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
@@ -414,7 +414,7 @@ class DistributedDataParallel(TorchNames):
                 if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
                     is_seen = True
                     behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
-                    tensor.register_hook(partial(self._steps.start_of, told, behind))
+                    tensor.register_hook(partial(self._steps.start_of, forward_weight, behind))
             self._steps.expect_backward(is_seen=is_seen)
 
     def _sync_buffers(self, location: HookLocation) -> None:
@@ -455,7 +455,7 @@ class DistributedDataParallel(TorchNames):
         self._slots.require_alike(swapped)
         now = self._slots.tensors().items()
         tensors = {name: t for name, t in now if t.requires_grad or is_differentiated(t)}
-        return gated(tensors, partial(self._synchronize, tuple(tensors), self._told))
+        return gated(tensors, partial(self._synchronize, tuple(tensors), self._block_weight))
 
     @torch_private.untraced
     def _cast_parameters(self, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -476,15 +476,15 @@ class DistributedDataParallel(TorchNames):
             )
 
     @property
-    def _told(self) -> Weight | None:
+    def _block_weight(self) -> Weight | None:
         """The weight of the block that runs now."""
         block = self._steps.block
         return None if block is None else block.weight
 
     def _synchronize(
-        self, names: tuple[str, ...], told: Weight | None, grads: tuple[Tensor, ...]
+        self, names: tuple[str, ...], forward_weight: Weight | None, grads: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        mean = self._steps.synchronize(dict(zip(names, grads, strict=True)), told)
+        mean = self._steps.synchronize(dict(zip(names, grads, strict=True)), forward_weight)
         return tuple(mean[name] for name in names)
 
     # Set-up
