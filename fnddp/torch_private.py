@@ -107,7 +107,7 @@ _OF_FUNCTIONS = {
 
 
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
-"""Return whether the current backward will run a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
+"""Return whether the current backward runs a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
 
 
 def is_compiled_autograd() -> bool:

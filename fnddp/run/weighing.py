@@ -31,7 +31,7 @@ class Weighing:
     def scale(self) -> float | None:
         """Wait for all weights and return what gradients are scaled by; None if no rank gave a weight.
 
-        If a rank has failed it is None, too: the vote of the step reports it. (On CUDA, where ranks do not wait for that,
+        If a rank has failed it is None, too, and the vote reports it. (On CUDA, where ranks do not wait for that,
         it is a CollectiveError.)
 
         Raises:

@@ -267,7 +267,7 @@ class Steps:
         self.fail(RuntimeError("its backward did not finish"))
 
     def settle_on(self, is_committed: bool) -> None:
-        """On an elastic wire: end the last step; unless it is committed, gradients are put back as its backward found them."""
+        """End the last step on an elastic wire: unless it is committed, put back the gradients from before its backward."""
         if self._grads_before is not None and not is_committed:
             self._grads_before.put_back()
             self.unsynchronized = self._grads_before.unsynchronized
