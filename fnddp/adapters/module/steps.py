@@ -267,7 +267,7 @@ class Steps:
         self.fail(RuntimeError("its backward did not finish"))
 
     def settle_on(self, is_committed: bool) -> None:
-        """End the last step on an elastic wire: unless it is committed, put back the gradients from before its backward."""
+        """End the last step on an elastic wire: if it is not committed, put back the gradients from before it."""
         if self._grads_before is not None and not is_committed:
             self._grads_before.put_back()
             self.unsynchronized = self._grads_before.unsynchronized
