@@ -198,7 +198,8 @@ def draw_number(axes: Axes, at: tuple[float, float], number: int, color: str) ->
 
 
 def write(axes: Axes, at: tuple[float, float], text: str, **style: Any) -> None:
-    axes.text(*at, text, **{"ha": "center", "va": "center", "size": 10.5, "color": INK, **style})
+    given: dict[str, Any] = {"ha": "center", "va": "center", "size": 10.5, "color": INK, **style}
+    axes.text(*at, text, **given)
 
 
 def box(axes: Axes, place: tuple[float, float, float, float], color: str = BOX) -> None:
