@@ -1,5 +1,6 @@
-"""Draws docs/assets: what flows through error_feedback(powersgd(fp16(allreduce), rank=4)), the plan of plan.md, and
-the curves of the demo, from what it wrote (docs/assets/demo.json). The examples of convergence draw the others.
+"""Draws docs/assets: what flows through error_feedback(powersgd(fp16(allreduce), rank=4)), the plan of plan.md, the
+way of a gradient through a step (architecture.md), and the curves of the demo, from what it wrote
+(docs/assets/demo.json). The examples of convergence draw the others.
 
 python docs/pictures.py [folder]
 """
@@ -7,6 +8,7 @@ python docs/pictures.py [folder]
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -39,6 +41,29 @@ FLOWS = [
     ("the same,\nin float16", "mean P, mean Q", "own P, own Q"),
 ]
 
+# The way of a gradient, narrow, so that a phone shows it as it is. Left, bottom, width, height, name, what it does.
+OBJECTS = [
+    (3, 71.5, 13, 7.2, "output", "hook"),
+    (19, 71.5, 11, 7.2, ".grad", ""),
+    (33, 71.5, 14, 7.2, "parameter", "hook"),
+    (1, 56, 36, 7.2, "Steps", "begins steps, checks, ends them"),
+    (1, 43.5, 17, 7.2, "Engine", "outlives the steps"),
+]
+PIECES = [(2.5, "segment 0", "c0"), (14, "segment 1", "c1"), (25.5, "Vote", "vote"), (37, "last\nsegment", "")]
+PIECE = 10.5  # the width of each
+WAY = [  # of an arrow: its start and its end, and its colour; left of its middle a number, right of it a word
+    ((9.5, 71.5), (9.5, 63.2), INK, 2, "begins"),
+    ((9.5, 56), (9.5, 50.7), INK, 0, "begin"),
+    ((9.5, 43.5), (9.5, 38), INK, 0, "makes"),
+    ((43, 71.5), (43, 38), DOWN, 3, "put"),
+    ((7.75, 17), (7.75, 7.9), DOWN, 4, "advance"),
+    ((19.25, 17), (19.25, 7.9), DOWN, 4, ""),
+    ((23, 56), (23, 38), SENT, 5, "agree"),
+    ((30.75, 17), (30.75, 7.9), SENT, 5, "cast"),
+    ((42.25, 6.6), (42.25, 17), MEAN, 6, ""),
+    ((32.5, 38), (32.5, 56), MEAN, 6, "commit"),
+    ((24.5, 63.2), (24.5, 71.5), MEAN, 7, "mean"),
+]
 
 PARAMS = {
     "first.weight": (4096, 4096),
@@ -54,6 +79,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     picture.save(anatomy, folder / "anatomy.svg")
     picture.save(curves, folder / "curves.svg")
+    picture.save(step, folder / "step.svg")
     draw_plan(folder / "plan.svg")
 
 
@@ -124,6 +150,64 @@ def draw_wire(axes: Axes) -> None:
     arrow(axes, (middle, LAYERS[-1][0]), (middle, 0.06), INK, style="<|-|>")
     axes.text(0.9, -0.32, "the other ranks", ha="left", va="center", color=INK)
     axes.text(11.8, -0.32, "two rounds a step: P and biases, then Q", ha="right", va="center", color=INK)
+
+
+def step() -> Figure:
+    figure = Figure(figsize=(5.0, 8.4))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 50), ylim=(0, 84))
+    axes.axis("off")
+    box(axes, (1, 70, 48, 13), PAPER)
+    write(axes, (25, 80.8), "the wrapped module")
+    for left, bottom, width, height, name, does in OBJECTS:
+        box(axes, (left, bottom, width, height))
+        middle, top = left + width / 2, bottom + height
+        write(axes, (middle, top - (2.3 if does else height / 2)), name, family="DejaVu Sans Mono")
+        write(axes, (middle, top - 5), does)
+    draw_program(axes)
+    for start, end, color, number, word in WAY:
+        arrow(axes, start, end, color)
+        x, y = start[0], (start[1] + end[1]) / 2
+        write(axes, (x + 1, y), word, color=color, ha="left")
+        draw_number(axes, (x - 2.5, y), number, color)
+    draw_number(axes, (5, 73.4), 1, INK)
+    return figure
+
+
+def draw_program(axes: Axes) -> None:
+    """Draw what a step runs, in the order of time, and the wire below."""
+    box(axes, (1, 14, 48, 24), PAPER)
+    write(axes, (25, 35.5), "Step", family="DejaVu Sans Mono")
+    write(axes, (25, 32.6), "values, countdown, works, status")
+    write(axes, (25, 27.5), "runs segments of the plan, and the vote:")
+    axes.plot([2, 48], [6, 6], color=INK, lw=5, solid_capstyle="round", zorder=1)
+    for left, name, sent in PIECES:
+        middle = left + PIECE / 2
+        box(axes, (left, 17, PIECE, 7))
+        write(axes, (middle, 20.5), name)
+        if sent:
+            box(axes, (middle - 3.5, 4.1, 7, 3.8), PAPER)
+            write(axes, (middle, 6), sent)
+    write(axes, (25, 1.6), "the wire, and the other ranks")
+
+
+def draw_number(axes: Axes, at: tuple[float, float], number: int, color: str) -> None:
+    if number:
+        axes.scatter(*at, s=210, color=color, zorder=3)
+        write(axes, at, str(number), color=PAPER, weight="bold", zorder=4)
+
+
+def write(axes: Axes, at: tuple[float, float], text: str, **style: Any) -> None:
+    given: dict[str, Any] = {"ha": "center", "va": "center", "size": 10.5, "color": INK, **style}
+    axes.text(*at, text, **given)
+
+
+def box(axes: Axes, place: tuple[float, float, float, float], color: str = BOX) -> None:
+    left, bottom, width, height = place
+    shape = FancyBboxPatch(
+        (left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.9", fc=color, ec=INK, lw=1.3
+    )
+    axes.add_patch(shape)
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str, style: str = "-") -> None:

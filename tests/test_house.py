@@ -1,6 +1,7 @@
 """The order of the house: a file imports only what comes before it, typing included."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,23 @@ def test_private_names_of_torch_are_in_one_file():
             ):
                 parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
                 assert not [part for part in parts if part.startswith("_") and part != "__future__"], f"{file}: {parts}"
+
+
+def test_the_page_on_architecture_names_what_is_there():
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    folders = [
+        name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+(?:/|\.py))`", row)
+    ]
+    assert "run/" in folders
+    assert [name for name in folders if not (ROOT / name).exists()] == []
+    named = re.findall(r"^\d\. `fnddp/(\S+)`: (.*)$", page, re.M)
+    assert len(named) == 5
+    for file, names in named:
+        text = (ROOT / file).read_text()
+        assert [name for name in re.findall(r"`(\w+)`", names) if not re.search(rf"(def|class) {name}\b", text)] == []
+    texts = [file.read_text() for file in files()]
+    for owner, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", page):
+        assert any(re.search(rf"class {owner}\b[\s\S]*def {method}\b", text) for text in texts), f"{owner}.{method}"
 
 
 ASKED_FOR = """
