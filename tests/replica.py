@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,7 @@ class Replica:
             error = ""
             try:
                 inputs, targets = self.batch(step)
+                self._started = count()
                 self.reach("forward")
                 with self.model.weight(1.0 + self.seed) if self.options.get("weighs") else nullcontext():
                     nn.functional.mse_loss(self.model(inputs), targets).backward()
@@ -277,7 +279,7 @@ class Replica:
         wire = getattr(self.model, "_wire", None)
         if wire is not None:
             start, vote = wire.start, wire.vote
-            wire.start = lambda *a: (self.reach(f"collective {a[-1]}"), start(*a))[1]
+            wire.start = lambda *a: (self.reach(f"collective {next(self._started)}"), start(*a))[1]
             wire.vote = lambda *a: (self.reach("vote"), vote(*a))[1]
         should_commit = self.manager.should_commit
 
