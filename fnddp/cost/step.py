@@ -114,7 +114,7 @@ class MeanStep:
 
 
 def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
-    """Return a step of `plan` as runners run it: segments in order, each collective once its segment is done.
+    """Return a predicted step of `plan`: segments in order, each collective once its segment is done.
 
     A segment runs when its gradients have arrived, the one before it is done, and the collectives that it waits for
     are; the last ones, which decode, run when all are. Backward and segments share the rank's processor, so backward

@@ -1,4 +1,4 @@
-"""The times of a runner's step, piece by piece: the host's on the CPU, those of the side stream on CUDA."""
+"""The times of a step, piece by piece: the host's on the CPU, those of the side stream on CUDA."""
 
 import time
 from collections.abc import Generator
@@ -16,8 +16,8 @@ class Taken(NamedTuple):
 
     Attributes:
         segments: Of the segments before each collective is issued, since the one before; and of those after all.
-        wire: Of each collective, from when it is issued until the runner has noticed that it is complete.
-        exposed: Of each collective: how long the runner has waited for it, with nothing else to do.
+        wire: Of each collective, from when it is issued until the step has noticed that it is complete.
+        exposed: Of each collective: how long the step has waited for it, with nothing else to do.
     """
 
     segments: list[list[float]]

@@ -1,4 +1,4 @@
-"""A runner's steps, as torch's profiler and FNDDP_DEBUG show them: the latter prints plans and times their steps."""
+"""The steps of a plan, as torch's profiler and FNDDP_DEBUG show them: the latter prints plans and times their steps."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ _NONE = nullcontext()
 
 
 class Observer:
-    """Names the pieces of a runner's steps for torch's profiler, and measures and prints them.
+    """Names the pieces of steps for torch's profiler, and measures and prints them.
 
     Each context encloses one piece; on CUDA it is on `stream`.
 
