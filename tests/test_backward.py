@@ -614,3 +614,15 @@ def test_a_named_process_group_that_was_destroyed(rank: int) -> None:
     dist.destroy_process_group(group)
     with pytest.raises(RuntimeError, match="and now it runs without a process group"):
         model(x_of(rank))
+
+
+@on_ranks(2)
+def test_sums_past_the_outputs(rank: int) -> None:
+    """The first gradient of such a backward is there before its step begins, and is not one from before it."""
+    model = DDP(TwoLayers(), sync=fnddp.all_reduce(op="sum"))
+    own = model.module
+    for _ in range(3):
+        model.zero_grad()
+        model(x_of(rank), False)
+        (own.first * x_of(rank)).sum().backward()
+        assert own.first.grad.item() == 2 * MEAN

@@ -193,7 +193,7 @@ class Steps:
         returned: that of a parameter that the loss uses outside of the module only. So they are left out only after a
         backward that has returned no gradient.
         """
-        if self._returns or not is_seen:
+        if self._returns or not is_seen or isinstance(self._wire, Elastic):  # which may put gradients back
             self._watch(self.parameters)
 
     def _watch(self, names: Iterable[str]) -> None:
@@ -220,8 +220,14 @@ class Steps:
             self._backward.accumulates = accumulates(behind)
         self._require_one_weight(forward_weight)
 
-    def start(self, forward_weight: Weight | None) -> None:
-        """Begin a step, unless one is open, of a forward in whose block the weight was `forward_weight`."""
+    def start(self, forward_weight: Weight | None, accumulated: str = "") -> None:
+        """Begin a step, unless one is open.
+
+        Args:
+            forward_weight: The weight of the block in which the forward ran.
+            accumulated: A parameter in which this backward has accumulated a gradient already: it is not known whether
+                there was one before.
+        """
         self._fail_if_stale()
         if self.engine.is_open:
             return
@@ -236,7 +242,7 @@ class Steps:
         self._backward = backward = _Backward(task, asked or set(), prior, dict(self._always_sparse), asked is None)
         self._returns = bool(asked)
         step = self._begin(forward_weight)
-        self._require_summed_once(prior)
+        self._require_summed_once(prior - {accumulated})
         if asked:
             self._watch(asked)
             if self.sync.skips:
@@ -402,7 +408,7 @@ class Steps:
         was_armed = self.is_armed
         self._fail_if_stale()
         if was_armed and not self.engine.is_open and not self._waits_for_outer_backward():
-            self.start(self.forward_weight)  # of a backward that has not begun with what the module returned
+            self.start(self.forward_weight, name)  # of a backward that has not begun with what the module returned
         backward = self._backward
         if not self.engine.is_open or backward is None:
             self.unsynchronized.add(name)
