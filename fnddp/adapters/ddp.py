@@ -105,8 +105,10 @@ class Handle(PipelineHandle):
 
     def _finish(self) -> None:
         step = self._engine.step
-        if self._failure is not None or step is None:
+        if self._failure is not None:
             return
+        if step is None:
+            raise RuntimeError("register: the step ended with that of another model, which failed in the same backward")
         self._check_all_arrived()
         mean, _ = step.finish()
         mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}

@@ -54,11 +54,18 @@ def accumulates(nodes: Iterable[Any]) -> bool:
     return has_leaves
 
 
+def _no_step() -> None:
+    return None
+
+
 class FastPath:
-    """The step that gradients go to without a detour, while one is open in which none of them is special.
+    """The step that gradients go to in the hook itself.
+
+    The long way is for a gradient that is added to an earlier one, is sparse, belongs to another backward, or is seen
+    by a hook of the user.
 
     Attributes:
-        step: The step; None where each gradient takes the long way.
+        step: Returns the step; None where each gradient takes the long way.
         task: autograd's number for its backward.
         excluded: Positions of leaves whose gradients take the long way all the same.
     """
@@ -70,12 +77,12 @@ class FastPath:
 
     def open(self, step: Step, task: int, excluded: set[int]) -> None:
         """Let the gradients of the backward `task` go to `step`."""
-        self.step: Step | None = step
+        self.step: Any = weakref.ref(step)  # parameters may outlive it
         self.task, self.excluded = task, excluded
 
     def close(self) -> None:
         """Let each gradient take the long way."""
-        self.step, self.task, self.excluded = None, -2, set[int]()  # outside of a backward the task is -1
+        self.step, self.task, self.excluded = _no_step, -2, set[int]()  # outside of a backward the task is -1
 
     def hook(
         self, position: int, take: Callable[[Tensor], Any], advance: Callable[[], Callable[[], None] | None]
@@ -85,13 +92,14 @@ class FastPath:
         Args:
             position: Of the leaf.
             take: The long way.
-            advance: Returns what is called when a segment is complete.
+            advance: A weak reference to the method that is called when a segment is complete.
         """
 
         def accumulated(parameter: Tensor) -> None:
-            step, grad = self.step, parameter.grad
+            step, grad = self.step(), parameter.grad
             if (
                 step is None
+                or not step.is_open
                 or grad is None
                 or self.task != current_backward()
                 or position in self.excluded

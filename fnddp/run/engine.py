@@ -294,9 +294,12 @@ class Engine(Course):
         """
         if list(self.leaves) != list(before.leaves):
             return False
+        if before.arrival is not None:  # which its next step would have taken over
+            before.expect(before.arrival)
+            before.arrival = None
         self.number, self._epoch = before.number, before._epoch
-        self._order, self._dropped, self.arrival = before._order, before._dropped, before.arrival
-        self.learns_order = before.learns_order
+        self._order, self._dropped = before._order, before._dropped
+        self.learns_order &= before.learns_order
         self.exchanges_weights = before.exchanges_weights
         return True
 

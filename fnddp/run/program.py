@@ -85,8 +85,8 @@ class Program:
         inputs: For each leaf what is done with its gradient.
         codes: The segments.
         collectives: In the order in which they are issued, and `wire_bytes` of each.
-        segment_of: For each leaf the segment that first needs it. Behind the last one there is one that needs what is
-            only returned, and is never complete.
+        segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
+            entry at the end, which is never complete.
         needed: For each segment the number of leaves that it needs.
         is_polled: Whether segments wait for collectives, too.
         overwrites: Leaves whose gradients are written over.
@@ -207,10 +207,11 @@ def without_schedule(
         groups: The process groups that means are taken over.
         world: What the pipeline meets.
     """
-    n, (given, structure) = len(leaves), tree.flatten_any(state)
+    given, structure = tree.flatten_any(state)
+    n, end = len(leaves), len(leaves) + len(given)  # not the state itself: what runs would keep it
 
     def run(*inputs: Any) -> tuple[Any, ...]:
-        grads, parts, ranks = inputs[:n], inputs[n : n + len(given)], inputs[n + len(given) :]
+        grads, parts, ranks = inputs[:n], inputs[n:end], inputs[end:]
         with within(World(world.wire, ranks=dict(zip(groups, ranks, strict=True)))):
             mean, _, after = sync.exchange(
                 dict(zip(leaves, grads, strict=True)), tree.unflatten_any(structure, list(parts))

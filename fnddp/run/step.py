@@ -53,7 +53,7 @@ class Status(Enum):
 
 
 class Course:
-    """The part of an engine that a step reads, and changes for the next one.
+    """The part of an engine that a step reads, and changes for the next one. `Engine` is its only subclass.
 
     Attributes:
         wire: What moves bytes.
@@ -62,7 +62,7 @@ class Course:
         own: Leaves that the pipeline does not reduce over ranks.
         positions: Of the leaves, by path.
         parts: The leaves of the pipeline's state, and its `structure`.
-        step: The step that is open.
+        step: The step that is open; None as soon as it has ended.
         begun: The number of steps that have begun.
         steps: The number of those that have ended well.
         failed_steps: The number of those that have not.
@@ -130,7 +130,7 @@ class Step:
         self.status = Status.OPEN
         self._weight, self._weighing, self._again = weight, None, list[tuple[int, Tensor]]()
         has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and vote.has_peers
-        # This rank has a weight, in a step that began without an exchange of them.
+        # This rank has a weight, in a step that began without an exchange: it sends zeros, and then runs again.
         self._asks = has_weight and has_peers and not course.exchanges_weights
         self._plain_scale = scale
         self._scale: float | None = None if has_weight or (course.exchanges_weights and has_peers) else scale
@@ -282,7 +282,7 @@ class Step:
             ValueError: On all ranks: their weights are invalid, or only some have one.
             CollectiveError: A collective failed. Ranks may be desynchronized.
         """
-        for step in self._in_front():  # to where all ranks are with the same gradients
+        for step in self._in_front():  # as far as their gradients allow: other ranks do the same at this point
             step.advance(block=True)
         if self._asks:
             self._ask()
@@ -331,7 +331,11 @@ class Step:
             return self.commit()
 
     def give_up(self, *, failed: bool = False) -> None:
-        """End the step here, as all ranks do without another message; nothing was written over."""
+        """End the step without a message, where all ranks do so by themselves; nothing was written over.
+
+        Args:
+            failed: Count it as failed, and end the steps that wait for it.
+        """
         if failed:
             self._course.failed_steps += 1
             self._drop_behind()
@@ -351,29 +355,34 @@ class Step:
             step.fail(error)
         if not self.is_open:  # it has sent nothing yet
             return
-        course, vote, has_voted = self._course, self._vote, self.status is Status.AGREEING
+        has_voted, self.status = self.status is Status.AGREEING, Status.FAILED
+        try:
+            self._notify(error, has_voted)
+        finally:
+            self._close(Status.FAILED)
+
+    def _notify(self, error: BaseException, has_voted: bool) -> None:
+        course, vote = self._course, self._vote
         self._drop_behind()
-        self.status = Status.FAILED
         course.failed_steps += 1
         if has_voted and self._program.plan is None and isinstance(error, FloatingPointError):
             course.broken = None  # of fp16(..., check=True), which raises on all ranks
-        elif vote is None or isinstance(error, CollectiveError) or has_voted:
-            course.broken = error
-        else:
-            course.broken = error  # until the others know
-            try:
-                if self._are_weights_valid():
-                    self._send_zeros()
-                    vote.cast(frozenset(), failed=True)
-                    self._wait_all()
-                    vote.explain(error)
-                    course.broken = None if vote.is_heeded else error
-                else:
-                    course.broken = None
-                self.give_up()
-            except RuntimeError as broken:
-                course.broken = broken
-        self._close(Status.FAILED)
+            return
+        course.broken = error  # until the others know
+        if vote is None or isinstance(error, CollectiveError) or has_voted:
+            return
+        try:
+            if self._are_weights_valid():
+                self._send_zeros()
+                vote.cast(frozenset(), failed=True)
+                self._wait_all()
+                vote.explain(error)
+                course.broken = None if vote.is_heeded else error
+            else:
+                course.broken = None
+            self._wait_for_side_stream()
+        except RuntimeError as broken:
+            course.broken = broken
 
     def _voted(self, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""

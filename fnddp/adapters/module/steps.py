@@ -149,6 +149,7 @@ class Steps:
         self._successor: Steps | None = None
         self._fast = FastPath()
         self._returns = True  # the last backward has returned gradients, as far as is known
+        self._begins_at_parameters = False  # a step has begun with a gradient that came before those of outputs
         self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
         advance = weakref.WeakMethod(self._advance)
         self._hooks = [
@@ -193,7 +194,8 @@ class Steps:
         returned: that of a parameter that the loss uses outside of the module only. So they are left out only after a
         backward that has returned no gradient.
         """
-        if self._returns or not is_seen or isinstance(self._wire, Elastic):  # which may put gradients back
+        # On an elastic wire gradients may be put back as they were before.
+        if self._returns or self._begins_at_parameters or not is_seen or isinstance(self._wire, Elastic):
             self._watch(self.parameters)
 
     def _watch(self, names: Iterable[str]) -> None:
@@ -355,6 +357,7 @@ class Steps:
             if not self.engine.is_open and self._waits_for_outer_backward():
                 return None
             is_late = not self.engine.is_open and torch_private.is_followed(self.parameters[name], self._early[name])
+            self._begins_at_parameters |= not self.engine.is_open
             self.start(self.forward_weight)
             if is_late and self._backward is not None and name in self._backward.asked:
                 self._stop(
@@ -408,6 +411,7 @@ class Steps:
         was_armed = self.is_armed
         self._fail_if_stale()
         if was_armed and not self.engine.is_open and not self._waits_for_outer_backward():
+            self._begins_at_parameters = True
             self.start(self.forward_weight, name)  # of a backward that has not begun with what the module returned
         backward = self._backward
         if not self.engine.is_open or backward is None:
@@ -508,6 +512,8 @@ class Steps:
         self._close()
         if len(done.unused) == len(self.parameters):  # no parameter had a gradient on any rank
             self.is_armed = was_armed  # for a backward through the gradients of inputs that this one has made
+            if was_armed:
+                self._watch(self.parameters)
             return
         placeholders = backward.placeholders
         # With create_graph likewise: what follows is synchronized too.
