@@ -163,10 +163,10 @@ def test_unused_leaves_keep_what_they_have_and_others_have_none(rank: int) -> No
 def test_what_cannot_say_no_update_refuses_and_the_next_step_works(rank: int) -> None:
     model = fnddp.DistributedDataParallel(make_model(), sync=every(2, allreduce))
     loss = loss_of(model(batch(rank, 0)))
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad cannot be told so; use backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad cannot express that; use backward\(\)"):
         torch.autograd.grad(loss, list(model.parameters()))
     params = {name: p.detach() for name, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"torch.func.* cannot be told so"):
+    with pytest.raises(RuntimeError, match=r"torch.func.* cannot express that"):
         torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (batch(rank, 0),))))(params)
     for step in range(2):
         loss_of(model(batch(rank, step))).backward()

@@ -645,7 +645,7 @@ def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 
 def _cannot_skip(sync: Sync, asking: str) -> RuntimeError:
     return RuntimeError(
-        f"{OWNER}: {sync!r} has no update for some leaves in some steps, and {asking} cannot be forward_weight so; use "
+        f"{OWNER}: {sync!r} has no update for some leaves in some steps, and {asking} cannot express that; use "
         "backward(), which leaves .grad None, or fnddp.value_and_grad"
     )
 
