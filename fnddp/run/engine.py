@@ -346,11 +346,8 @@ class Engine(Course):
         """Return whether `plan` is one for these numbers, and for groups of these sizes where payloads have rows."""
         numbers = [*(self.parts[i] for i in plan.phase.counters), *map(self.wire.size, program.counted)]
         if numbers != program.numbers:
-            rows = [c for c in plan.collectives if not c.kind.is_in_place]
-            n = len(numbers) - len(rows)
-            if not plan.phase.holds(numbers[:n]) or any(
-                size != c.world_size for size, c in zip(numbers[n:], rows, strict=True)
-            ):
+            n = len(numbers) - len(program.rows)
+            if not plan.phase.holds(numbers[:n]) or numbers[n:] != [each.world_size for each in program.rows]:
                 return False
             program.numbers = numbers
         return True

@@ -100,7 +100,8 @@ class Program:
         slices: The registers of what is stored there.
         constants: All registers, with what is known before any step.
         filled: All registers, with what is stored in the buffers of the last step.
-        counted: The groups on whose sizes the plan depends.
+        rows: The collectives whose payloads have a row for each rank.
+        counted: The groups on whose sizes the plan depends: those of the phase, then those of `rows`.
         numbers: The counters and sizes with which the plan was found to be the right one the last time.
         stream: The side stream of a CUDA device; None on the CPU.
         observer: What is notified of all that steps do.
@@ -117,7 +118,8 @@ class Program:
         views_apart = plan.backend == "inductor"
         self.pools = [memory.pool(collective, views_apart=views_apart) for collective in self.collectives]
         self.numbers: list[int] | None = None
-        self.counted = [*plan.phase.groups, *(c.group for c in self.collectives if not c.kind.is_in_place)]
+        self.rows = [collective for collective in self.collectives if not collective.kind.is_in_place]
+        self.counted = [*plan.phase.groups, *(collective.group for collective in self.rows)]
         registers = _Registers(segments)
         names = [(segment.inputs, segment.outputs, segment.frees) for segment in segments]
         self.codes = [

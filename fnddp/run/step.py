@@ -25,7 +25,7 @@ from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 POLL_SECONDS = 2e-4
 """Time between two looks at collectives under way, while gradients arrive that complete no segment."""
 
-_RANGES = Observer()
+_PROFILED = Observer()
 _NOTHING = nullcontext()
 
 
@@ -123,7 +123,7 @@ class Step:
         ahead: Sequence["Step"] = (),
     ) -> None:
         self._course, self._program, self._vote = course, program, vote
-        self._observer = program.observer or (_RANGES if is_profiling() else None)
+        self._observer = program.observer or (_PROFILED if is_profiling() else None)
         self._arrived: list[str] = []  # in this order, where that is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self._start()
@@ -586,7 +586,7 @@ class Step:
         assert collective is not None
         index = collective.index
         buffer = self._buffers[index]
-        if has_modes():
+        if has_modes():  # as it asks itself: mostly there is no counter, and nothing to enter
             count_payload(self._program.wire_bytes[index])
         try:
             with _NOTHING if observer is None else observer.launches(collective, stream), without_modes():

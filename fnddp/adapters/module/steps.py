@@ -287,7 +287,7 @@ class Steps:
         self._wait_for_futures()
 
     def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Weight | None) -> Leaves:
-        """The means of gradients that are all there, of a step outside of backward's hooks; see `start_of`."""
+        """Return the means of gradients that are all there, of a step outside of backward's hooks; see `start_of`."""
         self._fail_if_stale()
         if self.engine.is_open:
             raise RuntimeError(
@@ -313,11 +313,11 @@ class Steps:
             raise
 
     def require_same_world(self) -> None:
-        """Raises a RuntimeError, once and for all, if the process group is not the one that steps are for."""
+        """Raise a RuntimeError, once and for all, if the process group is not the one that steps are for."""
         try:
             self._world.require_same()
         except RuntimeError:
-            self.detach()  # for who wraps the module again
+            self.detach()  # the module may be wrapped again
             raise
 
     def _begin(self, forward_weight: Weight | None) -> Step:
@@ -329,7 +329,7 @@ class Steps:
             return self.engine.begin(weight=self._weight, scale=self.scale)
 
     def _require_one_weight(self, forward_weight: Weight | None) -> None:
-        """Fails the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
+        """Fail the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
         if forward_weight != self._weight and (forward_weight is not None or self.block is None):
             given = [weight.text for weight in (self._weight, forward_weight) if weight is not None]
             one = " and ".join(given) if len(given) > 1 else f"{given[0]} for some of its forward passes only"
@@ -338,7 +338,7 @@ class Steps:
             )
 
     def detach(self, successor: "Steps | None" = None) -> None:
-        """Lets go of the parameters: from now on their gradients are nobody's, or those of `successor`."""
+        """Remove all hooks of parameters; `successor`, if given, takes the gradients from now on."""
         if self.engine.is_open:
             self.fail(RuntimeError("its hooks were removed"))
         for hook in (*self._hooks, *self._early.values()):
@@ -472,7 +472,7 @@ class Steps:
 
     @contextmanager
     def _named(self) -> Generator[None]:
-        """Says of an unexpected gradient what the user of a module knows of it."""
+        """Raise, for an unexpected gradient, an error in terms of the module."""
         try:
             yield
         except UnexpectedGradient as error:
