@@ -19,6 +19,7 @@ from fnddp.core.sync import Sync, require_sync
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
+from fnddp.device import device_of
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
@@ -178,10 +179,7 @@ class _Bucket:
             self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         else:
             self.views = bucket.gradients()
-        on_cuda = self.buffer.is_cuda
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[self.buffer.device] if on_cuda else None
-        )
+        self.future: torch.futures.Future[Tensor] = device_of(self.buffer.device).future()
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.parameters, self.views, strict=True))

@@ -20,6 +20,7 @@ from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import require_like, shared
 from fnddp.core.sync import State, Sync, groups_of, require_weighable
 from fnddp.core.tree import Leaves
+from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec, LoweringError
 from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation
@@ -268,7 +269,7 @@ class Engine(Course):
         Raises:
             CollectiveError: See `with_dedicated_groups`.
         """
-        if self.device.type != "cuda" and not self._is_connected:
+        if not device_of(self.device).is_asynchronous and not self._is_connected:
             with_dedicated_groups(self.wire, self.groups)
             self._is_connected = True
 
@@ -354,7 +355,7 @@ class Engine(Course):
 
     def _prepare(self, plan: Plan) -> _Prepared:
         groups = tuple(dict.fromkeys([*plan.groups, *self.groups]))
-        wire = self.wire if self.device.type == "cuda" else with_dedicated_groups(self.wire, groups)
+        wire = self.wire if device_of(self.device).is_asynchronous else with_dedicated_groups(self.wire, groups)
         # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
         program = Program(plan, wire, self._memory, clones_shared=self._overwrites_early)
         watcher = observer(self._debug, plan, self._meter)

@@ -5,6 +5,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fnddp.device import Device, Stream
 from fnddp.ir.program import Collective, LeafSpec, Received, Sent, Span
 from fnddp.torch_private import storage_use_count
 
@@ -87,16 +88,16 @@ class Memory:
     def __init__(self) -> None:
         self._collectives: dict[Collective, Pool] = {}
         self._means: dict[str, list[Tensor]] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[Device, Stream] = {}
 
     def clear(self) -> None:
         """Forgets all memory: the plans to come need other."""
         self._collectives, self._means = {}, {}
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
+    def stream(self, device: Device) -> Stream:
         """The side stream of `device`: one for all plans, since the allocator keeps memory for each stream."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = device.stream()
         return self._streams[device]
 
     def pool(self, collective: Collective, *, views_apart: bool) -> "Pool":

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync, parts_of, require_means
+from fnddp.device import Device, device_of
 from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
 from fnddp.ir.schedule import Phase
 from fnddp.plan.plan import Plan
@@ -103,7 +105,8 @@ class Program:
         rows: The collectives whose payloads have a row for each rank.
         counted: The groups on whose sizes the plan depends: those of the phase, then those of `rows`.
         numbers: The counters and sizes with which the plan was found to be the right one the last time.
-        stream: The side stream of a CUDA device; None on the CPU.
+        device: Where the leaves are.
+        stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
         observer: What is notified of all that steps do.
     """
 
@@ -139,8 +142,8 @@ class Program:
         scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
         self.constants = registers.filled({**plan.constants, **scratch})
         self.filled: tuple[list[Buffer], list[Any]] | None = None
-        device = next((leaf.device for leaf in plan.leaves.values() if leaf.device.type == "cuda"), None)
-        self.stream = None if device is None or not is_static else memory.stream(device)
+        self.device = device_of(next((leaf.device for leaf in plan.leaves.values()), torch.device("cpu")))
+        self.stream = memory.stream(self.device) if is_static else None
         self.overwrites = plan.overwrites
         register_of = {name.path: index for index, name in registers.all(Grad)}
         self.inputs = [
@@ -150,7 +153,7 @@ class Program:
         needed_by = {path: i for i, segment in enumerate(segments) for path in segment.needs}
         self.segment_of = [needed_by.get(path, len(segments)) for path in plan.leaves]
         self.needed = [*(len(segment.needs) for segment in segments), len(plan.leaves) + 1]
-        self.is_polled = device is None and any(one.waits and not one.commits for one in segments)
+        self.is_polled = not self.device.is_asynchronous and any(one.waits and not one.commits for one in segments)
 
 
 def _input(path: str, leaf: LeafSpec, register: int | None, stream: Any, is_cloned: bool) -> Input:

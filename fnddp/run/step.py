@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core.tree import Leaves
+from fnddp.device import Stream
 from fnddp.ir.program import Segment
 from fnddp.run.memory import Buffer
 from fnddp.run.program import Code, Input, Program, failure_of, unexpected
@@ -162,14 +163,14 @@ class Step:
             values[register] = value.clone() if is_read else value
         self._values = values
         self._noted: list[tuple[int, Tensor]] = []  # gradients that have been put, and not looked at
-        self._streams: set[torch.cuda.Stream] = set()  # where those were made
+        self._streams: set[Stream] = set()  # where those were made
         self._remaining = program.needed.copy()
         self._put = set[int]()  # positions of the leaves that have arrived
         self._works: dict[int, Work] = {}
         self._next = 0
         self._polled = 0.0
         if program.stream is not None:
-            program.stream.wait_stream(torch.cuda.current_stream(program.stream.device))
+            program.device.wait(program.stream, program.device.current())
 
     @property
     def is_open(self) -> bool:
@@ -220,7 +221,7 @@ class Step:
             grad = grad.clone()
         self._noted.append((position, grad))
         if program.stream is not None:
-            self._streams.add(torch.cuda.current_stream(program.stream.device))
+            self._streams.add(program.device.current())
         segment = program.segment_of[position]
         self._remaining[segment] -= 1
         if not self._remaining[segment]:
@@ -311,11 +312,11 @@ class Step:
         for path, register in program.memories.items():
             program.memory.give_mean(path, values[register].view(program.leaves[path].shape).data)
         if stream is not None:
-            current = torch.cuda.current_stream(stream.device)
-            current.wait_stream(stream)
+            current = program.device.current()
+            program.device.wait(current, stream)
             for each in [*means.values(), *parts]:
-                if isinstance(each, Tensor) and each.is_cuda:
-                    each.record_stream(current)
+                if isinstance(each, Tensor):
+                    program.device.keep(each, current)
         if self._observer is not None and program.plan is not None:
             self._observer.ends(program.plan)
         course.parts = parts
@@ -526,7 +527,7 @@ class Step:
             noted = [(i, grad if program.inputs[i].path in own else scaled(grad, scale)) for i, grad in noted]
         if program.stream is not None:
             for stream in self._streams:
-                program.stream.wait_stream(stream)
+                program.device.wait(program.stream, stream)
             self._streams.clear()
         values, inputs = self._values, program.inputs
         for position, grad in noted:
@@ -548,8 +549,8 @@ class Step:
             grad = each.leaf.empty().copy_(grad)
         elif each.is_cloned and is_held(grad):
             grad = grad.clone()
-        if self._program.stream is not None and grad.is_cuda:
-            grad.record_stream(self._program.stream)
+        if self._program.stream is not None:
+            self._program.device.keep(grad, self._program.stream)
         self._values[each.register] = grad
 
     def _is_due(self) -> bool:
@@ -614,11 +615,12 @@ class Step:
         """Wait on the current stream, before memory is freed that the side stream still writes to."""
         stream = self._program.stream
         if stream is not None:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            device = self._program.device
+            device.wait(device.current(), stream)
 
     def _on_side_stream(self) -> AbstractContextManager[Any]:
         stream = self._program.stream
-        return _NOTHING if stream is None else torch.cuda.stream(stream)
+        return _NOTHING if stream is None else self._program.device.on(stream)
 
 
 def in_profile(name: str) -> AbstractContextManager[object]:

@@ -2,13 +2,14 @@
 
 import traceback
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.device import device_of
 from fnddp.run.weighing import refusal
 from fnddp.wire.control import first_over, gather_over
 from fnddp.wire.groups import rank
@@ -45,8 +46,7 @@ class Vote:
     def __init__(self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
         self.wire = wire
         self._all_groups = tuple(dict.fromkeys(groups))
-        self._device = device
-        self._on_cuda = device.type == "cuda"
+        self._device = device_of(device)
         self._leaves = list(leaves)
         self._absent: frozenset[str] = frozenset()
         self._weight: Weight | None = None
@@ -66,7 +66,7 @@ class Vote:
     @property
     def is_heeded(self) -> bool:
         """True if other ranks wait for this one's vote before they end a step. On CUDA they do not."""
-        return not (self.groups and self._on_cuda)
+        return not (self.groups and self._device.is_asynchronous)
 
     def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
         """Tells the other ranks, without waiting for them.
@@ -80,11 +80,11 @@ class Vote:
         if self.groups:
             has_weight, has_none = weight is not None, weight is None and not failed
             flags = [failed, has_weight, has_none, *(path not in absent for path in self._leaves)]
-            # From pinned memory: a copy from any other would have the host wait for all that is queued before it.
-            on_host = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)
             with _named_failures():
-                self._start(on_host.to(self._device, non_blocking=True), self.groups[0])
-                for group in self.groups[1:] if self._on_cuda else ():  # all, whether this rank will ask or not
+                self._start(self._device.of_host(flags, torch.uint8), self.groups[0])
+                for group in (
+                    self.groups[1:] if self._device.is_asynchronous else ()
+                ):  # all, whether this rank will ask or not
                     self._start(self._waited(), group)
 
     def outcome(self) -> frozenset[str]:
@@ -99,32 +99,32 @@ class Vote:
             ValueError: On all ranks: some have given a weight, and others none.
         """
         absent = self._absent
-        if self._work is None or (self._on_cuda and not absent and self._weight is None):
+        if self._work is None or (self._device.is_asynchronous and not absent and self._weight is None):
             self._work = None
             return frozenset() if self.groups else absent
         failed, has_weight, has_none, *used = self._complete()
         is_mixed = has_weight and has_none
-        if failed and self._on_cuda:
+        if failed and self._device.is_asynchronous:
             raise CollectiveError("another rank has failed in this step; see its own error")
-        if is_mixed and self._on_cuda:
+        if is_mixed and self._device.is_asynchronous:
             raise CollectiveError("weight: all ranks of a step give one, or none does, but only some have")
         if failed:
             raise StepFailedError(self._explanation(None))
         if is_mixed:
-            raise refusal(self._weight or NO_WEIGHT, self.wire, self.groups[0], self._device)
+            raise refusal(self._weight or NO_WEIGHT, self.wire, self.groups[0], self._device.device)
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
     def explain(self, error: BaseException) -> None:
         """Complete the vote of a step that this rank has reported as failed, and give the others the reason."""
-        if self._work is not None and not self._on_cuda:
+        if self._work is not None and not self._device.is_asynchronous:
             self._complete()
             self._explanation(error)
 
     def of_first_rank(self, value: Any) -> Any:
         """`value` as the first rank has it. Every rank must ask."""
-        with _named_failures(), on(self._device):
+        with _named_failures(), self._device.selected():
             for group in self.groups:
-                value = first_over(self.wire, value, group, self._device)
+                value = first_over(self.wire, value, group, self._device.device)
         return value
 
     def _start(self, flags: Tensor, group: str | None) -> None:
@@ -141,7 +141,7 @@ class Vote:
     def _complete(self) -> list[int]:
         with _named_failures():
             flags = self._waited()
-            for group in () if self._on_cuda else self.groups[1:]:
+            for group in () if self._device.is_asynchronous else self.groups[1:]:
                 self._start(flags, group)
                 flags = self._waited()
         return flags.tolist()
@@ -149,9 +149,9 @@ class Vote:
     def _explanation(self, error: BaseException | None) -> str:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
-        with _named_failures(), on(self._device):
+        with _named_failures(), self._device.selected():
             for group in self.groups:
-                told = gather_over(self.wire, reasons, group, self._device)
+                told = gather_over(self.wire, reasons, group, self._device.device)
                 named = {(i if who is None else who, why) for i, some in enumerate(told) for who, why in some}
                 reasons = sorted(named, key=str)
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
@@ -172,8 +172,3 @@ def _named_failures() -> Generator[None]:
             f"the ranks could not end the step together: {error}. Another rank has failed, left, or not called "
             "backward; see its own error"
         ) from error
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one: NCCL sends control messages from there, which need not be the module's."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

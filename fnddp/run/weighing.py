@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fnddp.device import device_of
 from fnddp.wire.control import gather_over
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire, waited
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, require_weights, scale_of
@@ -40,7 +41,7 @@ class Weighing:
         """
         numbers = self._gathered()
         if FAILED.number in numbers:
-            if self._device.type == "cuda":
+            if device_of(self._device).is_asynchronous:
                 raise CollectiveError("another rank has failed in this step; see its own error")
             return None
         if all(number == NO_WEIGHT.number for number in numbers):

@@ -33,7 +33,7 @@ from fnddp.core.sync import State, Sync, require_sync
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.stats import SyncStats, stats
-from fnddp.run.vote import on
+from fnddp.device import device_of
 from fnddp.torch_private import is_transforming
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -211,7 +211,7 @@ class DistributedDataParallel(TorchNames):
 
     @sync_state.setter
     def sync_state(self, saved: State) -> None:
-        with on(self.device):
+        with device_of(self.device).selected():
             agree_on_state(self.sync, self._steps.engine.state, saved, self._group, self._wire)
         self._steps.engine.state = saved
 
@@ -386,7 +386,7 @@ class DistributedDataParallel(TorchNames):
             self._steps.require_same_world()
             self._steps.engine.connect()  # of a module that was unpickled, or has another pipeline since
             self._log.forward_starts()
-        with on(self.device):
+        with device_of(self.device).selected():
             Join.notify_join_context(self)
             self._sync_buffers(HookLocation.PRE_FORWARD)
             self._steps.scale = self._inputs.scale(self._synchronizes) if self._join_config.enable else 1.0
@@ -399,7 +399,7 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _after_forward(self, output: Any, *, has_stand_ins: bool) -> None:
-        with on(self.device):
+        with device_of(self.device).selected():
             self._sync_buffers(HookLocation.POST_FORWARD)
         self._buffers_of_module.is_due = self._synchronizes
         forward_weight = self._block_weight
@@ -501,7 +501,7 @@ class DistributedDataParallel(TorchNames):
             return {"options": self._options(), **description(pipeline, grads, made[-1][1])}
 
         if verify:
-            with on(self.device):
+            with device_of(self.device).selected():
                 agree(begin, self._group, self._wire)
         else:
             begin()

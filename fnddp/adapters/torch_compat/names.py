@@ -22,7 +22,7 @@ from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
 from fnddp.adapters.torch_compat.parameters import sparse_parameters
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.vote import on
+from fnddp.device import device_of
 from fnddp.transforms.cast import fp16
 from fnddp.wire import control, groups
 
@@ -119,7 +119,7 @@ class TorchNames(nn.Module, Joinable):
     def _follow_others(self) -> None:
         """Take part in one forward and backward of the ranks that have inputs."""
         buffers = self._buffers_of_module
-        with on(self.device):
+        with device_of(self.device).selected():
             if buffers.runs_at(HookLocation.PRE_FORWARD):
                 buffers.sync(self._inputs.source_of_buffers(has_inputs=False))
             synchronizes = control.total(0, self._group) > 0
@@ -132,7 +132,7 @@ class TorchNames(nn.Module, Joinable):
     def _copy_last_joiner(self, is_last_joiner: bool) -> None:
         """Copy parameters and buffers from a rank that has seen the last input."""
         buffers = self._buffers_of_module
-        with on(self.device):
+        with device_of(self.device).selected():
             buffers.futures.wait()
             source = self._inputs.source_of_buffers(has_inputs=is_last_joiner)
             named = dict(self.module.named_parameters())

@@ -1,0 +1,155 @@
+"""Devices and the order of what runs on them: the only file that asks what kind of device something is on.
+
+On the CPU an operation has ended when the host goes on: there are no streams, and nothing waits. An accelerator, of
+whatever kind torch names, runs behind the host, in streams. Another kind of device is another class, and a line of
+`register`.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Stream: TypeAlias = Any
+"""A queue of operations: a `torch.Stream`, or whatever the device makes; None on the CPU."""
+
+Mark: TypeAlias = Any
+"""A point in time: an event of a device, or seconds."""
+
+
+class Device:
+    """The CPU.
+
+    Args:
+        device: As torch names it.
+
+    Attributes:
+        device: As given.
+        is_asynchronous: True if the host goes on before operations have ended.
+    """
+
+    is_asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def stream(self) -> Stream:
+        """Return a new stream, beside the one on which the user computes."""
+        return None
+
+    def current(self) -> Stream:
+        """Return the stream of the operations that this thread starts."""
+        return None
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Start operations on `stream` within the block."""
+        return _NOTHING
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        """Have `stream` wait for all that has been started on `other`; the host does not."""
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep the memory of `tensor`, once nobody holds it, until `stream` has done what has been started on it."""
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Make this the current device of its kind within the block."""
+        return _NOTHING
+
+    def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of numbers of the host. The host waits for nothing."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def mark(self, stream: Stream) -> Mark:
+        """Return the moment at which `stream` has done what has been started on it."""
+        return time.perf_counter()
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """Return the time between two marks. The host waits for both."""
+        return end - begin
+
+    def future(self) -> "torch.futures.Future[Any]":
+        """Return a future whose result is of this device: who waits for it, on a stream, waits for what made it."""
+        return torch.futures.Future()
+
+    def synchronize(self) -> None:
+        """Wait, on the host, for all that has been started."""
+
+    @property
+    def name(self) -> str:
+        """The name of the product."""
+        return self.device.type
+
+    @property
+    def backend(self) -> str:
+        """The backend that torch.distributed takes for it."""
+        return dist.get_default_backend_for_device(self.device)
+
+
+class Accelerator(Device):
+    """A device behind `torch.accelerator`: CUDA, ROCm, XPU, NPU and what else torch knows."""
+
+    is_asynchronous = True
+
+    def stream(self) -> Stream:
+        return torch.Stream(self.device)
+
+    def current(self) -> Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return stream
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        stream.wait_stream(other)
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        if tensor.device == self.device:  # a part of a state may be on the host
+            tensor.record_stream(stream)
+
+    def selected(self) -> AbstractContextManager[object]:
+        return torch.accelerator.device_index(self.device.index)
+
+    def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # From pinned memory: a copy from any other would have the host wait for all that was started before.
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+
+    def mark(self, stream: Stream) -> Mark:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def future(self) -> "torch.futures.Future[Any]":
+        return torch.futures.Future(devices=[self.device])
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    @property
+    def name(self) -> str:
+        module: Any = torch.get_device_module(self.device)
+        return module.get_device_name(self.device) if hasattr(module, "get_device_name") else self.device.type
+
+
+_NOTHING = nullcontext()
+_KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device}
+
+
+def register(kind: str, device: type[Device]) -> None:
+    """Use `device` for tensors whose `device.type` is `kind`."""
+    _KINDS[kind] = device
+    device_of.cache_clear()
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    """Return the device of tensors on `device`."""
+    return _KINDS.get(device.type, Accelerator)(device)

@@ -1,0 +1,314 @@
+"""The order of streams on an accelerator, proven on the CPU: see tests/streams.py."""
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fnddp
+from fnddp import DistributedDataParallel, Sync
+from fnddp.core import tree
+from fnddp.ir.program import LeafSpec
+from fnddp.plan.draft import Donation
+from fnddp.run.engine import Engine
+from fnddp.wire.c10d import over
+from tests.pipelines import EXAMPLES, nestings
+from tests.streams import LIBRARY, Checker, StreamWire, checking, require_none
+
+POWERSGD = "error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=0))"
+QUANTIZED = "error_feedback(quantize(two_shot, bits=4))"
+TEXTS = ["allreduce", POWERSGD, QUANTIZED, "ef21(topk(allgather, ratio=0.25))", "delayed(fp16(allreduce))"]
+PERIODIC = [
+    "every(2, powersgd(allreduce, rank=2, min_compression_rate=0))",
+    "warmup(powersgd(allreduce, rank=2, min_compression_rate=0), steps=1, before=fp16(allreduce))",
+    "switch({0: allreduce, 2: error_feedback(quantize(two_shot, bits=4))})",
+]
+GROUPS = [
+    "hierarchical(error_feedback(powersgd(all_reduce('{across}'), min_compression_rate=0)), intra='{inside}')",
+    "hierarchical(quantize(all_gather('{across}')), intra='{inside}')",
+]
+
+
+@pytest.fixture(autouse=True)
+def _four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def net(layers: int = 3, width: int = 12) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+
+
+def module(sync: Sync | str, wire: StreamWire | None = None, **options: Any) -> DistributedDataParallel:
+    sync = fnddp.parse(sync) if isinstance(sync, str) else sync
+    return DistributedDataParallel(
+        net(), sync=sync, wire=wire or StreamWire(), init_sync=False, bucket_cap_mb=0.0005, **options
+    )
+
+
+def loss(model: Callable[[Tensor], Tensor], rows: int = 4) -> Tensor:
+    return model(torch.ones(rows, 12)).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# What trains: each is given a pipeline, and the checker.
+
+
+def with_the_module(text: str, found: Checker) -> None:
+    model = module(text)
+    optimizer = sgd(model)
+    for i in range(4):
+        optimizer.zero_grad()
+        with found.training(i):
+            loss(model).backward()
+            optimizer.step()
+
+
+def accumulating(text: str, found: Checker) -> None:
+    model = module(text)
+    optimizer = sgd(model)
+    for i in range(3):
+        with found.training(i):
+            with model.no_sync():
+                loss(model).backward()
+            loss(model).backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def with_a_model_beside(text: str, found: Checker) -> None:
+    models = [module(text), module(text)]
+    for i in range(3):
+        for model in models:
+            model.zero_grad()
+        with found.training(i):
+            (loss(models[0]) + loss(models[1])).backward()
+            for model in models:
+                sgd(model).step()
+
+
+def with_the_optimizer_on_another_stream(text: str, found: Checker) -> None:
+    model, mine = module(text), found.new_stream("optimizer")
+    optimizer = sgd(model)
+    for i in range(3):
+        with found.training(i):
+            loss(model).backward()
+            mine.learn(found.main.known)
+            with found.on(mine):
+                optimizer.step()
+            found.main.learn(mine.known)
+        optimizer.zero_grad()
+
+
+def engine_of(text: str) -> tuple[Engine, dict[str, Tensor]]:
+    sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
+    specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
+    state, wire = sync.init(leaves), StreamWire()
+    donation = Donation(gradients="yes")
+    return Engine(sync, specs, state=state, donation=donation, learns_order=False, wire=wire), leaves
+
+
+def with_backward_on_several_streams(text: str, found: Checker) -> None:
+    """As autograd does: a gradient is made on the stream on which its part of forward ran."""
+    engine, leaves = engine_of(text)
+    streams = [found.new_stream(f"backward {i}") for i in range(2)]
+    means: dict[str, Tensor] = {}
+    for i in range(3):
+        read = [mean * 2 for mean in means.values()]  # on the main stream
+        step = engine.begin()
+        with found.training(i):
+            for at, (name, leaf) in enumerate(reversed(leaves.items())):
+                with found.on(streams[at % 2]):
+                    step.feed(name, torch.ones_like(leaf))
+            means = step.finish().mean
+        del read
+
+
+def reading_old_means_late(text: str, found: Checker) -> None:
+    """Means of earlier steps are read, and freed, while the next step goes on."""
+    engine, leaves = engine_of(text)
+    kept: list[dict[str, Tensor]] = []
+    for _ in range(5):
+        step = engine.begin()
+        step.feed_all({name: torch.ones_like(leaf) for name, leaf in reversed(leaves.items())})
+        if len(kept) == 3:
+            assert [mean * 2 for mean in kept.pop(0).values()] is not None
+        kept.append(dict(step.finish().mean))
+
+
+def eagerly(text: str, found: Checker) -> None:
+    sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
+    state = sync.init(leaves)
+    for _ in range(3):
+        mean, state = over(StreamWire(), sync)({name: torch.ones_like(leaf) for name, leaf in leaves.items()}, state)
+        assert [each * 2 for each in mean.values() if each is not None] is not None
+
+
+def failing(text: str, found: Checker) -> None:
+    """A step fails when all or some gradients are there, and later ones go on; if need be with a new engine."""
+    for arrived in (1, 3, 6):
+        engine, leaves = engine_of(text)
+        for fails in (False, True, False, False):
+            if engine.broken is not None:
+                engine, leaves = engine_of(text)
+            step = engine.begin()
+            for name in list(reversed(leaves))[: arrived if fails else None]:
+                step.feed(name, torch.ones_like(leaves[name]))
+            if fails:
+                step.fail(ZeroDivisionError("here"))
+                step.give_up()
+            else:
+                means = step.finish().mean
+                assert {name: mean * 2 for name, mean in means.items()} is not None
+            del step
+
+
+def weighted(text: str, found: Checker) -> None:
+    model = module(text)
+    optimizer = sgd(model)
+    for weight in (2, 3, 1):
+        optimizer.zero_grad()
+        with model.weight(weight):
+            loss(model).backward()
+        optimizer.step()
+
+
+def with_a_leaf_that_is_missing(text: str, found: Checker) -> None:
+    model = module(text, find_unused_parameters=True)
+    optimizer = sgd(model)
+    for i in range(3):
+        optimizer.zero_grad()
+        model.module[1].forward = (lambda x: x) if i % 2 else nn.Sequential.forward.__get__(model.module[1])
+        loss(model).backward()
+        optimizer.step()
+
+
+def with_the_state_replaced(text: str, found: Checker) -> None:
+    model = module(text)
+    optimizer = sgd(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+        model.sync_state = tree.map_tensors(Tensor.clone, model.sync_state)
+        assert [p.grad.square() for p in model.parameters() if p.grad is not None] is not None
+        model.zero_grad()
+
+
+def functional(text: str, found: Checker) -> None:
+    model, sync = net(), fnddp.parse(text)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    state = sync.init(params)
+    step = fnddp.value_and_grad(
+        lambda params, x: torch.func.functional_call(model, params, (x,)).square().mean(), sync, wire=StreamWire()
+    )
+    x = torch.ones(4, 12)
+    for i in range(3):
+        with found.training(i):
+            _, grads, state = step(params, state, x)
+            params = {name: p if (mean := grads.get(name)) is None else p - 0.1 * mean for name, p in params.items()}
+
+
+def compiled(text: str, found: Checker) -> None:
+    """`jit`, which takes gradients that are all there."""
+    sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
+    step, state = fnddp.jit(sync, wire=StreamWire()), sync.init(leaves)
+    for i in range(3):
+        with found.training(i):
+            mean, state = step({name: torch.ones_like(leaf) for name, leaf in leaves.items()}, state)
+            assert [each * 2 for each in mean.values() if each is not None] is not None
+
+
+def registered(text: str, found: Checker) -> None:
+    """On torch's DistributedDataParallel, of one rank, whose own copies are noted as well."""
+    model = TorchDDP(net(), bucket_cap_mb=0.0005)
+    handle = fnddp.register(model, fnddp.parse(text), wire=StreamWire())
+    optimizer = sgd(model)
+    for i in range(4):
+        optimizer.zero_grad()
+        with found.training(i):
+            loss(model).backward()
+            optimizer.step()
+    del model, handle
+
+
+SCENARIOS = [
+    *(with_the_module, accumulating, with_a_model_beside, with_the_optimizer_on_another_stream, failing, weighted),
+    *(with_backward_on_several_streams, with_a_leaf_that_is_missing, with_the_state_replaced),
+    *(functional, compiled, registered, reading_old_means_late, eagerly),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("train", SCENARIOS)
+def test_nothing_races(train, text):
+    with checking() as found:
+        train(text, found)
+    require_none(found)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("train", [with_the_module, functional])
+def test_no_registered_transform_races(train, name):
+    if name == "hierarchical":  # a node alone: see GROUPS
+        return
+    with checking() as found:
+        train(EXAMPLES[name], found)
+    require_none(found)
+
+
+@pytest.mark.parametrize("text", [*PERIODIC, *GROUPS])
+@pytest.mark.parametrize("train", SCENARIOS)
+def test_neither_phases_nor_levels_race(train, text):
+    if train is weighted and text in GROUPS:
+        return  # means over levels have no weights
+    named = {"inside": dist.new_group([0, 1]).group_name, "across": dist.new_group([0, 2]).group_name}
+    with checking() as found:
+        train(text.format(**named) if text in GROUPS else text, found)
+    require_none(found)
+
+
+@pytest.mark.thorough
+@given(nestings())
+@settings(max_examples=200)
+def test_no_nesting_races(sync):
+    with checking() as found:
+        with_the_module(repr(sync), found)
+    require_none(found)
+
+
+def waits() -> Iterator[str]:
+    """Every line at which a stream waits within a step, or memory is kept for one."""
+    for file in sorted(
+        file for folder in ("core", "run", "adapters", "outer") for file in (LIBRARY / folder).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case (
+                    ast.Call(func=ast.Attribute(attr="wait" | "keep"), args=[_, _]) | ast.Call(func=ast.Name("waited"))
+                ):
+                    yield f"{file.relative_to(LIBRARY).as_posix()}:{node.lineno}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("site", list(waits()))
+def test_every_wait_and_keep_is_needed(site):
+    for train in SCENARIOS:
+        for text in (POWERSGD, "allreduce", QUANTIZED, PERIODIC[0]):
+            with checking(without=site) as found:
+                train(text, found)
+            if found.hazards:
+                return
+    raise AssertionError(f"nothing races without {site}: leave it out, or add what needs it")
