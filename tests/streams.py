@@ -291,9 +291,8 @@ def _is_of_known_size(name: str, args: Any, kwargs: Any) -> bool:
 
 def _see_calls(frame: Any, event: str, called: Any) -> None:
     """Note what has the host wait and reaches no operation of the device, as profilers see it: within hooks, too."""
-    if event == "c_call" and called.__name__ in ("tolist", "numpy", "cpu"):
-        if isinstance(called.__self__, Tensor) and _is_real(called.__self__):
-            checker().host_waits(called.__name__)
+    if event == "c_call" and called.__name__ in ("tolist", "numpy", "cpu") and _is_real(called.__self__):
+        checker().host_waits(called.__name__)
 
 
 class _Operations(TorchDispatchMode):

@@ -1,7 +1,7 @@
 """The order of streams on an accelerator, proven on the CPU: see tests/streams.py."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +61,13 @@ def loss(model: Callable[[Tensor], Tensor], rows: int = 4) -> Tensor:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def read(tensors: Iterable[Tensor | None]) -> None:
+    """Read them on the current stream."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.square()
 
 
 # What trains: each is given a pipeline, and the checker.
@@ -126,14 +133,13 @@ def with_backward_on_several_streams(text: str, found: Checker) -> None:
     streams = [found.new_stream(f"backward {i}") for i in range(2)]
     means: dict[str, Tensor] = {}
     for i in range(3):
-        read = [mean * 2 for mean in means.values()]  # on the main stream
+        read(means.values())
         step = engine.begin()
         with found.training(i):
             for at, (name, leaf) in enumerate(reversed(leaves.items())):
                 with found.on(streams[at % 2]):
                     step.feed(name, torch.ones_like(leaf))
             means = step.finish().mean
-        del read
 
 
 def reading_old_means_late(text: str, found: Checker) -> None:
@@ -144,7 +150,7 @@ def reading_old_means_late(text: str, found: Checker) -> None:
         step = engine.begin()
         step.feed_all({name: torch.ones_like(leaf) for name, leaf in reversed(leaves.items())})
         if len(kept) == 3:
-            assert [mean * 2 for mean in kept.pop(0).values()] is not None
+            read(kept.pop(0).values())
         kept.append(dict(step.finish().mean))
 
 
@@ -153,7 +159,7 @@ def eagerly(text: str, found: Checker) -> None:
     state = sync.init(leaves)
     for _ in range(3):
         mean, state = over(StreamWire(), sync)({name: torch.ones_like(leaf) for name, leaf in leaves.items()}, state)
-        assert [each * 2 for each in mean.values() if each is not None] is not None
+        read(mean.values())
 
 
 def failing(text: str, found: Checker) -> None:
@@ -171,7 +177,7 @@ def failing(text: str, found: Checker) -> None:
                 step.give_up()
             else:
                 means = step.finish().mean
-                assert {name: mean * 2 for name, mean in means.items()} is not None
+                read(means.values())
             del step
 
 
@@ -203,7 +209,7 @@ def with_the_state_replaced(text: str, found: Checker) -> None:
         loss(model).backward()
         optimizer.step()
         model.sync_state = tree.map_tensors(Tensor.clone, model.sync_state)
-        assert [p.grad.square() for p in model.parameters() if p.grad is not None] is not None
+        read(p.grad for p in model.parameters())
         model.zero_grad()
 
 
@@ -228,7 +234,7 @@ def compiled(text: str, found: Checker) -> None:
     for i in range(3):
         with found.training(i):
             mean, state = step({name: torch.ones_like(leaf) for name, leaf in leaves.items()}, state)
-            assert [each * 2 for each in mean.values() if each is not None] is not None
+            read(mean.values())
 
 
 def registered(text: str, found: Checker) -> None:

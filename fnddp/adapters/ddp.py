@@ -16,10 +16,10 @@ from fnddp.adapters.hooks import WeakHook
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.sync import Sync, require_sync
+from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
-from fnddp.device import device_of
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire

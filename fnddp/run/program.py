@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync, parts_of, require_means
-from fnddp.device import Device, device_of
+from fnddp.device import device_of
 from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
 from fnddp.ir.schedule import Phase
 from fnddp.plan.plan import Plan

@@ -30,10 +30,10 @@ from fnddp.core.agreement import agree, agree_on_state, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.sync import State, Sync, require_sync
+from fnddp.device import device_of
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.stats import SyncStats, stats
-from fnddp.device import device_of
 from fnddp.torch_private import is_transforming
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D

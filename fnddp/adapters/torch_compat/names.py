@@ -21,8 +21,8 @@ from fnddp.adapters.torch_compat.join import UnevenInputs
 from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
 from fnddp.adapters.torch_compat.parameters import sparse_parameters
 from fnddp.core.sync import Sync
-from fnddp.reducers.all_reduce import allreduce
 from fnddp.device import device_of
+from fnddp.reducers.all_reduce import allreduce
 from fnddp.transforms.cast import fp16
 from fnddp.wire import control, groups
 
