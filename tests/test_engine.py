@@ -15,7 +15,7 @@ from fnddp.ir.program import LeafSpec
 from fnddp.plan.lower import lower
 from fnddp.run import engine as engines
 from fnddp.run import step as steps
-from fnddp.run.memory import Memory
+from fnddp.run.program import Memory
 from fnddp.wire.protocol import CollectiveError
 from tests.wires import AloneWire, LostWork, ReadyWork
 

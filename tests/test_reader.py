@@ -118,7 +118,7 @@ def test_a_step_that_cannot_begin_refuses_the_next(monkeypatch):
         def out_of_memory(*_: Any) -> Tensor:
             raise MemoryError
 
-        engine._current.program.pools = [SimpleNamespace(take=out_of_memory)]  # pyright: ignore
+        engine._current.pools = [SimpleNamespace(take=out_of_memory)]  # pyright: ignore
         with pytest.raises(MemoryError):
             engine.begin()
         with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):

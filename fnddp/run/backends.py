@@ -1,5 +1,6 @@
 """Segments of a plan as Python or, on request, Inductor runs them."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -11,12 +12,19 @@ import torch
 
 from fnddp.ir.program import Segment
 from fnddp.ir.schedule import Schedule
-from fnddp.run.log import warn
+from fnddp.wire.groups import rank
 
 Run: TypeAlias = Callable[..., Sequence[Any]]
 """A function that returns the outputs of a segment for its inputs."""
 
 _count = count()
+_log = logging.getLogger("fnddp")
+
+
+def warn(message: str, *arguments: object) -> None:
+    """Log a warning on the first rank."""
+    if rank(None) == 0:
+        _log.warning(message, *arguments)
 
 
 def segments_of(plan: Schedule) -> tuple[Segment, ...]:
