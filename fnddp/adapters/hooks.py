@@ -54,10 +54,6 @@ def accumulates(nodes: Iterable[Any]) -> bool:
     return has_leaves
 
 
-def _no_step() -> None:
-    return None
-
-
 class FastPath:
     """The step that gradients go to in the hook itself.
 
@@ -82,7 +78,8 @@ class FastPath:
 
     def close(self) -> None:
         """Let each gradient take the long way."""
-        self.step, self.task, self.excluded = _no_step, -2, set[int]()  # outside of a backward the task is -1
+        # Outside of a backward the task is -1.
+        self.step, self.task, self.excluded = (lambda: None), -2, set[int]()
 
     def hook(
         self, position: int, take: Callable[[Tensor], Any], advance: Callable[[], Callable[[], None] | None]
