@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,9 @@ class Handle(PipelineHandle):
         named = model.module.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-        leaves = {name: LeafSpec.of(p) for name, p in self._parameters.items()}
         engine = Engine(
             sync,
-            leaves,
+            {name: LeafSpec.of(p) for name, p in self._parameters.items()},
             state=sync.init(self._parameters),
             donation=Donation(gradients="at_end", state=True),
             learns_order=False,
@@ -178,10 +178,8 @@ class _Bucket:
             self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         else:
             self.views = bucket.gradients()
-        on_cuda = self.buffer.is_cuda
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[self.buffer.device] if on_cuda else None
-        )
+        devices: Any = [self.buffer.device] if self.buffer.is_cuda else None
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.parameters, self.views, strict=True))
@@ -218,9 +216,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
     Args:
         model: The wrapped module.
         sync: The pipeline. Reducers that name no group use the model's.
-        wire: Who moves gradients between ranks; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
-            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
+        wire, backend: See `value_and_grad`.
 
     Returns:
         A handle whose `state` can be saved (`fnddp.state_dict(handle.state)`) and set.
@@ -256,10 +252,9 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
         require_sync("register: sync", sync)
-        handle = Handle(model, sync.over(group, unnamed_only=True), wire, backend)
-        handles.append(handle)
-        described = description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]
-        return {"the backend": str(backend), **described}
+        handles.append(Handle(model, sync.over(group, unnamed_only=True), wire, backend))
+        parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
+        return {"the backend": str(backend), **description(sync, parameters, handles[0].state)}
 
     agree(set_up, group)
     (handle,) = handles

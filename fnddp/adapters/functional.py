@@ -222,7 +222,7 @@ class jit:
 
     Args:
         sync: The pipeline. One that cannot be lowered runs as it is.
-        wire, backend: As of `value_and_grad`.
+        wire, backend: See `value_and_grad`.
 
     >>> from fnddp import allreduce, fp16
     >>> step = jit(fp16(allreduce))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,14 +68,14 @@ class Schedule:
     state: tuple[Any, ...]
     phase: Phase
     following: Callable[[Sequence[int]], tuple[int, ...]]
-    overwrites: frozenset[str]
-    overwrites_state: tuple[int, ...]
-    results: frozenset[str]
-    memories: dict[str, Name]
-    constants: dict[Held, torch.Tensor]
-    scratch: dict[Scratch, LeafSpec]
-    peak_bytes: int
-    backend: str | None
+    overwrites: frozenset[str] = frozenset()
+    overwrites_state: tuple[int, ...] = ()
+    results: frozenset[str] = frozenset()
+    memories: dict[str, Name] = field(default_factory=dict[str, Name])
+    constants: dict[Held, torch.Tensor] = field(default_factory=dict[Held, torch.Tensor])
+    scratch: dict[Scratch, LeafSpec] = field(default_factory=dict[Scratch, LeafSpec])
+    peak_bytes: int = 0
+    backend: str | None = None
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

@@ -32,22 +32,18 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
     if plan.backend is None:
         return plan.segments
     compiled = sum(bool(segment.operations) for segment in plan.segments)
-    seconds: list[float] = []  # of each that has been compiled
+    seconds: dict[Run, float] = {}  # that the first call of each has taken
 
     def timed(run: Run) -> Run:
         by_inductor = torch.compile(_own(run), fullgraph=True)
-        is_first = True
 
         def run_it(*inputs: Any) -> Sequence[Any]:
-            nonlocal is_first
-            if not is_first:
-                return by_inductor(*inputs)
             begun = perf_counter()
-            outputs = by_inductor(*inputs)  # compiles it
-            is_first = False
-            seconds.append(perf_counter() - begun)
-            if len(seconds) == compiled:
-                warn("compiled %d segments of %r in %.1f s", compiled, plan.sync, sum(seconds))
+            outputs = by_inductor(*inputs)  # compiles it, the first time
+            if run not in seconds:
+                seconds[run] = perf_counter() - begun
+                if len(seconds) == compiled:
+                    warn("compiled %d segments of %r in %.1f s", compiled, plan.sync, sum(seconds.values()))
             return outputs
 
         return run_it

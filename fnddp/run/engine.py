@@ -122,16 +122,11 @@ class Engine:
     def state(self) -> State:
         """The pipeline's state after the last step. It can be kept: later steps do not write over it.
 
-        Set it, on all ranks, to go on from another one.
-
-        Raises:
-            RuntimeError: A step is open.
-            ValueError: It is of another pipeline or other leaves.
+        Set it, on all ranks, between steps, to go on from another one of the same pipeline and leaves.
         """
         state = self._own_state()
-        if self.step is not None:  # a step has begun to write over what it was alone to hold
-            return tree.map_tensors(Tensor.clone, state)
-        return shared(state)
+        # A step that is open has begun to write over what it was alone to hold.
+        return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
 
     @state.setter
     def state(self, state: State) -> None:
@@ -168,9 +163,8 @@ class Engine:
 
         Args:
             state: Where it begins; None for where the last one ended.
-            weight: How much this rank's gradients count, a number of samples or tokens: 0 is allowed, not on all ranks.
-                None for a step in which all ranks count alike. All ranks give one or none does; anything else, and what
-                is no weight, is a ValueError on all ranks, of `advance` or `agree`.
+            weight: How much this rank's gradients count: 0 is allowed, not on all ranks. All ranks give one or none
+                does; anything else, and what is no weight, is a ValueError on all ranks, of `advance` or `agree`.
             scale: What gradients are multiplied by on their way in a step without weights.
 
         Raises:
@@ -255,8 +249,7 @@ class Engine:
     def refuse_after_failure(self) -> None:
         """Raise a RuntimeError if this rank may be desynchronized.
 
-        The others may still wait in the collectives of the step that failed here. Going on would pair those with the
-        next step's, and train on wrong numbers silently.
+        The others may still wait in collectives of the step that failed here, which would meet those of the next one.
         """
         if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
             self.broken = None
@@ -270,9 +263,6 @@ class Engine:
         """Connect the groups that steps use, if that is still to be done. All ranks call it where they set up.
 
         In the first step it could be too late: models that share a backward begin theirs in another order elsewhere.
-
-        Raises:
-            CollectiveError: See `with_dedicated_groups`.
         """
         if self.device.type != "cuda" and not self._is_connected:
             with_dedicated_groups(self.wire, self.groups)

@@ -29,16 +29,10 @@ T = TypeVar("T")
 
 
 class Buffer:
-    """The memory of a collective.
+    """The memory of a collective: what it sends, and what it fills, which is the same for a collective in place.
 
-    Args:
-        collective: Whose it is.
-        views_apart: Give each slice the look of memory of its own. So Inductor wants it, which
-            otherwise computes each element of a buffer from all that is written there.
-
-    Attributes:
-        send: What it sends, as long as the collective is wide; with a row for each rank if its kind sends rows.
-        receive: What it fills; for a collective in place the same.
+    With `views_apart` each slice looks like memory of its own. So Inductor wants it, which otherwise computes each
+    element of a buffer from all that is written there.
     """
 
     def __init__(self, collective: Collective, *, views_apart: bool) -> None:
@@ -143,46 +137,31 @@ class Code(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a step does with the gradient of a leaf.
-
-    Attributes:
-        path: Of the leaf.
-        leaf: What the gradient must be like.
-        register: Where the gradient is put; None for a leaf that was dropped.
-        like: Shape, dtype, device and strides of a gradient that is put there as it is; None if each is looked at.
-        is_cloned: Whether a gradient that somebody else holds is copied first, since it is written over.
-        is_own: Whether the pipeline does not reduce it over ranks.
-    """
+    """What a step does with the gradient of a leaf."""
 
     path: str
     leaf: LeafSpec
-    register: int | None
-    like: tuple[Any, ...] | None
-    is_cloned: bool
-    is_own: bool
+    register: int | None  # where the gradient is put; None for a leaf that was dropped
+    like: tuple[Any, ...] | None  # shape, dtype, device and strides of one that is put there as it is, if any is
+    is_cloned: bool  # if somebody else holds it, since it is written over
+    is_own: bool  # not reduced over ranks
 
 
 class Program:
     """The code that steps of one phase run.
 
     Args:
-        plan: The plan.
-        wire: What moves its collectives.
-        memory: The source of buffers.
         groups: Process groups whose ranks end a step together; None where that is not known.
         clones_shared: Whether gradients that share memory with something are copied before they are written over.
         is_static: False for a plan of `without_schedule`.
 
     Attributes:
         plan: As given; None if it is of `without_schedule`.
-        inputs: By the position of the leaf, and `positions` by its path.
         segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
             entry at the end, which is never complete.
         needed: For each segment the number of leaves that it needs.
         is_polled: Whether segments wait for collectives, too.
-        overwrites: Leaves whose gradients are written over.
         stream: The side stream of a CUDA device; None on the CPU.
-        observer: What is notified of all that steps do.
     """
 
     def __init__(
@@ -307,12 +286,7 @@ def without_schedule(
 ) -> Plan:
     """Return a plan of one segment, which commits: for a pipeline that has no static schedule.
 
-    Args:
-        sync: The pipeline.
-        leaves: What gradients are like.
-        state: What states are like.
-        groups: The process groups that means are taken over.
-        world: What the pipeline meets.
+    `leaves` and `state` are like those of steps; `groups` are those that means are taken over.
     """
     given, structure = tree.flatten_any(state)
     n, end = len(leaves), len(leaves) + len(given)  # not the state itself: what runs would keep it
@@ -320,9 +294,8 @@ def without_schedule(
     def run(*inputs: Any) -> tuple[Any, ...]:
         grads, parts, ranks = inputs[:n], inputs[n:end], inputs[end:]
         with within(World(world.wire, ranks=dict(zip(groups, ranks, strict=True)))):
-            mean, _, after = sync.exchange(
-                dict(zip(leaves, grads, strict=True)), tree.unflatten_any(structure, list(parts))
-            )
+            grads = dict(zip(leaves, grads, strict=True))
+            mean, _, after = sync.exchange(grads, tree.unflatten_any(structure, list(parts)))
         if isinstance(world.wire, Elastic) and world.wire.lost is not None:
             raise CollectiveError(f"a rank was lost: {world.wire.lost}")
         require_means(sync, leaves, mean)
@@ -351,12 +324,4 @@ def without_schedule(
         state=state_after,
         phase=Phase((), tuple(groups), lambda _: True),
         following=lambda _: (),
-        overwrites=frozenset(),
-        overwrites_state=(),
-        results=frozenset(),
-        memories={},
-        constants={},
-        scratch={},
-        peak_bytes=0,
-        backend=None,
     )

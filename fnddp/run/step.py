@@ -55,24 +55,21 @@ class Step:
 
     A rank cannot know whether the others give a weight. So the first step with weights begins as one without: a rank
     that has a weight sends zeros, and reports it in the vote. If all do, the step runs again. From then on each step
-    begins with an exchange of weights, in which a rank without one reports that. So the collectives of ranks match
-    whichever rank gives a weight, and ranks that never do send nothing for it.
+    begins with an exchange of weights. So collectives match whichever rank gives one, and ranks that never do send
+    nothing for it.
 
     Args:
-        program: What the step runs.
         parts: The parts of the pipeline's state.
         ended: Is called with the step when it has ended.
         vote: The agreement of ranks; None where it is not known which ranks the pipeline reaches.
-        weight: How much this rank's gradients count.
-        scale: What gradients are multiplied by in a step without weights.
-        exchanges_weights: Whether it begins with an exchange of weights.
+        weight: How much this rank's gradients count; `scale` is what they are multiplied by without weights.
         learns_order: Whether the order in which gradients arrive is to be that of later steps.
         ahead: Open steps on the same process groups.
 
     Attributes:
         is_open: True until it has ended.
         is_done, has_failed: How it has ended; neither where it was given up, on all ranks.
-        parts: Once it is done, those of the next state.
+        parts: Of the next state, once it is done.
         exchanges_weights: Whether the next step begins with an exchange of weights.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
@@ -317,14 +314,14 @@ class Step:
         if self._vote is None or isinstance(error, CollectiveError) or self._has_voted:
             return
         try:
-            if self._are_weights_valid():
-                self._send_zeros()
-                self._vote.cast(frozenset(), failed=True)
-                self._wait_all()
-                self.broken = None if self._vote.explain(error) else error
-            else:
-                self.broken = None
+            self._known_scale()
+            self._send_zeros()
+            self._vote.cast(frozenset(), failed=True)
+            self._wait_all()
+            self.broken = None if self._vote.explain(error) else error
             self._wait_for_side_stream()
+        except ValueError:  # all ranks end the step, since weights are invalid
+            self.broken = None
         except RuntimeError as broken:
             self.broken = broken
 
@@ -389,39 +386,13 @@ class Step:
             self._vote.weigh(self._weight or NO_WEIGHT)
 
     def _known_scale(self) -> float:
-        """Return what gradients are scaled by, once all weights are known.
-
-        Raises:
-            ValueError: The weights are invalid, and all ranks raise before any has sent a gradient.
-        """
-        if self._asks:
-            return 0.0
-        if self._scale is None:
-            self._weigh()
-            assert self._vote is not None
-            try:
-                scale = self._vote.scale()
-            except CollectiveError as error:
-                self.fail(error)
-                raise
-            except ValueError as error:
-                self.give_up(failed=True)
-                if isinstance(self._program.wire, Elastic):
-                    self._program.wire.report(error)
-                raise
-            self._scale = self._plain_scale if scale is None else scale
-        return self._scale
-
-    def _are_weights_valid(self) -> bool:
-        """Return whether other ranks go on with a step that fails on this one: not if its weights are invalid."""
+        """Return what gradients are scaled by, once all weights are known; raise a ValueError if they are invalid."""
         if self._scale is None and not self._asks:
             self._weigh()
             assert self._vote is not None
-            try:
-                self._vote.scale()
-            except ValueError:
-                return False
-        return True
+            scale = self._vote.scale()
+            self._scale = self._plain_scale if scale is None else scale
+        return self._scale or 0.0
 
     def _ask(self) -> None:
         """End a step that began without an exchange of weights, and begin it again with one.
@@ -446,7 +417,16 @@ class Step:
         """Look at the gradients that have been put."""
         if not self._noted:
             return
-        scale = self._known_scale()
+        try:
+            scale = self._known_scale()
+        except CollectiveError as error:
+            self.fail(error)
+            raise
+        except ValueError as error:  # on all ranks, before any has sent a gradient
+            self.give_up(failed=True)
+            if isinstance(self._program.wire, Elastic):
+                self._program.wire.report(error)
+            raise
         noted, self._noted = self._noted, []
         program, values, inputs = self._program, self._values, self._program.inputs
         if self._asks:

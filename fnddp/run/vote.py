@@ -35,14 +35,7 @@ class Vote:
     It is `cast` behind the last collective, and then there is an `outcome`; or this rank, which has reported that it
     failed, will `explain`. In a step with weights, `weigh` and `scale` come before the first collective.
 
-    Args:
-        leaves: Their paths.
-        wire: Who carries it.
-        groups: The process groups that must agree, asked one after the other. Weights are those of the first one.
-        device: Where their payloads live.
-
-    Attributes:
-        groups: Those that have other ranks.
+    Groups are asked one after the other, and `groups` are those that have other ranks. Weights are of the first one.
     """
 
     def __init__(self, leaves: Iterable[str], wire: Wire, groups: Sequence[str | None], device: torch.device) -> None:
@@ -62,10 +55,9 @@ class Vote:
             self._start(torch.tensor([weight.number], dtype=torch.float64, device=self._device), self._weighed)
 
     def scale(self) -> float | None:
-        """Wait for all weights and return what gradients are scaled by; None if no rank gave a weight.
+        """Wait for all weights and return what gradients are scaled by; None if no rank gave one, or one has failed.
 
-        If a rank has failed it is None, too, and the vote reports it. (On CUDA, where ranks do not wait for that,
-        it is a CollectiveError.)
+        The vote reports a failure. (On CUDA, where ranks do not wait for that, it is a CollectiveError here.)
 
         Raises:
             CollectiveError: A rank has died or left; the ranks are desynchronized.
@@ -93,13 +85,7 @@ class Vote:
         return scale_of(self._weight.number, numbers)
 
     def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
-        """Notify the other ranks, without waiting for them.
-
-        Args:
-            absent: Leaves that have not arrived here.
-            failed: Whether this rank has failed.
-            weight: Given by this rank in a step that began without an exchange of weights.
-        """
+        """Notify the other ranks, without waiting for them; with `weight` in a step that began without an exchange."""
         self._absent, self._weight, self._work = absent, weight, None
         if self.groups:
             has_weight, has_none = weight is not None, weight is None and not failed
