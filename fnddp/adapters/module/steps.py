@@ -22,9 +22,8 @@ from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
 from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
-from fnddp.core.sync import State, Sync
+from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
-from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.run.program import UnexpectedGradient
 from fnddp.run.step import Step, Synchronized, in_profile
@@ -45,10 +44,10 @@ class _Backward:
         added_to: Parameters with a gradient that the step adds to.
         accumulates: Whether it accumulates gradients in all leaves that it reaches.
         sparse: Parameters whose gradients are sparse, and in how many dimensions.
-        deferred: Parameters whose gradients wait for the end of the step.
-        placeholders: What means are written to, where autograd goes on with it.
         ending: Returns None once it is known that the end of the backward will not come.
         together: Engines with a step in it.
+        deferred: Parameters whose gradients wait for the end of the step.
+        placeholders: What means are written to, where autograd goes on with it.
     """
 
     task: int
@@ -56,22 +55,19 @@ class _Backward:
     added_to: set[str]
     accumulates: bool
     sparse: dict[str, int]
+    ending: Callable[[], object]
+    together: list[Engine]
     deferred: set[str] = field(default_factory=set[str])
     placeholders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    ending: Callable[[], object] = lambda: True
-    together: list[Engine] = field(default_factory=list[Engine])
 
 
 class Steps:
-    """Puts the gradients of a module into the steps of an engine of its own.
+    """Puts the gradients of a module into the steps of an engine of its own: that of `use`.
 
     Args:
         promises: What is checked in each step.
-        group: Name of the process group.
-        **options: Of `Engine`.
 
     Attributes:
-        engine: It runs the pipeline of `use`.
         log: What is measured goes there.
         is_armed: Whether the next backward is one that synchronizes.
         scale: What gradients are multiplied by on their way.
@@ -84,12 +80,10 @@ class Steps:
     engine: Engine
     log: Log
 
-    def __init__(self, promises: Promises, group: str | None, **options: Any) -> None:
+    def __init__(self, promises: Promises) -> None:
         self.promises = promises
-        self._group, self._options = group, options
-        self.is_armed, self.scale = False, 1.0
+        self.is_armed, self.may_step, self.scale = False, False, 1.0
         self.weight: Weight | None = None
-        self.may_step = False
         self._forward_weight: Weight | None = None  # of the block in which the last forward ran
         self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
@@ -98,29 +92,18 @@ class Steps:
         self._hooks: list[Any] = []
         self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
 
-    def use(self, trained: Trained, pipeline: Sync, initial: State, log: Log, sparse: Collection[nn.Parameter]) -> None:
-        """Run `pipeline` from now on, from the state `initial` on, for the gradients of these parameters.
+    def use(self, engine: Engine, trained: Trained, sparse: Collection[nn.Parameter], world: Membership) -> None:
+        """Run the steps of `engine` from now on, for the gradients of these parameters.
 
         Args:
             sparse: Those whose gradients are sparse in one dimension, on all ranks, used or not.
+            world: The process group that steps are for.
         """
         watched = list(self._early)
         self.detach()
-        self.parameters, self.log = trained.parameters, log
-        donation = Donation(gradients="yes", state=True)
-        groups = [self._group]
-        self.engine = Engine(
-            pipeline,
-            trained.leaves(),
-            state=initial,
-            donation=donation,
-            learns_order=True,
-            groups=groups,
-            **self._options,
-        )
+        self.engine, self.parameters, self._world = engine, trained.parameters, world
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
-        self._world = Membership(self._group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._backward: _Backward | None = None  # of the open step, or of the last one
         # Gradients, and `unsynchronized`, from before the last backward, where its step may turn out to be none.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
@@ -131,7 +114,7 @@ class Steps:
             self.parameters[name].register_post_accumulate_grad_hook(
                 self._fast.hook(position, WeakHook(self, Steps._accumulated, name), advance)
             )
-            for name, position in self.engine.positions.items()
+            for name, position in engine.positions.items()
         ]
         self._watch(watched)
 
@@ -194,34 +177,34 @@ class Steps:
 
     def _reaches_output(self, forward_weight: Weight | None, behind: Sequence[Any], _: Tensor) -> None:
         """Begin a step where a backward reaches what a forward has returned, and the nodes `behind` have made."""
-        self._start(forward_weight)
-        if self.unsynchronized and self._backward is not None and not self._backward.accumulates:
-            self._backward.accumulates = accumulates(behind)
+        backward = self._start(forward_weight)
+        if self.unsynchronized and not backward.accumulates:
+            backward.accumulates = accumulates(behind)
         self._require_one_weight(forward_weight)
 
-    def _start(self, forward_weight: Weight | None, accumulated: str = "") -> None:
-        """Begin a step, unless one is open.
+    def _start(self, forward_weight: Weight | None, accumulated: str = "") -> _Backward:
+        """Return the backward of the open step, which begins now if there is none.
 
         Args:
             forward_weight: The weight of the block in which the forward ran.
             accumulated: A parameter in which this backward has accumulated a gradient already: it is not known whether
                 there was one before.
         """
-        self._fail_if_stale()
-        if self.engine.is_open:
-            return
+        backward = self._open()
+        if backward is not None:
+            return backward
         _refuse_compiled_autograd()
         # What is there already is added to, and is the user's: it is not written over.
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if isinstance(self.engine.wire, Elastic):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
         asked = asked_for(self.parameters)
-        task = current_backward()
-        self._backward = backward = _Backward(
-            task, asked or set(), set(grads), asked is None, self._always_sparse.copy()
-        )
         self._returns = bool(asked)
         step = self._begin(forward_weight)
+        task, ending = current_backward(), end_with_backward(self.engine, self._finish)
+        self._backward = backward = _Backward(
+            task, asked or set(), set(grads), asked is None, self._always_sparse.copy(), *ending
+        )
         kept = grads.keys() - self.unsynchronized - {accumulated}
         again = (
             [name for name in grads if name in kept and grads[name].any()] if kept and "sum" in self.sync.ops else []
@@ -240,7 +223,17 @@ class Steps:
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})
         self.log.backward_starts()
-        backward.ending, backward.together = end_with_backward(self.engine, self._finish)
+        return backward
+
+    def _open(self) -> _Backward | None:
+        """Return the backward of the open step, which has failed if that backward has raised."""
+        backward = self._backward
+        if backward is None or not self.engine.is_open:
+            return None
+        if backward.ending() is None:  # autograd forgets its callbacks when a backward raises
+            self._fail_unfinished()
+            return None
+        return backward
 
     def _begin(self, forward_weight: Weight | None) -> Step:
         self.require_same_world()
@@ -259,33 +252,31 @@ class Steps:
 
     def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Autograd has a gradient of a parameter, which it will accumulate or return."""
+        backward = self._backward if self.engine.is_open else None
         if self.is_armed:  # otherwise of a step that began with what the module returned, or of a forward in no_sync
-            is_first = not self.engine.is_open
-            if is_first and self._waits_for_outer_backward():
+            if backward is None and self._waits_for_outer_backward():
                 return None
-            is_late = is_first and torch_private.is_followed(self.parameters[name], self._early[name])
-            self._begins_at_parameters |= is_first
-            self._start(self._forward_weight)
-            if is_late and self._backward is not None and name in self._backward.asked:
+            is_late = backward is None and torch_private.is_followed(self.parameters[name], self._early[name])
+            self._begins_at_parameters |= backward is None
+            backward = self._start(self._forward_weight)
+            if is_late and name in backward.asked:
                 self._stop(
                     f"a hook was registered on parameter {name!r} after the module's forward, and torch.autograd.grad "
                     "would return what it makes of a gradient that is not synchronized yet; register it before"
                 )
-        if not self.engine.is_open or self._backward is None or name not in self._backward.asked or grad is None:
+        if backward is None or name not in backward.asked or grad is None:
             return None  # undefined: as if it were unused
-        return self._feed_with_placeholder(self._backward, name, grad)
+        return self._feed_with_placeholder(backward, name, grad)
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Autograd has accumulated a gradient in `parameter.grad`, or an undefined one."""
         if parameter.grad is None:
             return
-        was_armed = self.is_armed
-        self._fail_if_stale()
-        if was_armed and not self.engine.is_open and not self._waits_for_outer_backward():
-            self._begins_at_parameters = True
-            self._start(self._forward_weight, name)  # of a backward that has not begun with what the module returned
-        backward = self._backward
-        if not self.engine.is_open or backward is None:
+        was_armed, backward = self.is_armed, self._open()
+        if was_armed and backward is None and not self._waits_for_outer_backward():
+            self._begins_at_parameters = True  # and not with what the module returned
+            backward = self._start(self._forward_weight, name)
+        if backward is None:
             self.unsynchronized.add(name)
         elif current_backward() != backward.task or name in backward.deferred:
             # A backward within it, of reentrant checkpointing or another custom function: more may be added.
@@ -319,9 +310,7 @@ class Steps:
             handles.clear()
             steps = me()
             if steps is not None and steps.is_armed:
-                steps._start(steps._forward_weight)
-                if steps._backward is not None:
-                    steps._backward.accumulates = True
+                steps._start(steps._forward_weight).accumulates = True
 
         handles += [node.register_prehook(go_on) for node in nodes]
         return True
@@ -404,11 +393,21 @@ class Steps:
         try:
             self._fast.close()
             missing = step.missing if backward.deferred or self.unsynchronized else frozenset[str]()
-            for name in sorted(self._waiting(backward, missing)):
+            waiting = backward.deferred
+            has_begun = len(missing - waiting) < len(self.parameters)
+            if not backward.asked and (has_begun or backward.accumulates):
+                # What was accumulated within no_sync, of parameters that this backward has not reached.
+                waiting = waiting | (self.unsynchronized & missing)
+            for name in sorted(waiting):
                 if self.parameters[name].grad is None:
                     continue
                 if name in backward.deferred - missing:
-                    raise _used_twice(name)
+                    raise RuntimeError(
+                        f"{OWNER}: parameter {name!r} is used both inside and outside a reentrant checkpoint (or "
+                        "another custom autograd function whose backward runs a backward of its own), and its gradient "
+                        "was synchronized before that ran; checkpoint with use_reentrant=False, or pass the parameter "
+                        "to the function as an input"
+                    )
                 self._take(backward, name)
             done = self._end()
         except BaseException as error:
@@ -443,14 +442,6 @@ class Steps:
             self._write(done, backward)
         self.wait_for_futures()
         self.log.step_ends(self.engine, done.unused)
-
-    def _waiting(self, backward: _Backward, missing: frozenset[str]) -> set[str]:
-        """Return the parameters whose gradients are there but have not been fed."""
-        missing = missing - backward.deferred
-        if backward.asked or (len(missing) == len(self.parameters) and not backward.accumulates):
-            return backward.deferred
-        # What was accumulated within no_sync, of parameters that this backward has not reached.
-        return (self.unsynchronized & missing) | backward.deferred
 
     def _end(self) -> Synchronized:
         """End the step, on all ranks alike."""
@@ -547,11 +538,6 @@ class Steps:
         self.fail(error)
         raise error
 
-    def _fail_if_stale(self) -> None:
-        # Autograd forgets its callbacks when a backward raises.
-        if self.engine.is_open and self._backward is not None and self._backward.ending() is None:
-            self._fail_unfinished()
-
     def _fail_unfinished(self) -> None:
         if self._backward is not None:
             fail_unfinished(self.engine, self._backward.together)
@@ -568,8 +554,7 @@ class Steps:
 
     def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Weight | None) -> Leaves:
         """Return the means of gradients that are all there; their forward ran in a block of that weight."""
-        self._fail_if_stale()
-        if self.engine.is_open:
+        if self._open() is not None:
             raise RuntimeError(
                 f"{OWNER}: a backward through tensors that stand for parameters cannot be a part of one that "
                 "synchronizes the parameters themselves; call backward for each of the two losses"
@@ -617,11 +602,3 @@ def _refuse_compiled_autograd() -> None:
             f"{OWNER}: gradients are not synchronized in a backward that compiled autograd runs; turn "
             "torch._dynamo.config.compiled_autograd off (torch.compile of the model works without it)"
         )
-
-
-def _used_twice(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{OWNER}: parameter {name!r} is used both inside and outside a reentrant checkpoint (or another custom "
-        "autograd function whose backward runs a backward of its own), and its gradient was synchronized before that "
-        "ran; checkpoint with use_reentrant=False, or pass the parameter to the function as an input"
-    )

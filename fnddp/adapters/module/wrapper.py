@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -20,16 +20,20 @@ from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
-from fnddp.adapters.torch_compat.names import HookLocation, Reducer, TorchNames
+from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
+from fnddp.adapters.torch_compat.names import HookLocation, Reducer, TorchNames, weighed_within_join
 from fnddp.core import state
 from fnddp.core.agreement import agree, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.sync import State, Sync, require_sync
+from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.engine import Engine
 from fnddp.run.vote import on
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
 from fnddp.wire.weights import Weight
 
@@ -59,12 +63,10 @@ class DistributedDataParallel(TorchNames):
         init_sync: Whether to verify and broadcast parameters and buffers now. If not, they must be equal.
         process_group: The group of reducers that name none; None for the default one.
         bucket_cap_mb: Size of a bucket of gradients in MiB; None for 25, and 1 for the first one.
-        find_unused_parameters: Needless: unused parameters are always found, at no cost.
         check_reduction: Does nothing, as in torch.
-        gradient_as_bucket_view: Needless: no gradient is copied that need not be.
         static_graph: A promise that every step uses the same parameters. It is checked, and needless.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives, and these
-            parameters are synchronized as all others.
+        find_unused_parameters, gradient_as_bucket_view, batched_grad_copy, delay_all_reduce_named_params,
+        param_to_hook_all_reduce: Needless: unused parameters are always found, and the plan orders copies and messages.
         mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype` and gradients are those
             of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline chooses its own.
             Activation checkpointing within it fails; use torch.autocast.
@@ -72,7 +74,6 @@ class DistributedDataParallel(TorchNames):
         skip_all_reduce_unused_params: A promise that the parameters that no rank uses in the first step are never used.
             They are not sent any more; a broken promise is an error on all ranks.
         bucket_cap_mb_list: Sizes of the first buckets in the order of arrival, the last one that of all others too.
-        batched_grad_copy: Needless: copies are part of the plan.
         forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
         sync: The pipeline.
         wire: Who moves gradients between ranks; torch.distributed by default. Another one must know the group of the
@@ -243,7 +244,7 @@ class DistributedDataParallel(TorchNames):
         """
         steps = self._steps
         if self._join_config.enable:
-            raise _weighed_within_join()
+            raise weighed_within_join()
         if steps.weight is not None:
             raise RuntimeError(
                 f"{OWNER}: the weight {Weight.of(count).text} is given within a block of the weight "
@@ -319,12 +320,6 @@ class DistributedDataParallel(TorchNames):
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """See `torch.distributed.algorithms.Joinable`."""
-        if self._steps.weight is not None:
-            raise _weighed_within_join()
-        return super().join_hook(**kwargs)
-
     # Forward
 
     @torch_private.untraced
@@ -376,7 +371,12 @@ class DistributedDataParallel(TorchNames):
         if not torch.is_grad_enabled():
             return {}
         if not self._synchronizes or not any(t.requires_grad or is_differentiated(t) for t in swapped.values()):
-            self._require_no_replaced(swapped)
+            replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+            if replaced:
+                raise RuntimeError(
+                    f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, so no_sync cannot "
+                    "accumulate their gradients; wrap the module again"
+                )
             return {}
         if self._join_config.enable:
             raise RuntimeError(
@@ -397,15 +397,6 @@ class DistributedDataParallel(TorchNames):
         dtype = self.mixed_precision.param_dtype
         return {n: t.to(dtype) if t.is_floating_point() else t for n, t in (held | stand_ins).items()}
 
-    def _require_no_replaced(self, swapped: Mapping[str, Tensor]) -> None:
-        """Raise a RuntimeError for a replaced parameter: within no_sync its gradient would stay unsynchronized."""
-        replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
-        if replaced:
-            raise RuntimeError(
-                f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, so no_sync cannot "
-                "accumulate their gradients; wrap the module again"
-            )
-
     # Set-up
 
     def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
@@ -417,7 +408,12 @@ class DistributedDataParallel(TorchNames):
             pipeline = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))
-            return {"options": self._options(), **description(pipeline, grads, made[-1][1])}
+            caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
+            options = (
+                f"buckets of {caps} MiB, static_graph={self.static_graph}, "
+                f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, backend={self._backend}"
+            )
+            return {"options": options, **description(pipeline, grads, made[-1][1])}
 
         if verify:
             with on(self.device):
@@ -426,27 +422,41 @@ class DistributedDataParallel(TorchNames):
             begin()
         return made[-1]
 
-    def _options(self) -> str:
-        """Return the options that ranks must agree on, since plans and errors follow from them."""
-        caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
-        return (
-            f"buckets of {caps} MiB, static_graph={self.static_graph}, "
-            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, backend={self._backend}"
-        )
-
     def _set_up(self, pipeline: Sync, initial: State) -> None:
         """Make what is neither copied nor pickled, and begin with `pipeline` in the state `initial`."""
-        self._steps = Steps(
-            self._promises, self._group, bucket_caps=self._bucket_caps, wire=self._wire, backend=self._backend
-        )
+        self._steps = Steps(self._promises)
         self.reducer = Reducer(self._steps)
         self._use(pipeline, initial)
 
     def _use(self, pipeline: Sync, initial: State) -> None:
         """Go on with `pipeline` from the state `initial` on."""
         self._slots = Slots(self.module, self._trained)
-        self._log = self._new_log()
-        self._steps.use(self._trained, pipeline, initial, self._log, sparse_parameters(self.module))
+        engine = Engine(
+            pipeline,
+            self._trained.leaves(),
+            state=initial,
+            donation=Donation(gradients="yes", state=True),
+            bucket_caps=self._bucket_caps,
+            learns_order=True,
+            groups=[self._group],
+            wire=self._wire,
+            backend=self._backend,
+        )
+        world = Membership(self._group, f"{OWNER}: the module was wrapped", "wrap the module again")
+        self._steps.use(engine, self._trained, sparse_parameters(self.module), world)
+        flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        self._log = self._steps.log = Log(
+            {
+                "module_name": type(self.module).__name__,
+                "device_ids": ", ".join(map(str, self.device_ids or ())),
+                "output_device": -1 if self.output_device is None else self.output_device,
+                "bucket_cap_bytes": self.bucket_bytes_cap,
+                "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
+                **{flag: int(getattr(self, flag)) for flag in (*flags, "is_multi_device_module")},
+                **environment(self.process_group),
+                **parameter_facts(engine.leaves, self._bucket_caps),
+            }
+        )
 
     def _remove_autograd_hooks(self) -> None:
         self._steps.detach()
@@ -491,7 +501,3 @@ def _shared_with_torch(what: str) -> RuntimeError:
         f"{OWNER}: {what} is wrapped in torch's DistributedDataParallel, too, and each would take gradients from the "
         "other; wrap it in one of the two only"
     )
-
-
-def _weighed_within_join() -> RuntimeError:
-    return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")

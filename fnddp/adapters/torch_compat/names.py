@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.adapters.handle import HasPipeline
 from fnddp.adapters.hook import from_hook
-from fnddp.adapters.module.slots import Slots, Trained, sparse_parameters
+from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
 from fnddp.adapters.module.steps import Steps
-from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
+from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.vote import on
@@ -37,6 +37,10 @@ def _delegated(path: str) -> Any:
     """Return a property that reads and writes an attribute, or that of an attribute."""
     *owner, name = path.split(".")
     return property(attrgetter(path), lambda self, value: setattr(reduce(getattr, owner, self), name, value))
+
+
+def weighed_within_join() -> RuntimeError:
+    return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
 
 
 class Reducer:
@@ -80,9 +84,6 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
 
     module: nn.Module
     device: torch.device
-    device_ids: list[int] | None
-    output_device: int | None
-    bucket_bytes_cap: int
     parameters_to_ignore: set[str]
     forward_sync_buffers: bool
     sync: Any  # a property of the subclass
@@ -90,7 +91,6 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     _slots: Slots
     _steps: Steps
     _log: Log
-    _bucket_caps: tuple[int, ...]
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None  # in the place of the broadcast
     _buffer_location = HookLocation.PRE_FORWARD
     _divides_by_initial_world_size = True  # within join, a mean is over all ranks, with inputs or without
@@ -117,6 +117,8 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         Ranks without inputs take part in the others' steps with zeros. A pipeline's own state goes on: an error
         feedback residual of theirs is still sent, nothing is lost, and what is replicated stays equal.
         """
+        if self._steps.weight is not None:
+            raise weighed_within_join()
         self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         hook = JoinHook()
         hook.main_hook, hook.post_hook = self._follow_others, self._copy_last_joiner
@@ -239,21 +241,6 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         return parameters, [parameter in sparse for parameter in parameters]
 
     # Logs
-
-    def _new_log(self) -> Log:
-        flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        return Log(
-            {
-                "module_name": type(self.module).__name__,
-                "device_ids": ", ".join(map(str, self.device_ids or ())),
-                "output_device": -1 if self.output_device is None else self.output_device,
-                "bucket_cap_bytes": self.bucket_bytes_cap,
-                "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
-                **{flag: int(getattr(self, flag)) for flag in (*flags, "is_multi_device_module")},
-                **environment(self.process_group),
-                **parameter_facts(self._trained, self._bucket_caps),
-            }
-        )
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return dict(self._log.facts)
