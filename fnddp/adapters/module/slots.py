@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fnddp.core.state import describe
 from fnddp.ir.program import LeafSpec
 from fnddp.torch_private import buffers_in, grad_dtype, modules_in, parameters_in
 
@@ -69,11 +68,6 @@ class Slots:
         self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]
         self._look_up(module)
 
-    def swapped(self) -> dict[str, Tensor]:
-        """Return the tensors in the places of other parameters, by the names of those."""
-        known = self._trained.parameters
-        return {n: t for n, held, key in self._places if (t := held.get(key)) is not known[n] and t is not None}
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that the module runs with, by name."""
         return {name: t for name, held, key in self._places if (t := held.get(key)) is not None}
@@ -110,16 +104,6 @@ class Slots:
             _places(parts, self._trained.parameters),
             _places(parts, self._trained.frozen),
         )
-
-    def require_alike(self, swapped: Mapping[str, Tensor]) -> None:
-        """Raise a ValueError unless the tensors have the shapes and dtypes of the parameters."""
-        for name, tensor in swapped.items():
-            expected = self._trained.parameters[name]
-            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-                raise ValueError(
-                    f"{OWNER}: {name!r} is now {describe(tensor)}, but was {describe(expected)} when the module was "
-                    "wrapped; wrap it again"
-                )
 
 
 def _places(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:

@@ -367,9 +367,10 @@ class DistributedDataParallel(TorchNames):
 
         They are put there by torch.func.functional_call, or for good.
         """
-        swapped = self._slots.swapped()
         if not torch.is_grad_enabled():
             return {}
+        known, tensors = self._trained.parameters, self._slots.tensors()
+        swapped = {name: t for name, t in tensors.items() if t is not known[name]}
         if not self._synchronizes or not any(t.requires_grad or is_differentiated(t) for t in swapped.values()):
             replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
             if replaced:
@@ -383,10 +384,14 @@ class DistributedDataParallel(TorchNames):
                 f"{OWNER}: within join, ranks that have run out of inputs cannot follow torch.func or parameters that "
                 f"are not those it was wrapped with: {', '.join(swapped)}"
             )
-        self._slots.require_alike(swapped)
-        now = self._slots.tensors().items()
-        tensors = {name: t for name, t in now if t.requires_grad or is_differentiated(t)}
-        return gated(tensors, partial(self._steps.synchronize, forward_weight=self._steps.weight))
+        for name, t in swapped.items():
+            if (t.shape, t.dtype) != (known[name].shape, known[name].dtype):
+                raise ValueError(
+                    f"{OWNER}: {name!r} is now {state.describe(t)}, but was {state.describe(known[name])} when the "
+                    "module was wrapped; wrap it again"
+                )
+        trained = {name: t for name, t in tensors.items() if t.requires_grad or is_differentiated(t)}
+        return gated(trained, partial(self._steps.synchronize, forward_weight=self._steps.weight))
 
     @torch_private.untraced
     def _cast_parameters(self, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
