@@ -206,19 +206,18 @@ class Steps:
             task, asked or set(), set(grads), asked is None, self._always_sparse.copy(), *ending
         )
         kept = grads.keys() - self.unsynchronized - {accumulated}
-        again = (
-            [name for name in grads if name in kept and grads[name].any()] if kept and "sum" in self.sync.ops else []
-        )
+        sums = bool(kept) and "sum" in self.engine.sync.ops
+        again = [name for name in grads if sums and name in kept and grads[name].any()]
         if again:
             self._stop(
-                f"parameter {again[0]!r} has a gradient that is a sum over ranks already, which {self.sync!r} would "
-                "add up again with what this backward adds; call optimizer.zero_grad() before each backward, or run "
-                "all but the last within no_sync()"
+                f"parameter {again[0]!r} has a gradient that is a sum over ranks already, which {self.engine.sync!r} "
+                "would add up again with what this backward adds; call optimizer.zero_grad() before each backward, or "
+                "run all but the last within no_sync()"
             )
         if asked:
             self._watch(asked)
-            if self.sync.skips:
-                self._stop(_cannot_skip(self.sync, "torch.autograd.grad"))
+            if self.engine.sync.skips:
+                self._stop(_cannot_skip(self.engine.sync, "torch.autograd.grad"))
         elif not torch.is_grad_enabled() and not any(map(torch_private.has_other_hooks, self.parameters.values())):
             # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})
@@ -469,7 +468,9 @@ class Steps:
         """Write means to `.grad`."""
         for name, mean in done.mean.items():
             parameter = self.parameters[name]
-            if name in done.unused and not (self.sync.gives_later and parameter.requires_grad and bool(mean.any())):
+            if name in done.unused and not (
+                self.engine.sync.gives_later and parameter.requires_grad and bool(mean.any())
+            ):
                 continue
             before, grad = parameter.grad, backward.placeholders.get(name, mean)
             if name in backward.sparse:
@@ -560,9 +561,9 @@ class Steps:
                 "synchronizes the parameters themselves; call backward for each of the two losses"
             )
         _refuse_compiled_autograd()
-        if self.sync.skips:
+        if self.engine.sync.skips:
             what = "torch.func, and parameters that are not those that were wrapped"
-            raise RuntimeError(f"{OWNER}: {_cannot_skip(self.sync, what)}")
+            raise RuntimeError(f"{OWNER}: {_cannot_skip(self.engine.sync, what)}")
         return self._step(grads, forward_weight).mean
 
     def participate_with_zeros(self) -> None:
@@ -582,11 +583,6 @@ class Steps:
         except BaseException as error:
             self.fail(error)
             raise
-
-    @property
-    def sync(self) -> Sync:
-        """The pipeline."""
-        return self.engine.sync
 
 
 def _cannot_skip(sync: Sync, asking: str) -> str:

@@ -21,7 +21,7 @@ from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
 from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
-from fnddp.adapters.torch_compat.names import HookLocation, Reducer, TorchNames, weighed_within_join
+from fnddp.adapters.torch_compat.names import HookLocation, TorchNames, reducer, weighed_within_join
 from fnddp.core import state
 from fnddp.core.agreement import agree, description, fails_alike
 from fnddp.core.buckets import MB
@@ -430,7 +430,7 @@ class DistributedDataParallel(TorchNames):
     def _set_up(self, pipeline: Sync, initial: State) -> None:
         """Make what is neither copied nor pickled, and begin with `pipeline` in the state `initial`."""
         self._steps = Steps(self._promises)
-        self.reducer = Reducer(self._steps)
+        self.reducer = reducer(self._steps)
         self._use(pipeline, initial)
 
     def _use(self, pipeline: Sync, initial: State) -> None:

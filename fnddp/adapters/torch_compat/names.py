@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,23 +44,18 @@ def weighed_within_join() -> RuntimeError:
     return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
 
 
-class Reducer:
-    """An object in the place of torch's reducer, with the methods that tools call; it reduces nothing."""
+def reducer(steps: Steps) -> SimpleNamespace:
+    """Return an object in the place of torch's reducer, with the methods that tools call; it reduces nothing."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def prepare_for_backward(_: Sequence[Tensor]) -> None:
+        steps.arm()
 
-    def prepare_for_backward(self, _: Sequence[Tensor]) -> None:
-        self._steps.arm()
-
-    def _delay_all_reduce(self) -> None:
-        """Do nothing: lightning calls it after the first backward of a static graph, which has synchronized."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def _ddp_graph_static(self) -> bool:
-        return self._steps.promises.is_static
+    return SimpleNamespace(
+        prepare_for_backward=prepare_for_backward,
+        _delay_all_reduce=lambda: None,  # lightning: after the first backward of a static graph, which has synchronized
+        _rebuild_buckets=lambda: False,
+        _ddp_graph_static=lambda: steps.promises.is_static,
+    )
 
 
 class TorchNames(HasPipeline, nn.Module, Joinable):
