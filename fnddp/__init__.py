@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from fnddp.adapters.ddp import Handle, register
 from fnddp.adapters.functional import jit, value_and_grad
+from fnddp.adapters.handle import log_sync_stats
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.module.wrapper import DistributedDataParallel
-from fnddp.adapters.stats import log_sync_stats
 from fnddp.codecs.dct_topk import dct_topk
 from fnddp.codecs.fp8 import fp8
 from fnddp.codecs.majority_vote import majority_vote

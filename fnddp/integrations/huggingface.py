@@ -10,7 +10,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnddp.adapters.checkpoint_files import load_files, save_file
+from fnddp.adapters.checkpoint import load_files, save_file
 from fnddp.adapters.ddp import Handle, register
 from fnddp.core.parse import parse
 from fnddp.core.state import parts

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fnddp.adapters.checkpoint_files import gathered, load_gathered
+from fnddp.adapters.checkpoint import gathered, load_gathered
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import tree
 from fnddp.core.parse import parse

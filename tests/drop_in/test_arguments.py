@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce, fp16
-from fnddp.adapters.torch_compat.arguments import BucketSizes
+from fnddp.adapters.torch_compat.arguments import bucket_caps
 from fnddp.laws import bits
 from tests.drop_in.models import (
     SMALL,
@@ -118,9 +118,9 @@ def test_buckets_are_filled_as_torch_fills_them(rank: int, options: dict[str, An
 
 def test_sizes_of_buckets_are_the_lists_or_the_cap():
     mib = 2**20
-    assert BucketSizes.of(None, None) == BucketSizes((mib, 25 * mib))
-    assert BucketSizes.of(0.5, None) == BucketSizes((mib // 2,))
-    assert BucketSizes.of(9, [1, 2]) == BucketSizes((mib, 2 * mib), (mib, 2 * mib))
+    assert bucket_caps(None, None) == (mib, 25 * mib)
+    assert bucket_caps(0.5, None) == (mib // 2,)
+    assert bucket_caps(9, [1, 2]) == (mib, 2 * mib)
     for options in ({"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [1, -1]}):
         with pytest.raises(ValueError, match="positive size in MiB"):
             DDP(nn.Linear(2, 2), **options)

@@ -16,7 +16,6 @@ from fnddp.core.tree import Leaves
 from fnddp.integrations.torchft.wire import ManagerWire, QuorumError
 from fnddp.memory.ef21 import ef21
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.engine import Engine
 from fnddp.wire.control import gather_over
 from fnddp.wire.groups import World, within
 
@@ -115,10 +114,6 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
         _require_elastic(sync, self._trained.gradients())
         return super()._agreed(sync, verify=verify)
-
-    @property
-    def _engine(self) -> Engine:
-        return self._steps.engine
 
     @property
     def _replicas(self) -> ManagerWire:
