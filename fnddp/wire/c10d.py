@@ -109,8 +109,7 @@ def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
 def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None = None) -> str:
     """Return the name of a gloo group over the ranks of `group` for one use, which the first call of each rank makes.
 
-    Raises:
-        CollectiveError: See `with_dedicated_groups`.
+    It raises as `with_dedicated_groups`.
     """
     with _lock:
         uses = _dedicated.setdefault(group, {})

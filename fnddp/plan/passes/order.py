@@ -63,7 +63,8 @@ def order(draft: Draft) -> Draft:
     for node in tensor_nodes(graph):
         runs.setdefault(positions[node], []).append(node)
     nodes = [node for position in sorted(runs) for node in _side_by_side(runs[position], reading)]
-    return replace(draft, cuts=tuple(_cut(nodes, positions, leaf_of, end)))
+    draft.cuts = _cut(nodes, positions, leaf_of, end)
+    return draft
 
 
 def _positions(
