@@ -22,30 +22,18 @@ from fnddp.torch_private import functional_collectives, is_batching, is_differen
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.counter import count_payload
-from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name, rank, ranks, world_size
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind, sum_in_rank_order
+from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name
+from fnddp.wire.groups import rank as rank
+from fnddp.wire.groups import ranks as ranks
+from fnddp.wire.groups import world_size as world_size
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
+from fnddp.wire.kinds import sum_in_rank_order as sum_in_rank_order
 from fnddp.wire.protocol import CollectiveError, Wire, waited
 from fnddp.wire.weights import Weight, compiled_scale_of, require_weights, scale_of
 
-__all__ = [
-    "OPS",
-    "all_gather",
-    "all_gather_leaves",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_leaves",
-    "rank",
-    "ranks",
-    "reduce_scatter",
-    "reduce_scatter_leaves",
-    "sum_in_rank_order",
-    "world_size",
-]
-
 _wait: Any = functional_collectives.wait_tensor
 
-_WIRE_OP = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
-OPS = tuple(_WIRE_OP)
+OPS = ("mean", "sum", "max", "min")
 
 
 def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
@@ -67,7 +55,7 @@ def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
     paths = sorted(leaves)
     wires = [_encode(path, leaves[path], op, n) for path in paths]
     for group in groups:
-        wires = _exchanged(ALL_REDUCE, wires, _WIRE_OP[op], group)
+        wires = _exchanged(ALL_REDUCE, wires, "sum" if op == "mean" else op, group)
     reduced = dict(zip(paths, wires, strict=True))
     return {path: _decode(reduced[path], leaf, op, n) for path, leaf in leaves.items()}
 
@@ -86,11 +74,7 @@ def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 
 
 def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
-    """Send row r of `tensor: [ranks, *shape]` to rank r, and return the rows from all ranks: `[ranks, *shape]`.
-
-    Raises:
-        ValueError: `tensor` does not have a row for each rank.
-    """
+    """Send row r of `tensor: [ranks, *shape]` to rank r, and return the rows from all ranks: `[ranks, *shape]`."""
     return all_to_all_leaves({"": tensor}, group)[""]
 
 
@@ -104,11 +88,7 @@ def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 
 
 def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
-    """Return this rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`.
-
-    Raises:
-        ValueError: `tensor` does not have a row for each rank.
-    """
+    """Return this rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`."""
     return reduce_scatter_leaves({"": tensor}, group)[""]
 
 

@@ -15,12 +15,9 @@ AFTER_ALL_WARM_UPS = 2**40
 
 
 class Part(NamedTuple):
-    """One leaf of a state.
+    """One leaf of a state: "replicated" (equal on all ranks) or "local" (this rank's own), a tensor or a Python int.
 
-    Attributes:
-        kind: "replicated" (equal on all ranks) or "local" (this rank's own).
-        path: Where it stands in the state, for example `residual.fc.weight`.
-        value: A tensor or a Python int.
+    Its path says where it stands in the state, for example `residual.fc.weight`.
     """
 
     kind: str

@@ -158,11 +158,9 @@ class Traces:
         return copied(self._last, request)
 
     def plan(self, request: Request) -> Plan:
-        """Return the plan for `request`."""
         return plan_of(self.of(request))
 
     def clear(self) -> None:
-        """Drop the trace."""
         self._last = None
 
 

@@ -38,17 +38,11 @@ def period(
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float = 25,
 ) -> tuple[Recurring, ...]:
-    """Return the steps that a pipeline repeats after all warm-ups, each kind once, as they first come.
+    """Return the steps that a pipeline repeats after all warm-ups, each kind once, as they first come; see `lower`.
 
     Most pipelines do the same in every step. `every(10, ...)` does not, nor do the `refresh` of `powersgd` and
     `measure`: they cost a mean over the period, which no single step does. The wrong choice for the first steps of a
     training: lower those, with their state.
-
-    Args:
-        sync, params, world_size, arrival, bucket_cap_mb: As `lower` takes them.
-
-    Raises:
-        LoweringError, ValueError: As `lower`.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, every

@@ -52,7 +52,6 @@ class WireCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, nbytes: int) -> None:
-        """Count a collective."""
         self.wire_bytes += nbytes
         self.collectives += 1
 

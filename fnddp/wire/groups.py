@@ -59,7 +59,7 @@ class World:
 LIVE = World()
 """torch.distributed as it is."""
 
-_world: ContextVar[World] = ContextVar("_world", default=LIVE)
+_world: ContextVar[World | None] = ContextVar("_world", default=None)
 
 
 @contextmanager
@@ -73,9 +73,13 @@ def within(world: World) -> Generator[None]:
 
 
 @torch_private.constant_for_dynamo
+def _given() -> World | None:
+    return _world.get()
+
+
 def current() -> World:
     """Return the world of the block that this runs in."""
-    return _world.get()
+    return _given() or LIVE  # a global, whose attributes Dynamo can guard
 
 
 def world_size(group: str | None) -> int:

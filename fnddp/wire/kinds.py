@@ -41,7 +41,6 @@ class Kind:
     """A collective as plans, wires, costs and simulations know it. Each kind is one value.
 
     Attributes:
-        name: As errors and plans call it.
         computes: Whether payloads are added up, or the largest is taken. Otherwise it moves bytes of any dtype.
         sends_rows: Whether a rank sends a part to each rank, `[n, ...]`.
         receives_rows: Whether a rank gets a part from each rank, `[n, ...]`.

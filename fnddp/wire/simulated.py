@@ -15,13 +15,7 @@ Division = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of a simulation.
-
-    Attributes:
-        n: Their number.
-        rank: The rank that runs: within vmap, all of them.
-        groups: By name; the default group has all ranks.
-    """
+    """The `n` ranks of a simulation: the one that runs (within vmap, all of them), and their groups by name."""
 
     n: int
     rank: Tensor

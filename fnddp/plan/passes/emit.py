@@ -167,7 +167,6 @@ class _Code:
         self._say(node)
 
     def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
-        """Compute `node` into given memory."""
         if self._is_compiled:  # which makes one of the two, and takes no `out` with gaps
             made = self.script.call(_QUICK.get(node.target, node.target), arguments, options)
             return self.script.call(aten.copy_.default, [place, made])
@@ -175,7 +174,6 @@ class _Code:
         return self.script.call(writing, arguments, {**options, "out": place})
 
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
-        """Compute operations that are alike, as one."""
         first = nodes[0]
         operands = [self._values(node.args[0]) for node in nodes]
         rest = self._values(first.args[1:])
