@@ -50,7 +50,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is done
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
 
 if TYPE_CHECKING:
@@ -154,6 +154,9 @@ def _without_known_autocasts() -> Generator[None]:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
+
+modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
+"""The TorchDispatchModes that see what this thread runs."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 """A context in which no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""

@@ -31,8 +31,7 @@ from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step, law_6_lowere
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import tensor_nodes
 from fnddp.plan.lower import Traces, lower_leaves
-from fnddp.plan.passes.fuse import fuse
-from fnddp.plan.passes.simplify import simplify
+from fnddp.plan.passes.simplify import fuse, simplify
 from fnddp.plan.passes.trace import trace
 from fnddp.plan.plan import Plan
 from fnddp.simulate.ranks import run_threads

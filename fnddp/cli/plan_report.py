@@ -13,10 +13,9 @@ from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
 from fnddp.cost.link import duration
 from fnddp.cost.queue import Links
-from fnddp.plan.lower import lower
+from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
-from fnddp.plan.world import planned_world
 from fnddp.show.text import count, size
 from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
 

@@ -295,11 +295,7 @@ def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor])
 
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
-    """Return the leaves of the next state, in the order of `structure`, that of the state before.
-
-    Raises:
-        ValueError: `exchange` has returned a state of another structure.
-    """
+    """Return the leaves of the next state; raise a ValueError unless it has `structure`, that of the state before."""
     try:
         return structure.flatten_up_to(state)
     except ValueError as error:
@@ -331,11 +327,7 @@ registry = Registry()
 
 @dataclass_transform(frozen_default=True)
 def transform(cls: type[T]) -> type[T]:
-    """Make a `Sync` subclass a frozen dataclass and register its name with `fnddp.parse`.
-
-    Raises:
-        ValueError: Another module has registered a transform of this name.
-    """
+    """Make a `Sync` subclass a frozen dataclass and register its name with `fnddp.parse`, where it must be new."""
     made = dataclass(frozen=True, repr=False)(cls)
     registry.add(cls.__name__, made)
     return made

@@ -15,13 +15,7 @@ Division = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of a simulation.
-
-    Attributes:
-        n: Their number.
-        rank: The rank that runs: within vmap, all of them.
-        groups: By name; the default group has all ranks.
-    """
+    """The `n` ranks of a simulation: the one that runs (within vmap, all of them), and their groups by name."""
 
     n: int
     rank: Tensor
@@ -55,11 +49,9 @@ class Ranks:
     def moved(self, kind: Kind, payload: Tensor, op: str | None, group: str | None) -> Tensor:
         """Return the result of a collective in which every rank sends its `payload`."""
         division = self.division(group)
-        everyone = _together(
-            payload, kind.name, op, self.n, [r for members in division for r in members], len(division)
-        )
-        is_same_for_all = not kind.sends_rows and len(division) == 1
-        return everyone[0] if is_same_for_all else everyone[self.rank]
+        order = [rank for members in division for rank in members]
+        everyone = _together(payload, kind.name, op, self.n, order, len(division))
+        return everyone[self.rank] if kind.sends_rows or len(division) > 1 else everyone[0]
 
 
 def _of_all(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:
@@ -69,18 +61,19 @@ def _of_all(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[
 def _received(sends: Tensor, kind: str, op: str | None, order: Sequence[int], groups: int) -> Tensor:
     """Return `[n, *result]` for `[n, *payload]`; one row where all ranks receive the same."""
     of_kind = named(kind)
+    shape = of_kind.joined_shape(tuple(sends.shape[1:]), len(order) // groups)
     if groups == 1:
         received = of_kind.together(sends, op)
-        return received.clone() if of_kind.sends_rows else received[:1].clone()
-    order = list(order)
-    received = torch.cat([of_kind.together(sends[members], op) for members in torch.tensor(order).chunk(groups)])
-    return received[torch.tensor(order).argsort()]
+        return (received if of_kind.sends_rows else received[:1]).clone().reshape(-1, *shape)
+    ranks = torch.tensor(list(order))
+    received = torch.cat([of_kind.together(sends[members], op) for members in ranks.chunk(groups)])
+    return received[ranks.argsort()].reshape(-1, *shape)
 
 
 def _like_received(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:
     of_kind = named(kind)
     rows = n if of_kind.sends_rows or groups > 1 else 1
-    return payload.new_empty((rows, *of_kind.result_shape(tuple(payload.shape), n // groups)))
+    return payload.new_empty((rows, *of_kind.joined_shape(tuple(payload.shape), n // groups)))
 
 
 def _together_batch(

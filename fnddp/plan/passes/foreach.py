@@ -6,7 +6,6 @@ further from the cache.) The order has put them side by side; here it is checked
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -26,23 +25,16 @@ def foreach(draft: Draft) -> Draft:
     """Find the operations that are run as one."""
     if draft.request.backend == "inductor":  # compiled into loops, which nobody calls one by one
         return draft
-    assert draft.placement is not None
     placement = draft.placement
     returned = {placement.memory(node) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
-    batches: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    copies: list[fx.Node] = []
     for cut in draft.cuts:
-        for members in _alike(cut.nodes, placement, returned):
-            batches[members[0]] = members
-            copies += [node for node in members if node.target in COPIES and node not in placement.targets]
+        draft.batches |= {members[0]: members for members in _alike(cut.nodes, placement, returned)}
     # A copy needs a place; those that stay within a step have memory that is there already, whatever it is.
-    places = {node: Scratch(node.name) for node in copies}
-    placement = replace(
-        placement,
-        targets={**placement.targets, **places},
-        scratch={**placement.scratch, **{place: LeafSpec.of(value(node)) for node, place in places.items()}},
-    )
-    return replace(draft, batches=batches, placement=placement)
+    for node in [node for members in draft.batches.values() for node in members if node.target in COPIES]:
+        if node not in placement.targets:
+            placement.targets[node] = placement.lies_in[node] = Scratch(node.name)
+            placement.scratch[Scratch(node.name)] = LeafSpec.of(value(node))
+    return draft
 
 
 def is_in_place(node: fx.Node, placement: Placement) -> bool:
