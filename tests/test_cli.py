@@ -57,6 +57,30 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fnddp {fnddp.__version__}\n"
 
 
+WITHOUT_TORCH = """
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].__version__ = "2.6.0+cu124"
+from fnddp.cli import main
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("--version", 0, f"fnddp {fnddp.__version__}"),
+        ("doctor", 1, "fnddp doctor: fnddp needs torch 2.11 or later; found 2.6"),
+    ],
+)
+def test_an_old_torch_is_an_error_in_a_line_and_none_is_needed_for_the_version(
+    command: str, code: int, said: str
+) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, command], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, len((done.stdout + done.stderr).splitlines())) == (code, 1)
+    assert (done.stdout + done.stderr).startswith(said)
+
+
 WRONG = {
     "": [(["pln"], "Did you mean 'plan'?")],
     "demo": [
