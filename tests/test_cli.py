@@ -140,8 +140,11 @@ WRONG = {
         (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
         (["allreduce", "--model", "models.py:alone"], "returns a module alone; to train it, it must return (module, "),
         (["allreduce", "--model", "models.py:pair"], "or (module, inputs, loss_fn), got (Linear, Tensor)"),
-        (["allreduce", "--model", "models.py:text_in"], "inputs must be a tensor or a tuple of tensors, got str"),
-        (["allreduce", "--model", "models.py:no_loss"], "loss_fn must be a function of the module's output, got float"),
+        (["allreduce", "--model", "models.py:text_in"], "returns inputs of str; inputs must be a tensor or a tuple"),
+        (
+            ["allreduce", "--model", "models.py:no_loss"],
+            "returns float; loss_fn must be a function of the module's output",
+        ),
         (["--codecs", "fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["--codecs", "--ranks", "4", "--link", "1gbit"], "a link or a model: leave --ranks and --link out"),
     ],
@@ -170,7 +173,8 @@ def test_wrong_arguments_are_answered_in_a_line_before_anything_is_done(
     assert out == ""
     assert err.startswith(f"fnddp {command}: " if command else "fnddp: ")
     assert message in err
-    assert len(err.splitlines()) <= 3
+    assert len(err.replace(f"\n\n{models.EXAMPLE}", "").splitlines()) <= 3
+    assert models.EXAMPLE in err or "must return" not in err
     assert set(folder.iterdir()) - {folder / "__pycache__"} == before
 
 
@@ -182,10 +186,21 @@ def test_a_model_may_be_a_module_a_class_or_a_function(
     assert json.loads(capsys.readouterr().out)["parameters"] == 36
 
 
+@pytest.mark.parametrize("name", ["example", "own_problem"])
+def test_all_commands_take_the_example_of_their_error_and_problems(name: str, folder: Path) -> None:
+    (folder / "example.py").write_text(f"{models.EXAMPLE}\n")
+    model = "example.py:make" if name == "example" else "models.py:own_problem"
+    assert sum(p.numel() for p in models.parameters(model).values()) == 21
+    problem = models.load(model)
+    batch = problem.batch(0, 1, torch.Generator())
+    assert problem.loss(problem.make(0), batch).ndim == 0
+    assert models.to_tune(model, None, batch=2, ranks=2, steps=2, rate=None).make(0).weight.numel() == 20
+
+
 def test_a_loss_is_a_scalar() -> None:
-    task = models.load(f"{FILE}:many").task(1)
+    problem = models.load(f"{FILE}:many")
     with pytest.raises(WrongArgument, match=r"many: loss_fn must return a scalar tensor, .* of shape \(2, 4\)$"):
-        task.loss(nn.Linear(8, 4), task.batch(0, 1, torch.Generator()))
+        problem.loss(nn.Linear(8, 4), problem.batch(0, 1, torch.Generator()))
 
 
 def test_processes_that_a_machine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

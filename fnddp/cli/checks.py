@@ -13,8 +13,8 @@ from fnddp.cli import models, modules
 from fnddp.cli.failures import WrongArgument
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
+from fnddp.cost.estimate import Links
 from fnddp.cost.link import Link
-from fnddp.cost.queue import Links
 from fnddp.show.text import count
 from fnddp.wire.groups import DEFAULT_GROUP, WorldSize
 
@@ -25,10 +25,9 @@ RANKS_PER_CORE = 8
 
 def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
     """Return the parameters of the model `name`, without values."""
-    workload = models.load(name)
     if trains:
-        workload.task(models.BATCH_SIZE)
-    parameters = workload.parameters()
+        models.load(name)
+    parameters = models.parameters(name)
     if not parameters:
         raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
     return parameters

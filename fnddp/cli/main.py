@@ -69,7 +69,7 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
             if missing not in EXTRA:
                 raise
             code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
-        from fnddp.cli.launcher import stopped  # imports torch, which completion and --version need not wait for
+        from fnddp.cli.launch import stopped  # imports torch, which completion and --version need not wait for
 
         return stopped(f"fnddp {command.__name__}", code, message)
 

@@ -11,8 +11,8 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.terminal import Table, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
+from fnddp.cost.estimate import Links
 from fnddp.cost.link import duration
-from fnddp.cost.queue import Links
 from fnddp.plan.lower import lower
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan

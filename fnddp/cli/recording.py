@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
 from fnddp.cli.launch import Stage
-from fnddp.cli.models import BATCH_SIZE, functional, load, trained
+from fnddp.cli.models import load
 from fnddp.cli.terminal import Table
 from fnddp.core.sync import Sync
 from fnddp.cost.link import Link, duration
@@ -23,6 +23,7 @@ from fnddp.cost.step import Step
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.run.stats import SyncStats
 from fnddp.show.beside import STEP, beside
+from fnddp.simulate.tune.problem import trained
 
 WARM_UP = 3  # steps: the first one learns the order of gradients, the second one follows it
 
@@ -39,26 +40,26 @@ class Recorded:
 
 
 def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:
-    """Train a few steps of the workload `name`, and record one. All ranks must do so.
+    """Train a few steps of the problem `name`, and record one. All ranks must do so.
 
     Raises:
         TypeError: `sync` has no plan.
     """
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    workload = load(name)
-    network, task = workload.make(seed), workload.task(BATCH_SIZE)
+    problem = load(name)
+    network = problem.make(seed)
     generator = torch.Generator().manual_seed(seed * world_size + rank)
     yield Stage("measuring the link")
     link = measure_link() if world_size > 1 else None
     yield Stage("timing backward")
-    batch = task.batch(rank, world_size, generator)
-    compute = measure_backward(functional(network, task.loss), trained(network), *batch)
+    batch = problem.batch(rank, world_size, generator)
+    compute = measure_backward(problem.loss_of(network), trained(network), *batch)
     model = fnddp.DistributedDataParallel(network, sync=sync)
     model.sync_stats()  # from now on it measures
 
     def step() -> None:
-        task.loss(model, task.batch(rank, world_size, generator)).backward()
+        problem.loss(model, problem.batch(rank, world_size, generator)).backward()
         model.zero_grad()
 
     yield Stage("warming up")

@@ -1,6 +1,6 @@
 """A model, batches and a loss to train, and the loss that a training ends with."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,25 +20,46 @@ Batch: TypeAlias = tuple[Tensor, ...]
 Forward: TypeAlias = Callable[..., Any]  # a module, or a function that stands for one with other parameters
 Loss: TypeAlias = Callable[[Forward, Batch], Tensor]
 
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
 
 @dataclass(frozen=True)
 class Problem:
-    """Something to train.
+    """A model, batches and a loss: what all commands take, and `tune`.
 
     Attributes:
-        make: Makes a new module for a seed.
+        build: Makes a new module. Its initial values are a function of torch's global seed.
         loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
-        batches: `batches(n, seed, steps)`: for each step tensors with a row for each rank, `[n, batch, ...]`.
-        optimizer: Makes one for a list of tensors.
+        batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
+        optimizer: Makes one for a list of tensors, with `lr` to choose another learning rate.
         quality: The final loss, of a function that stands for the trained module, in eval mode; None for the mean of
             the training losses of the last tenth of the steps.
+        accuracy: The share of held-out data that is recognized, likewise; None where there is none.
     """
 
-    make: Callable[[int], nn.Module]
+    build: Callable[[], nn.Module]
     loss: Loss
-    batches: Callable[[int, int, int], Iterable[Batch]]
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
+    batch: Callable[[int, int, torch.Generator], Batch]
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
     quality: Callable[[Forward], float] | None = None
+    accuracy: Callable[[Forward], float] | None = None
+
+    def make(self, seed: int) -> nn.Module:
+        """Make a new module, a function of `seed` alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build()
+
+    def batches(self, n: int, seed: int, steps: int) -> Iterator[Batch]:
+        """Yield for each step tensors with a row for each rank, `[n, batch, ...]`."""
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            rows = [self.batch(rank, n, generator) for rank in range(n)]
+            yield tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+
+    def loss_of(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Return the loss as a function of the parameters of `module`, and a batch."""
+        return lambda params, *batch: self.loss(standing_for(module, params), batch)
 
 
 def trained(module: nn.Module) -> Leaves:
@@ -46,13 +67,9 @@ def trained(module: nn.Module) -> Leaves:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
-def functional(module: nn.Module, loss: Loss) -> Callable[..., Tensor]:
-    """Return `loss` as a function of the parameters of `module`, and a batch."""
-
-    def of_parameters(params: Leaves, *batch: Tensor) -> Tensor:
-        return loss(partial(_forward, module, params), batch)
-
-    return of_parameters
+def standing_for(module: nn.Module, params: Any) -> Forward:
+    """Return a function that stands for `module` with other parameters."""
+    return lambda *inputs: functional_call(module, params, inputs)
 
 
 def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> float:
@@ -62,7 +79,7 @@ def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> f
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(seed)
         done = simulate_training(
-            functional(model, problem.loss),
+            problem.loss_of(model),
             trained(model),
             problem.batches(n, seed, steps),
             sync,
@@ -72,15 +89,11 @@ def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> f
     if problem.quality is None:
         return done.losses[-max(1, steps // 10) :].mean().item()
     with torch.no_grad():
-        return problem.quality(partial(_forward, model.eval(), done.params))
+        return problem.quality(standing_for(model.eval(), done.params))
 
 
 def backward_of(problem: Problem, n: int) -> Compute:
     """Measure forward and backward of one of `n` ranks here, on its first batch."""
     model = problem.make(0)
-    batch = next(iter(problem.batches(n, 0, 1)))
-    return measure_backward(functional(model, problem.loss), trained(model), *(part[0] for part in batch))
-
-
-def _forward(module: nn.Module, params: Any, *inputs: Any) -> Any:
-    return functional_call(module, params, inputs)
+    batch = next(problem.batches(n, 0, 1))
+    return measure_backward(problem.loss_of(model), trained(model), *(part[0] for part in batch))
