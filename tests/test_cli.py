@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fnddp
-from fnddp.cli import main, models, modules
+from fnddp.cli import main, models
 from fnddp.cli.checks import RANKS_PER_CORE, check_processes
 from fnddp.cli.failures import BROKEN_PIPE, WrongArgument
 from tests import workloads
@@ -241,7 +241,7 @@ def test_own_transforms_are_imported(name: str, folder: Path, capsys: pytest.Cap
     assert main.main(["plan", "halving(allreduce)", "--import", name, "--model", "models.py:module", "--json"]) == 0
     (planned,) = json.loads(capsys.readouterr().out)["pipelines"]
     assert planned["pipeline"] == "halving(allreduce)"
-    assert modules.load(name) is modules.load(name)
+    assert models.imported(name) is models.imported(name)
 
 
 @pytest.mark.usefixtures("own_transforms")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, relu
 
 from fnddp.cli.models import class_loss
-from fnddp.simulate.tune.problem import Batch, Loss, Problem
+from fnddp.simulate.tune import Batch, Loss, Problem
 
 
 def transformer() -> Problem:

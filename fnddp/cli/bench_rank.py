@@ -26,7 +26,7 @@ from fnddp.cli.models import Params, load
 from fnddp.cli.network import loopback_device, sent_bytes
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync
-from fnddp.simulate.tune.problem import Batch, Loss, standing_for, trained
+from fnddp.simulate.tune import Batch, Loss, standing_for, trained
 from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
 
@@ -55,11 +55,7 @@ def check_machine(device: str, link: str | None, backend: str | None, compiled: 
 
 
 def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the peers in `against` that can run on `device` and `ranks` ranks; and the others, with the reason.
-
-    Raises:
-        WrongArgument: One is unknown, or none is left.
-    """
+    """Return the peers in `against` that can run on `device` and `ranks` ranks; and the others, with the reason."""
     names = [name.strip() for name in against.split(",")]
     if unknown := [name for name in names if name not in PEERS]:
         hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"

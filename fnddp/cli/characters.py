@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp.cli.models import class_loss
-from fnddp.simulate.tune.problem import Batch, Forward, Problem
+from fnddp.simulate.tune import Batch, Forward, Problem
 
 CONTEXT = 64  # as many as the transformer takes
 HELD_OUT = 0.1

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fnddp.cli import models, modules
+from fnddp.cli import models
 from fnddp.cli.failures import WrongArgument
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
@@ -47,7 +47,7 @@ def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
     """Import the modules `names` and return them."""
     for name in names or ():
         try:
-            modules.load(name)
+            models.imported(name)
         except WrongArgument as error:
             raise WrongArgument(f"--import: {error}") from error
     return tuple(names or ())

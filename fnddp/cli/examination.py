@@ -25,8 +25,7 @@ from fnddp.cost.measure import measure_link
 from fnddp.cost.step import Compute
 from fnddp.run.measure import measure_backward
 from fnddp.show.text import count
-from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS, Outcome, cost
-from fnddp.simulate.tune.problem import trained
+from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS, Outcome, cost, trained
 from fnddp.wire import control
 
 REQUIRED = ("torch", "numpy", "optree", "einops")

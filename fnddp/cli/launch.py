@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnddp.cli import modules, terminal
+from fnddp.cli import models, terminal
 from fnddp.cli.checks import check_processes, cores
 from fnddp.cli.failures import FAILED, Failure, WrongArgument, stop
 from fnddp.cli.network import Host, loopback_device, shaped_hosts, signals_held
@@ -67,9 +67,6 @@ def run_ranks(
 
     `work` is a module-level function, called with the default process group set up and `imports` imported; arguments
     are picklable. Closing the iterator, or any exception at it (Ctrl-C), ends the ranks.
-
-    Raises:
-        RankError: A rank raised or was killed.
     """
     folder = tempfile.TemporaryDirectory(prefix="fnddp-ranks-")
     context, store = fresh(), f"{folder.name}/store"
@@ -110,7 +107,7 @@ def _run_rank(
     """Send what the work yields to the parent, and how it ended. It does not return."""
     try:
         for name in imports:  # first: the arguments may hold what they define
-            modules.load(name)
+            models.imported(name)
         work, arguments = pickle.loads(job)
         if host is not None:
             host.enter()
@@ -186,11 +183,7 @@ class RankInfo:
 
 
 def rank_info() -> RankInfo | None:
-    """Return this process' rank, from the environment; None if no launcher has started several ranks.
-
-    Raises:
-        WrongArgument: The launcher has set the number of ranks, but not the rank of this process.
-    """
+    """Return this process' rank, from the environment; None if no launcher has started several ranks."""
     for launcher, (rank, size, local) in LAUNCHERS.items():
         world_size = int(os.environ.get(size) or 1)
         if world_size == 1 and not (size == "WORLD_SIZE" and dist.is_torchelastic_launched()):
@@ -228,11 +221,7 @@ def share_cores(hosts: Sequence[str]) -> None:
 
 
 def check_ranks(ranks: int | None, at: RankInfo | None, link: str | None = None) -> int:
-    """Return the number of ranks to run on: `ranks`, or the launcher's, or the default.
-
-    Raises:
-        WrongArgument: A launcher has started another number, or has its own links, or they are too many to start.
-    """
+    """Return the number of ranks to run on: `ranks`, or the launcher's, or the default."""
     if at is None:
         check_processes(ranks or DEFAULT_RANKS)
         return ranks or DEFAULT_RANKS
@@ -244,11 +233,7 @@ def check_ranks(ranks: int | None, at: RankInfo | None, link: str | None = None)
 
 
 def check_device(device: str, ranks: int, at: RankInfo | None) -> str:
-    """Return "cpu" or "cuda", for `device` or "auto".
-
-    Raises:
-        WrongArgument: There is no GPU for each rank on this host.
-    """
+    """Return "cpu" or "cuda", for `device` or "auto"."""
     gpus = torch.cuda.device_count()
     needed = ranks if at is None else at.local_rank + 1
     if device == "cuda" and gpus < needed:
@@ -296,12 +281,7 @@ def run_on(
 
 @contextmanager
 def joined(at: RankInfo, backend: str, timeout: timedelta = TIMEOUT) -> Generator[None]:
-    """Run the block with the default process group of all ranks.
-
-    Raises:
-        WrongArgument: MASTER_ADDR is needed, and not set.
-        RankError: The ranks have not met.
-    """
+    """Run the block with the default process group of all ranks."""
     os.environ.setdefault("MASTER_PORT", "29500")  # torch's own
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS")
     if local == str(at.world_size) or os.environ.get("SLURM_NNODES") == "1":  # one host

@@ -1,24 +1,73 @@
 """Problems by name, or from a function in a file: a model, batches and a loss. All commands take them."""
 
 import inspect
+import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from types import FunctionType
+from importlib import import_module, util
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fnddp.cli import modules
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
-from fnddp.simulate.tune import Problem
-from fnddp.simulate.tune.problem import Batch, Forward, trained
+from fnddp.simulate.tune import Batch, Forward, Problem, trained
+
+# Files that users have not written: fnddp's, Python's, and what is installed.
+_NOT_OWN = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths().values())
+
+
+def imported(name: str) -> ModuleType:
+    """Import and return the module `name`: an installed one, one of this folder, or "FILE.py"."""
+    try:
+        if name.endswith(".py"):
+            return _of_file(Path(name))
+        _add_path(Path.cwd())  # a console script, unlike `python -m`, does not
+        return import_module(name)
+    except (Exception, SystemExit) as error:
+        raise WrongArgument(f"cannot import {name}: {described(error)}") from error
+
+
+def described(error: BaseException) -> str:
+    """Return the type and text of an error, and the line of a user's module that raised it, if one did."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(_NOT_OWN)]
+    return f"{text} (at {own[-1].filename}:{own[-1].lineno})" if own else text
+
+
+def _of_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    name = f"fnddp_file_{file.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(file.absolute()):
+        return sys.modules[name]  # transforms are registered once
+    spec = util.spec_from_file_location(name, file.absolute())
+    assert spec is not None  # its name ends with .py
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    _add_path(file.absolute().parent)  # as if Python ran the file: it may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _add_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
 
 Params = dict[str, Tensor]
 BATCH_SIZE = 32  # of a rank, where it can be chosen and is not
@@ -45,9 +94,6 @@ def load(name: str) -> Problem:
 
     `fn()` returns `(module, inputs, loss_fn)`: a tensor or tuple of tensors that the module takes, and a function from
     its output to a scalar; or a `Problem`.
-
-    Raises:
-        WrongArgument: There is none, or `fn()` returns something else.
     """
     make = _maker(name)
     built = make()
@@ -90,11 +136,7 @@ def parameters(name: str) -> Params:
 
 
 def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int, rate: float | None) -> Problem:
-    """Return what `--model` and `--data` name; the learning rate falls from `rate`, or what suits the data, to zero.
-
-    Raises:
-        WrongArgument: There is no such model, it and the data do not go together, or it cannot be simulated.
-    """
+    """Return what `--model` and `--data` name; the learning rate falls from `rate`, or what suits the data, to zero."""
     source = data if data in DATA else model if model in DATA else None
     make = _maker(model)
     problem = import_module(DATA[source]).problem(batch, lambda: _module(make())) if source else load(model)
@@ -135,7 +177,7 @@ def _maker(name: str) -> Callable[[], Any]:
     if not colon or not where or not attribute:
         hint = did_you_mean(name, MODELS) or f"; known ones are {', '.join(MODELS)}."
         raise WrongArgument(f"unknown model {name!r}{hint} Your own is FILE.py:fn or module:fn")
-    module = modules.load(where)
+    module = imported(where)
     made = getattr(module, attribute, None)
     if isinstance(made, nn.Module):
         return partial(deepcopy, made)
@@ -162,7 +204,7 @@ def _called(name: str, made: Callable[[], Any]) -> Any:
     try:
         built = made()
     except (Exception, SystemExit) as error:
-        raise WrongArgument(f"{name} failed: {modules.described(error)}") from error
+        raise WrongArgument(f"{name} failed: {described(error)}") from error
     is_triple = isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module)
     if not is_triple and not isinstance(built, nn.Module | Problem):
         raise _wrong(name, f"must return a torch.nn.Module or (module, inputs, loss_fn), got {_kind(built)}")

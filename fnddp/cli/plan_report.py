@@ -72,11 +72,7 @@ class Planned:
 
 
 def planned(sync: Sync, setting: Setting) -> Planned:
-    """Lower `sync` for ranks that need not exist.
-
-    Raises:
-        WrongArgument: It cannot be lowered.
-    """
+    """Lower `sync` for ranks that need not exist."""
     ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
     try:
         if setting.step is None:

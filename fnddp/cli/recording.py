@@ -23,7 +23,7 @@ from fnddp.cost.step import Step
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.run.stats import SyncStats
 from fnddp.show.beside import STEP, beside
-from fnddp.simulate.tune.problem import trained
+from fnddp.simulate.tune import trained
 
 WARM_UP = 3  # steps: the first one learns the order of gradients, the second one follows it
 
@@ -40,11 +40,7 @@ class Recorded:
 
 
 def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:
-    """Train a few steps of the problem `name`, and record one. All ranks must do so.
-
-    Raises:
-        TypeError: `sync` has no plan.
-    """
+    """Train a few steps of the problem `name`, and record one. All ranks must do so."""
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
     problem = load(name)

@@ -16,7 +16,7 @@ from fnddp.cli.launch import Stage
 from fnddp.cli.models import Params, load
 from fnddp.core.agreement import agree, digest_of, verify
 from fnddp.core.sync import Sync
-from fnddp.simulate.tune.problem import standing_for, trained
+from fnddp.simulate.tune import standing_for, trained
 from fnddp.wire.counter import WireCounter
 
 LEARNING_RATE = 0.1  # falls linearly to zero
@@ -41,9 +41,6 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
     """Train `model` once with each pipeline, from the same parameters and on the same batches.
 
     Every rank of the default process group must run it, to its end.
-
-    Raises:
-        RankMismatchError: On all ranks: the final parameters are not equal to the bit on all of them.
     """
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -66,7 +66,7 @@ def tune(
                 ranks=ranks,
                 steps=steps,
                 seeds=range(seeds),
-                tell=lambda at: show("training", at.done, at.of),
+                tell=lambda done, of: show("training", done, of),
             )
     except (ValueError, LoweringError) as error:
         raise WrongArgument.of(error) from error
