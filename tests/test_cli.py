@@ -123,12 +123,18 @@ WRONG = {
         (["allreduce", "--trace", "."], "--trace: cannot write .: Is a directory"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
         ([TWO_LEVELS, "--ranks", "node=8,across=-1"], "--ranks must be a whole number of at least 1, or one for each"),
-        ([TWO_LEVELS, "--ranks", "1024"], "give the number of ranks of each: --ranks across=N,node=N"),
-        ([TWO_LEVELS, "--ranks", "node=8"], "--ranks node=8: nothing is given for group 'across'"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "no pipeline here reduces over group 'rack'; there are gr"),
-        ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "no pipeline here reduces over the default group"),
+        (
+            [TWO_LEVELS, "--ranks", "1024"],
+            "reduce over group 'across' and group 'node'; give --ranks across=...,node=...",
+        ),
+        (
+            [TWO_LEVELS, "--ranks", "node=8"],
+            "--ranks node=8: the pipelines reduce over group 'across' and group 'node'",
+        ),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "rack=2: the pipelines reduce over group 'across' and"),
+        ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "the pipelines reduce over group 'across' and group"),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit"], "nothing is given for group 'across'"),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit"], "give --link across=...,node=..."),
         ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit,across=x"], "--link: 'x' is no link"),
     ],
     "bench": [

@@ -108,27 +108,14 @@ def _by_group(option: str, text: str, read: Callable[[str], T]) -> "T | dict[str
 
 
 def check_groups(option: str, text: str, given: object, syncs: Sequence[Sync]) -> None:
-    """Raise a WrongArgument unless what is `given` by group has all groups of `syncs`, and no other.
-
-    One link is that of all groups; one number of ranks is that of one group.
-    """
-    if not isinstance(given, Mapping):
-        several = next((sync for sync in syncs if len(sync.groups or ()) > 1), None)
-        if several is not None and isinstance(given, int) and given > 1:
-            groups = sorted(several.groups or (), key=str)
-            example = ",".join(f"{group}=N" if group else "N" for group in groups)
-            raise WrongArgument(
-                f"{option} {text}: {several!r} reduces over {' and '.join(map(_named, groups))}; give the number of "
-                f"ranks of each: {option} {example}"
-            )
+    """Raise unless `given` has each group of `syncs` and no other, is a link, or a number for pipelines of a group."""
+    wanted = sorted({group for sync in syncs for group in sync.groups or ()}, key=str)
+    fits = not isinstance(given, int) or given == 1 or all(len(sync.groups or ()) < 2 for sync in syncs)
+    if fits if not isinstance(given, Mapping) else given.keys() == set(wanted):
         return
-    wanted = {group for sync in syncs for group in sync.groups or ()}
-    if other := [group for group in given if group not in wanted]:
-        there = ", ".join(map(_named, sorted(wanted, key=str))) or "none"
-        raise WrongArgument(f"{option} {text}: no pipeline here reduces over {_named(other[0])}; there are {there}")
-    if missing := sorted(wanted - set(given), key=str):
-        example = "a part without a name, such as 1024,node=8" if missing[0] is None else f"{missing[0]}=..."
-        raise WrongArgument(f"{option} {text}: nothing is given for {_named(missing[0])}; add {example}")
+    names = " and ".join(map(_named, wanted)) or "no group"
+    parts = ",".join(f"{group}=..." if group else "..." for group in wanted)
+    raise WrongArgument(f"{option} {text}: the pipelines reduce over {names}; give {option} {parts}")
 
 
 def _named(group: str | None) -> str:

@@ -22,6 +22,19 @@ from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
 from fnddp.simulate.tune import Batch, Forward, Problem, trained
 
+Params = dict[str, Tensor]
+BATCH_SIZE = 32  # of a rank, where it can be chosen and is not
+DATA = {"digits": "fnddp.cli.digits", "text": "fnddp.cli.characters"}
+"""Modules with data for any model, imported when asked for: digits need scikit-learn."""
+
+EXAMPLE = """\
+import torch
+
+def make():
+    module = torch.nn.Linear(20, 1)
+    inputs = torch.randn(32, 20)
+    return module, inputs, lambda output: output.square().mean()"""
+
 # Files that users have not written: fnddp's, Python's, and what is installed.
 _NOT_OWN = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths().values())
 
@@ -69,20 +82,6 @@ def _add_path(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-Params = dict[str, Tensor]
-BATCH_SIZE = 32  # of a rank, where it can be chosen and is not
-DATA = {"digits": "fnddp.cli.digits", "text": "fnddp.cli.characters"}
-"""Modules with data for any model, imported when asked for: digits need scikit-learn."""
-
-EXAMPLE = """\
-import torch
-
-def make():
-    module = torch.nn.Linear(20, 1)
-    inputs = torch.randn(32, 20)
-    return module, inputs, lambda output: output.square().mean()"""
-
-
 def class_loss(forward: Forward, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of classes: of samples, or of each position in sequences."""
     inputs, labels = batch
@@ -115,7 +114,10 @@ def load(name: str) -> Problem:
             raise WrongArgument(f"{name}: loss_fn must return a scalar tensor, such as a mean, got {got}")
         return value
 
-    return Problem(lambda: _module(make()), loss, lambda rank, ranks, generator: batch)
+    def always(rank: int, ranks: int, generator: torch.Generator) -> Batch:
+        return batch
+
+    return Problem(lambda: _module(make()), loss, always)
 
 
 def parameters(name: str) -> Params:
@@ -159,7 +161,11 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
         made = problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate)
         schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 1e-2, total_iters=steps)
-        made.register_step_post_hook(lambda *_: schedule.step())
+
+        def fall(*_: object) -> None:
+            schedule.step()
+
+        made.register_step_post_hook(fall)
         return made
 
     # Final losses depend less on the last batches where the learning rate falls to zero.

@@ -30,6 +30,10 @@ def positive(value: float | None) -> float | None:
     return value
 
 
+def _models(incomplete: str) -> list[str]:
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
 Pipelines: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="PIPELINE", help="for example 'fp16(allreduce)'", show_default=False)
 ]
@@ -40,7 +44,7 @@ Model: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        autocompletion=lambda incomplete: [name for name in MODELS if name.startswith(incomplete)],
+        autocompletion=_models,
         help=f"{', '.join(MODELS)}, or FILE.py:fn or module:fn, whose fn() returns (module, inputs, loss_fn); for "
         "plan a module is enough",
     ),

@@ -66,7 +66,11 @@ class Problem:
 
     def loss_of(self, module: nn.Module) -> Callable[..., Tensor]:
         """Return the loss as a function of the parameters of `module`, and a batch."""
-        return lambda params, *batch: self.loss(standing_for(module, params), batch)
+
+        def of_parameters(params: Leaves, *batch: Tensor) -> Tensor:
+            return self.loss(standing_for(module, params), batch)
+
+        return of_parameters
 
 
 def trained(module: nn.Module) -> Leaves:
