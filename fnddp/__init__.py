@@ -37,7 +37,7 @@ class _Package(ModuleType):
         public = sorted(["__version__", "outer", *(key for key in vars(sys.modules["fnddp.api"]) if key[0] != "_")])
         if name == "__all__":
             return public
-        if name in public:
+        if name in vars(self):
             return vars(self)[name]
         from fnddp.core.options import did_you_mean
 

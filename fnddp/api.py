@@ -22,24 +22,12 @@ from fnddp.core.codec import Codec as Codec
 from fnddp.core.parse import parse as parse
 from fnddp.core.state import load_state_dict as load_state_dict
 from fnddp.core.state import state_dict as state_dict
-from fnddp.core.sync import (
-    Exchange as Exchange,
-)
-from fnddp.core.sync import (
-    Local as Local,
-)
-from fnddp.core.sync import (
-    Replicated as Replicated,
-)
-from fnddp.core.sync import (
-    State as State,
-)
-from fnddp.core.sync import (
-    Sync as Sync,
-)
-from fnddp.core.sync import (
-    transform as transform,
-)
+from fnddp.core.sync import Exchange as Exchange
+from fnddp.core.sync import Local as Local
+from fnddp.core.sync import Replicated as Replicated
+from fnddp.core.sync import State as State
+from fnddp.core.sync import Sync as Sync
+from fnddp.core.sync import transform as transform
 from fnddp.cost.link import Link as Link
 from fnddp.cost.measure import measure_link as measure_link
 from fnddp.cost.step import Compute as Compute

@@ -108,10 +108,13 @@ def _by_group(option: str, text: str, read: Callable[[str], T]) -> "T | dict[str
 
 
 def check_groups(option: str, text: str, given: object, syncs: Sequence[Sync]) -> None:
-    """Raise unless `given` has each group of `syncs` and no other, is a link, or a number for pipelines of a group."""
+    """Raise a WrongArgument unless `given` is for all groups of `syncs` and for no other."""
     wanted = sorted({group for sync in syncs for group in sync.groups or ()}, key=str)
-    fits = not isinstance(given, int) or given == 1 or all(len(sync.groups or ()) < 2 for sync in syncs)
-    if fits if not isinstance(given, Mapping) else given.keys() == set(wanted):
+    if isinstance(given, Mapping):
+        fits = given.keys() == set(wanted)
+    else:  # one link is that of all groups, but one number of ranks that of one group
+        fits = not isinstance(given, int) or given == 1 or all(len(sync.groups or ()) < 2 for sync in syncs)
+    if fits:
         return
     names = " and ".join(map(_named, wanted)) or "no group"
     parts = ",".join(f"{group}=..." if group else "..." for group in wanted)

@@ -30,9 +30,10 @@ def trace(
     imported = checks.check_imports(imports)
     sync = checks.check_pipeline(pipeline, checks.check_model(model))
     checks.check_writable(out, "--out")
-    recorded = launch.run_on(at, count, recording.record, sync, model, seed, link=shaped, imports=imported)
+    found = launch.run_on(at, count, recording.record, sync, model, seed, link=shaped, imports=imported)
     if launch.reports(at):
-        out.write_text(recorded[0].trace)
-        recording.show(recorded[0])
+        timelines, table = found[0]
+        out.write_text(timelines)
+        table.show()
         print(f"Wrote {out}: open it at https://ui.perfetto.dev")
     return 0
