@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fnddp
-from fnddp.cli import main, models, modules
+from fnddp.cli import main, models
 from fnddp.cli.checks import RANKS_PER_CORE, check_processes
 from fnddp.cli.failures import BROKEN_PIPE, WrongArgument
 from tests import workloads
@@ -55,6 +55,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--version"]) == 0
     assert capsys.readouterr().out == f"fnddp {fnddp.__version__}\n"
+
+
+WITHOUT_TORCH = """
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].__version__ = "2.6.0+cu124"
+from fnddp.cli import main
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("--version", 0, f"fnddp {fnddp.__version__}"),
+        ("doctor", 1, "fnddp doctor: fnddp needs torch 2.11 or later; found 2.6"),
+    ],
+)
+def test_an_old_torch_is_an_error_in_a_line_and_none_is_needed_for_the_version(
+    command: str, code: int, said: str
+) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, command], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, len((done.stdout + done.stderr).splitlines())) == (code, 1)
+    assert (done.stdout + done.stderr).startswith(said)
 
 
 WRONG = {
@@ -99,12 +123,18 @@ WRONG = {
         (["allreduce", "--trace", "."], "--trace: cannot write .: Is a directory"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
         ([TWO_LEVELS, "--ranks", "node=8,across=-1"], "--ranks must be a whole number of at least 1, or one for each"),
-        ([TWO_LEVELS, "--ranks", "1024"], "give the number of ranks of each: --ranks across=N,node=N"),
-        ([TWO_LEVELS, "--ranks", "node=8"], "--ranks node=8: nothing is given for group 'across'"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "no pipeline here reduces over group 'rack'; there are gr"),
-        ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "no pipeline here reduces over the default group"),
+        (
+            [TWO_LEVELS, "--ranks", "1024"],
+            "reduce over group 'across' and group 'node'; give --ranks across=...,node=...",
+        ),
+        (
+            [TWO_LEVELS, "--ranks", "node=8"],
+            "--ranks node=8: the pipelines reduce over group 'across' and group 'node'",
+        ),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "rack=2: the pipelines reduce over group 'across' and"),
+        ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "the pipelines reduce over group 'across' and group"),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit"], "nothing is given for group 'across'"),
+        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit"], "give --link across=...,node=..."),
         ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit,across=x"], "--link: 'x' is no link"),
     ],
     "bench": [
@@ -116,8 +146,11 @@ WRONG = {
         (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
         (["allreduce", "--model", "models.py:alone"], "returns a module alone; to train it, it must return (module, "),
         (["allreduce", "--model", "models.py:pair"], "or (module, inputs, loss_fn), got (Linear, Tensor)"),
-        (["allreduce", "--model", "models.py:text_in"], "inputs must be a tensor or a tuple of tensors, got str"),
-        (["allreduce", "--model", "models.py:no_loss"], "loss_fn must be a function of the module's output, got float"),
+        (["allreduce", "--model", "models.py:text_in"], "returns inputs of str; inputs must be a tensor or a tuple"),
+        (
+            ["allreduce", "--model", "models.py:no_loss"],
+            "returns float; loss_fn must be a function of the module's output",
+        ),
         (["--codecs", "fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["--codecs", "--ranks", "4", "--link", "1gbit"], "a link or a model: leave --ranks and --link out"),
     ],
@@ -146,7 +179,8 @@ def test_wrong_arguments_are_answered_in_a_line_before_anything_is_done(
     assert out == ""
     assert err.startswith(f"fnddp {command}: " if command else "fnddp: ")
     assert message in err
-    assert len(err.splitlines()) <= 3
+    assert len(err.replace(f"\n\n{models.EXAMPLE}", "").splitlines()) <= 3
+    assert models.EXAMPLE in err or "must return" not in err
     assert set(folder.iterdir()) - {folder / "__pycache__"} == before
 
 
@@ -158,10 +192,21 @@ def test_a_model_may_be_a_module_a_class_or_a_function(
     assert json.loads(capsys.readouterr().out)["parameters"] == 36
 
 
+@pytest.mark.parametrize("name", ["example", "own_problem"])
+def test_all_commands_take_the_example_of_their_error_and_problems(name: str, folder: Path) -> None:
+    (folder / "example.py").write_text(f"{models.EXAMPLE}\n")
+    model = "example.py:make" if name == "example" else "models.py:own_problem"
+    assert sum(p.numel() for p in models.parameters(model).values()) == 21
+    problem = models.load(model)
+    batch = problem.batch(0, 1, torch.Generator())
+    assert problem.loss(problem.make(0), batch).ndim == 0
+    assert models.to_tune(model, None, batch=2, ranks=2, steps=2, rate=None).make(0).weight.numel() == 20
+
+
 def test_a_loss_is_a_scalar() -> None:
-    task = models.load(f"{FILE}:many").task(1)
+    problem = models.load(f"{FILE}:many")
     with pytest.raises(WrongArgument, match=r"many: loss_fn must return a scalar tensor, .* of shape \(2, 4\)$"):
-        task.loss(nn.Linear(8, 4), task.batch(0, 1, torch.Generator()))
+        problem.loss(nn.Linear(8, 4), problem.batch(0, 1, torch.Generator()))
 
 
 def test_processes_that_a_machine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +247,7 @@ def test_own_transforms_are_imported(name: str, folder: Path, capsys: pytest.Cap
     assert main.main(["plan", "halving(allreduce)", "--import", name, "--model", "models.py:module", "--json"]) == 0
     (planned,) = json.loads(capsys.readouterr().out)["pipelines"]
     assert planned["pipeline"] == "halving(allreduce)"
-    assert modules.load(name) is modules.load(name)
+    assert models.imported(name) is models.imported(name)
 
 
 @pytest.mark.usefixtures("own_transforms")

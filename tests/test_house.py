@@ -15,7 +15,7 @@ ORDER = [
     *("version", "torch_private", "columns", "wire", "core"),
     *("reducers", "transforms", "codecs", "memory", "schedules"),
     *("ir", "cost", "show", "plan", "run", "adapters"),
-    *("distributed", "simulate", "laws", "outer", "integrations", "__init__", "cli", "__main__"),
+    *("distributed", "simulate", "laws", "outer", "integrations", "api", "__init__", "cli", "__main__"),
 ]
 
 

@@ -1,7 +1,11 @@
 """Models that commands take with `--model`: SMALL and its neighbours, as a user's file has them."""
 
+from functools import partial
+
 import torch
 from torch import nn
+
+from fnddp.simulate.tune import Problem
 
 SMALL = f"{__file__}:small"
 """A layer of 64 x 32, with a batch and a loss."""
@@ -16,6 +20,14 @@ class Network(nn.Linear):
 
 def small():
     return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
+
+
+def own_problem():
+    return Problem(
+        partial(nn.Linear, 20, 1),
+        lambda forward, batch: forward(*batch).square().mean(),
+        lambda rank, ranks, generator: (torch.randn(4, 20, generator=generator),),
+    )
 
 
 def alone():

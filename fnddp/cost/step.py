@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
+from fnddp.cost.estimate import CollectiveCost, Costs, Links, Queue
 from fnddp.cost.link import duration
-from fnddp.cost.queue import CollectiveCost, Costs, Links, Queue
 from fnddp.ir.schedule import Schedule
 
 

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from fnddp.cost.estimate import Estimate, estimate
-from fnddp.cost.queue import Links
+from fnddp.cost.estimate import Estimate, Links, estimate
 from fnddp.cost.step import Compute, Step, predict
 from fnddp.ir.schedule import Schedule
-from fnddp.show.clock import to_trace
+from fnddp.show.beside import to_trace
 from fnddp.show.drawing import to_html, to_svg
 from fnddp.show.text import show
 

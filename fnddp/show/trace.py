@@ -11,8 +11,7 @@ from fnddp.columns import columns
 from fnddp.ir.program import Collective, Segment
 from fnddp.ir.schedule import Schedule
 from fnddp.show.meter import Meter
-from fnddp.show.names import PREFIX, range_of
-from fnddp.show.text import show, size
+from fnddp.show.text import PREFIX, range_of, show, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
 
