@@ -14,7 +14,7 @@ from fnddp.core.codec import Codec, Layer, Payload, wide
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import at_least, one_of
 from fnddp.core.sync import Exchange, State, Sync, transform
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import reinterpreted
 
 
@@ -74,7 +74,6 @@ class dct_topk(Codec):
         return self.inner.init({path: self._tiled(leaf.detach()) for path, leaf in leaves.items()})
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("dct_topk", leaves)
         tiled = {path: self._tiled(leaf) for path, leaf in leaves.items()}
         done = self.inner.carry((Layer(self),), tiled, state)
         return done.decoded(lambda of: {path: self._untiled(of[path], leaf) for path, leaf in leaves.items()})

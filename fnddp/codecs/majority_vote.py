@@ -9,7 +9,7 @@ from fnddp.codecs.packing import pack, unpack
 from fnddp.core import layout
 from fnddp.core.codec import Codec, Layer, Payload
 from fnddp.core.sync import Exchange, State, Sync, transform
-from fnddp.core.tree import Leaves, is_inexact, require_leaves
+from fnddp.core.tree import Leaves, is_inexact
 
 NOT_FINITE = -2  # the fourth number of two bits
 
@@ -44,7 +44,6 @@ class majority_vote(Codec):
     carries: ClassVar[Any] = False  # of what another codec has chosen or scaled there is nothing to vote on
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("majority_vote", leaves)
         done = self.inner.carry((Layer(self),), leaves, state)
         mean, sent = dict(done.mean), dict(done.sent)
         for path, leaf in leaves.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from fnddp.core import collectives, layout, random
 from fnddp.core.group import group_name
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 Payload: TypeAlias = dict[str, Tensor]
 """Encoded rows: tensors whose first dimension is rows."""
@@ -161,8 +161,7 @@ class Carrier(Reducer):
         return self.carry((), leaves, state)
 
     def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
-        name, group = type(self).__name__, group_name(self.group)
-        require_leaves(name, leaves)
+        group = group_name(self.group)
         whole = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
         wires = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if path not in whole}
         mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)

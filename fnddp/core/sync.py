@@ -6,6 +6,7 @@ A transform is a frozen dataclass made by `@transform`; its fields are its optio
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
@@ -16,7 +17,7 @@ from fnddp.core import tree
 from fnddp.core.collectives import scale_of_weight
 from fnddp.core.expression import CHECKS, Expression
 from fnddp.core.group import Group, group_name
-from fnddp.core.tree import Leaves, Tree
+from fnddp.core.tree import Leaves, Tree, require_leaves
 from fnddp.torch_private import without_autocast
 from fnddp.wire.weights import scaled
 
@@ -83,6 +84,11 @@ class Sync(Expression, abc.ABC):
     needs_sums: ClassVar[str] = ""
     """Why payloads inside must add, for the error about a max or min inside; empty if any reduction will do."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "exchange" in cls.__dict__:
+            cls.exchange = _checked(cls.exchange)  # pyright: ignore[reportAttributeAccessIssue]
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
@@ -119,6 +125,10 @@ class Sync(Expression, abc.ABC):
         Args:
             leaves: This rank's gradients by leaf path, as `fnddp.core.tree.flatten` names them.
             state: From `init` or the previous exchange.
+
+        Raises:
+            TypeError: `leaves` is no plain dict of tensors.
+            ValueError: A leaf is not dense, or `state` is not of the named tuple that the method annotates it with.
         """
 
     def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
@@ -238,6 +248,20 @@ class Sync(Expression, abc.ABC):
     def children(self) -> Iterator["Sync"]:
         """Return the pipelines this one wraps directly."""
         return self._children()
+
+
+def _checked(exchange: Callable[[Any, Leaves, Any], Exchange]) -> Callable[[Any, Leaves, Any], Exchange]:
+    kind: Any = exchange.__annotations__.get("state")
+    is_named_tuple = isinstance(kind, type) and issubclass(kind, tuple)
+
+    @wraps(exchange)
+    def checked(self: Sync, leaves: Leaves, state: State) -> Exchange:
+        require_leaves(type(self).__name__, leaves)
+        if is_named_tuple:
+            require_state(type(self).__name__, state, kind)
+        return exchange(self, leaves, state)
+
+    return checked
 
 
 class Reducer(Sync):

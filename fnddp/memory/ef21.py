@@ -5,8 +5,8 @@ from typing import ClassVar, NamedTuple
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, require_leaves
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 
 
 class EF21State(NamedTuple):
@@ -72,8 +72,6 @@ class ef21(Sync):
         return EF21State(h, wide_zeros(leaves), v, self.inner.init({**leaves, **h}))
 
     def exchange(self, leaves: Leaves, state: EF21State) -> Exchange:
-        require_leaves("ef21", leaves)
-        require_state("ef21", state, EF21State)
         shapes = {path: leaf.shape for path, leaf in leaves.items() if is_inexact(leaf)}
         check_entries("ef21", state.h, shapes)
         check_entries("ef21", state.v, shapes if self.eta < 1 else {})

@@ -5,8 +5,8 @@ from typing import ClassVar, NamedTuple
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
+from fnddp.core.sync import Exchange, Local, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -57,8 +57,6 @@ class error_feedback(Sync):
         return ErrorFeedbackState(wide_zeros(leaves), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: ErrorFeedbackState) -> Exchange:
-        require_leaves("error_feedback", leaves)
-        require_state("error_feedback", state, ErrorFeedbackState)
         remembered = {path: leaf for path, leaf in leaves.items() if is_inexact(leaf)}
         check_entries("error_feedback", state.residual, {path: leaf.shape for path, leaf in remembered.items()})
         whole: Leaves = {}

@@ -7,8 +7,8 @@ import torch
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced, require_leaves
+from fnddp.core.sync import Exchange, Local, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 
 
 class MomentumCorrectionState(NamedTuple):
@@ -72,8 +72,6 @@ class momentum_correction(Sync):
         return MomentumCorrectionState(wide_zeros(leaves), wide_zeros(leaves), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: MomentumCorrectionState) -> Exchange:
-        require_leaves("momentum_correction", leaves)
-        require_state("momentum_correction", state, MomentumCorrectionState)
         shapes = {path: leaf.shape for path, leaf in leaves.items() if is_inexact(leaf)}
         check_entries("momentum_correction", state.u, shapes)
         check_entries("momentum_correction", state.v, shapes)

@@ -6,7 +6,7 @@ from fnddp.core import collectives
 from fnddp.core.group import Group, group_name
 from fnddp.core.options import one_of
 from fnddp.core.sync import Exchange, Reducer, State, registry, transform
-from fnddp.core.tree import Leaves, require_leaves
+from fnddp.core.tree import Leaves
 
 
 @transform
@@ -47,7 +47,6 @@ class all_reduce(Reducer):
         return frozenset({self.op})
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("all_reduce", leaves)
         reduced = collectives.all_reduce(leaves, self.op, group_name(self.group))
         return Exchange(mean=reduced, sent=leaves, state=state)
 

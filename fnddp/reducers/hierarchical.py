@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.core import collectives, layout, tree
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 
@@ -119,7 +119,6 @@ class hierarchical(Sync):
         return HierarchicalState(self.inner.init(shards))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("hierarchical", leaves)
         self._require_groups()
         parts = {path: leaf for path, leaf in leaves.items() if _has_parts(leaf)}
         whole = {path: leaf for path, leaf in leaves.items() if path not in parts}

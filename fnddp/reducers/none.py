@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from fnddp.core.group import Group
 from fnddp.core.sync import Exchange, State, Sync, registry, transform
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.tree import Leaves, Tree
 
 
 @transform
@@ -29,7 +29,6 @@ class unreduced(Sync):
         return ()
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("none", leaves)
         return Exchange(leaves, leaves, state)
 
     def __repr__(self) -> str:

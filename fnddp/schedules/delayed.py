@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fnddp.core import tree
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, require_leaves
+from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, check_entries
 
 
 class DelayedState(NamedTuple):
@@ -59,8 +59,6 @@ class delayed(Sync):
         return DelayedState(0, last, self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: DelayedState) -> Exchange:
-        require_leaves("delayed", leaves)
-        require_state("delayed", state, DelayedState)
         check_entries("delayed", state.last, {path: leaf.shape for path, leaf in leaves.items()})
         inner = self.inner.exchange(leaves, state.inner)
         # Copies: the caller may scale a mean in place, and gradients may be in memory that the next step reuses.

@@ -5,8 +5,8 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from fnddp.core.options import at_least
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, replaced, require_leaves
+from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, replaced
 
 
 class EveryState(NamedTuple):
@@ -57,8 +57,6 @@ class every(Sync):
         return EveryState(0, self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: EveryState) -> Exchange:
-        require_leaves("every", leaves)
-        require_state("every", state, EveryState)
         if state.step + 1 < self.n:
             nothing = {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
             return Exchange({}, nothing, EveryState(state.step + 1, state.inner))

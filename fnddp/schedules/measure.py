@@ -8,8 +8,8 @@ from torch import Tensor
 from fnddp.core import collectives, tree
 from fnddp.core.codec import wide
 from fnddp.core.options import at_least
-from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_agreement, require_state, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, require_agreement, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 
 class MeasureState(NamedTuple):
@@ -70,8 +70,6 @@ class measure(Sync):
         return MeasureState(0, error, cosine, self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: MeasureState) -> Exchange:
-        require_leaves("measure", leaves)
-        require_state("measure", state, MeasureState)
         inner = self.inner.exchange(leaves, state.inner)
         error, cosine = state.error, state.cosine
         if state.step == 0:

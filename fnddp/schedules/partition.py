@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 
 from fnddp.core import tree
 from fnddp.core.options import checked_pairs
-from fnddp.core.sync import Exchange, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree
 
 MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
 
@@ -69,8 +69,6 @@ class partition(Sync):
         return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in dict(self.rules).items()})
 
     def exchange(self, leaves: Leaves, state: PartitionState) -> Exchange:
-        require_leaves("partition", leaves)
-        require_state("partition", state, PartitionState)
         parts = split_by_pattern("partition", leaves, self._compiled)
         done = {
             pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in dict(self.rules).items()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, tree
-from fnddp.core.sync import Exchange, Replicated, State, Sync, groups_of, require_state, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, paired, require_leaves
+from fnddp.core.sync import Exchange, Replicated, State, Sync, groups_of, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, paired
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -65,8 +65,6 @@ class skip_nonfinite(Sync):
         return SkipNonfiniteState(torch.zeros((), dtype=torch.int64, device=device), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: SkipNonfiniteState) -> Exchange:
-        require_leaves("skip_nonfinite", leaves)
-        require_state("skip_nonfinite", state, SkipNonfiniteState)
         inner = self.inner.exchange(leaves, state.inner)
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from fnddp.core.options import checked_int, checked_pairs
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, paired, replaced, require_leaves
+from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, paired, replaced
 
 
 class SwitchState(NamedTuple):
@@ -66,8 +66,6 @@ class switch(Sync):
         return SwitchState(0, stages)
 
     def exchange(self, leaves: Leaves, state: SwitchState) -> Exchange:
-        require_leaves("switch", leaves)
-        require_state("switch", state, SwitchState)
         begun = [(str(step), sync) for step, sync in dict(self.stages).items() if state.step >= step]
         whole: State = None
         for name, _ in begun:

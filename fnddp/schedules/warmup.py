@@ -3,7 +3,7 @@
 from typing import ClassVar, NamedTuple
 
 from fnddp.core.options import at_least
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
+from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.reducers.all_reduce import allreduce
 
@@ -44,7 +44,6 @@ class warmup(Sync):
         return WarmupState(0, self.before.init(grads), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: WarmupState) -> Exchange:
-        require_state("warmup", state, WarmupState)
         if state.step < self.steps:
             before = self.before.exchange(leaves, state.before)
             return replaced(before, state=WarmupState(state.step + 1, before.state, state.inner))

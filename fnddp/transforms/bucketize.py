@@ -11,7 +11,7 @@ from fnddp.core.buckets import MB, assign_buckets
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import POSITIVE
 from fnddp.core.sync import Exchange, State, Sync, transform
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.tree import Leaves, Tree
 
 
 @transform
@@ -55,7 +55,6 @@ class bucketize(Sync):
         )
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("bucketize", leaves)
         buckets = self.buckets(leaves)
         flat = {name: _flatten(leaves[path] for path in paths) for name, paths in buckets.items()}
         return self.inner.exchange(flat, state).decoded(lambda flat: _unpack(flat, buckets, leaves))

@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.codec import Code, Layer, Payload
 from fnddp.core.sync import Exchange, State, Sync, registry, require_agreement, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact
 
 # Dtypes that every backend can add up.
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -66,7 +66,6 @@ class cast(Sync):
         return self.inner.init(grads if self.carries else tree.map_leaves(self._spec, grads))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("cast", leaves)
         if self.carries:  # only what travels is cast, not the mean
             return self.carry((), leaves, state)
         wires = {path: self._encode(leaf) for path, leaf in leaves.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.core.codec import wide
 from fnddp.core.options import POSITIVE
 from fnddp.core.sync import Exchange, State, Sync, require_agreement, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact
 
 _EPSILON = 1e-6  # torch's
 
@@ -54,7 +54,6 @@ class clip_by_global_norm(Sync):
         return self.inner.init(grads)
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("clip_by_global_norm", leaves)
         inner = self.inner.exchange(leaves, state)
         norms = [
             torch.linalg.vector_norm(leaf, dtype=wide(leaf.dtype)) for leaf in inner.mean.values() if is_inexact(leaf)

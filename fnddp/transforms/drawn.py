@@ -8,8 +8,8 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import Share
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core.sync import Exchange, Replicated, State, Sync
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 
 class DrawnState(NamedTuple):
@@ -46,9 +46,6 @@ class Drawn(Sync):
         return DrawnState(0, self.inner.init(payload))
 
     def exchange(self, leaves: Leaves, state: DrawnState) -> Exchange:
-        owner = type(self).__name__
-        require_leaves(owner, leaves)
-        require_state(owner, state, DrawnState)
         drawn = {path: self.draw(path, leaf, state.step) for path, leaf in leaves.items() if _is_drawn_from(leaf)}
         payload = {path: leaf.reshape(-1)[drawn[path]] if path in drawn else leaf for path, leaf in leaves.items()}
 

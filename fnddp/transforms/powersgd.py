@@ -4,8 +4,8 @@ from typing import ClassVar, NamedTuple
 
 from fnddp.core import tree
 from fnddp.core.options import Limit, at_least, one_of
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, replaced, require_leaves
+from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, replaced
 from fnddp.transforms.alternating import half_round
 from fnddp.transforms.leading import leading_factors
 from fnddp.transforms.low_rank import (
@@ -141,8 +141,6 @@ class powersgd(LowRank):
         )
 
     def exchange(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
-        require_leaves("powersgd", leaves)
-        require_state("powersgd", state, PowerSGDState)
         self._require_factors(leaves, state)
         if self.refresh and state.step == 0:
             return self._whole(leaves, state)

@@ -9,7 +9,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.layout import in_format_of
 from fnddp.core.sync import Exchange, State, Sync, transform
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.tree import Leaves, Tree
 
 
 @transform
@@ -35,7 +35,6 @@ class squared(Sync):
         return self.inner.init(tree.map_leaves(lambda leaf: leaf.detach().new_empty((_side(leaf), _side(leaf))), grads))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("squared", leaves)
         squares = {path: _to_square(leaf) for path, leaf in leaves.items()}
         inner = self.inner.exchange(squares, state)
         return inner.decoded(lambda squares: {path: _from_square(each, leaves[path]) for path, each in squares.items()})
