@@ -28,9 +28,7 @@ from fnddp.cost.link import Link
 from fnddp.cost.measure import measure_link
 from fnddp.cost.step import Compute
 from fnddp.ir.program import LoweringError
-from fnddp.memory.ef21 import ef21
-from fnddp.memory.error_feedback import error_feedback
-from fnddp.memory.momentum_correction import momentum_correction
+from fnddp.memory import ef21, error_feedback, momentum_correction
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_gather import all_gather, allgather

@@ -3,7 +3,7 @@
 from fnddp.codecs.quantize import quantize
 from fnddp.codecs.topk import topk
 from fnddp.core.sync import Sync
-from fnddp.memory.error_feedback import error_feedback
+from fnddp.memory import error_feedback
 from fnddp.outer.contract import Outer, outers
 from fnddp.outer.diloco import diloco
 from fnddp.reducers.all_gather import allgather

@@ -14,7 +14,7 @@ from fnddp.core.state import describe
 from fnddp.core.sync import REPLICATED, State, Sync, all_in, groups_of
 from fnddp.core.tree import Leaves
 from fnddp.integrations.torchft.wire import ManagerWire, QuorumError
-from fnddp.memory.ef21 import ef21
+from fnddp.memory import ef21
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.engine import Engine
 from fnddp.wire.control import gather_over
