@@ -47,14 +47,12 @@ from fnddp.schedules.switch import switch
 from fnddp.schedules.warmup import warmup
 from fnddp.simulate.simulate import simulate
 from fnddp.simulate.training import simulate_training
-from fnddp.transforms.batched_powersgd import batched_powersgd
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import bf16, cast, fp16
 from fnddp.transforms.clip_by_global_norm import clip_by_global_norm
 from fnddp.transforms.powersgd import powersgd
-from fnddp.transforms.random_block import random_block
-from fnddp.transforms.random_k import random_k
-from fnddp.transforms.squared import squared
+from fnddp.transforms.random_k import random_block, random_k
+from fnddp.transforms.squared import batched_powersgd, squared
 from fnddp.version import __version__
 from fnddp.wire.counter import WireCounter
 from fnddp.wire.protocol import CollectiveError
