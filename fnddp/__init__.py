@@ -10,13 +10,9 @@ from fnddp.adapters.jit import jit
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.adapters.stats import log_sync_stats
 from fnddp.codecs.dct_topk import dct_topk
-from fnddp.codecs.fp8 import fp8
-from fnddp.codecs.majority_vote import majority_vote
-from fnddp.codecs.natural import natural
-from fnddp.codecs.qsgd import qsgd
-from fnddp.codecs.quantize import quantize
-from fnddp.codecs.sign import sign
-from fnddp.codecs.terngrad import terngrad
+from fnddp.codecs.floats import fp8, natural
+from fnddp.codecs.quantize import qsgd, quantize, terngrad
+from fnddp.codecs.sign import majority_vote, sign
 from fnddp.codecs.topk import topk
 from fnddp.core.agreement import RankMismatchError, verify
 from fnddp.core.codec import Codec
@@ -31,20 +27,16 @@ from fnddp.ir.program import LoweringError
 from fnddp.memory import ef21, error_feedback, momentum_correction
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
-from fnddp.reducers.all_gather import all_gather, allgather
-from fnddp.reducers.all_reduce import all_reduce, allreduce
+from fnddp.reducers.all_reduce import all_reduce, allreduce, none
+from fnddp.reducers.carriers import all_gather, allgather, two_shot
 from fnddp.reducers.hierarchical import hierarchical
-from fnddp.reducers.none import none
-from fnddp.reducers.two_shot import two_shot
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.run.vote import StepFailedError
 from fnddp.schedules.delayed import delayed
-from fnddp.schedules.every import every
 from fnddp.schedules.measure import measure
 from fnddp.schedules.partition import partition
+from fnddp.schedules.phases import every, switch, warmup
 from fnddp.schedules.skip_nonfinite import skip_nonfinite
-from fnddp.schedules.switch import switch
-from fnddp.schedules.warmup import warmup
 from fnddp.simulate.simulate import simulate
 from fnddp.simulate.training import simulate_training
 from fnddp.transforms.bucketize import bucketize

@@ -41,9 +41,6 @@ class dct_topk(Codec):
         index: "small": 12 bits for tiles of 4,096 numbers and even k, else int16 or int32; or a torch integer dtype by
             name, "int16", "int32" or "int64" (as DeMo sends them).
 
-    Shapes: values `[rows, tiles, k]` in the gradients' dtype, indices `[rows, tiles, k]`, or, in 12 bits,
-    `[rows, tiles, k / 2, 3]`.
-
     Source: Peng et al., "DeMo: decoupled momentum optimization", arXiv 2411.19870, Algorithm 1. Deviations: the mean is
     over all ranks, not over those that sent a coefficient; each index of a tile is written once, in any order, so that
     all ranks get the same bits; sides that `chunk` does not divide are padded, where DeMo takes the next divisor.

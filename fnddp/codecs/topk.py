@@ -27,9 +27,6 @@ class topk(Codec):
         k: how many elements to keep of each row or chunk. Exactly one of both.
         chunk: Elements among which the largest are found; None for the row: a leaf, or a rank's part of it.
 
-    Shapes: values `[rows, chunks, k]` in the gradients' dtype, indices `[rows, chunks, k]`, or, in 12 bits,
-    `[rows, chunks, k / 2, 3]`.
-
     Source: Aji and Heafield, EMNLP 2017; chunks as in SparseLoCo (arXiv 2603.08163), 64 of 4,096.
 
     >>> import torch

@@ -6,8 +6,7 @@ from fnddp.core.sync import Sync
 from fnddp.memory import error_feedback
 from fnddp.outer.contract import Outer, outers
 from fnddp.outer.diloco import diloco
-from fnddp.reducers.all_gather import allgather
-from fnddp.reducers.two_shot import two_shot
+from fnddp.reducers.carriers import allgather, two_shot
 from fnddp.transforms.bucketize import bucketize
 
 

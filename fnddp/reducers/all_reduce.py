@@ -1,12 +1,12 @@
-"""All-reduce: every rank gets the same reduction of all ranks' payloads."""
+"""All-reduce: every rank gets the same reduction of all ranks' payloads; and no reduction at all."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fnddp.core import collectives
 from fnddp.core.group import Group, group_name
 from fnddp.core.options import one_of
-from fnddp.core.sync import Exchange, Reducer, State, registry, transform
-from fnddp.core.tree import Leaves
+from fnddp.core.sync import Exchange, Reducer, State, Sync, registry, transform
+from fnddp.core.tree import Leaves, Tree
 
 
 @transform
@@ -56,3 +56,35 @@ class all_reduce(Reducer):
 
 allreduce = all_reduce()
 registry.add("allreduce", allreduce)
+
+
+@transform
+class unreduced(Sync):
+    """Leave every gradient as it is on its rank, and send nothing. `none` is the ready-made value.
+
+    For leaves that differ between ranks on purpose (experts, adapters of one rank), as a rule of `partition`; and to
+    measure what synchronization costs. The wrong choice for anything else: parameters drift apart, silently.
+
+    >>> import torch
+    >>> none({"w": torch.ones(2)}, ())
+    ({'w': tensor([1., 1.])}, ())
+    """
+
+    ops: ClassVar[Any] = frozenset[str]()
+    groups: ClassVar[Any] = frozenset[str | None]()
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
+        return self
+
+    def init(self, grads: Tree) -> State:
+        return ()
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return Exchange(leaves, leaves, state)
+
+    def __repr__(self) -> str:
+        return "none"
+
+
+none = unreduced()
+registry.add("none", none)

@@ -1,13 +1,57 @@
-"""Other pipelines from given steps on."""
+"""Phases: other pipelines, or none, in other steps."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fnddp.core.options import checked_int, checked_pairs
+from fnddp.core.options import at_least, checked_int, checked_pairs
 from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, paired, replaced
+from fnddp.reducers.all_reduce import allreduce
+
+
+class WarmupState(NamedTuple):
+    """`step`: exchanges done so far, at most the number of warm-up steps."""
+
+    step: Replicated[int]
+    before: State
+    inner: State
+
+
+@transform
+class warmup(Sync):
+    """Run `before` for the first `steps` exchanges, then `inner`.
+
+    The first steps of a training run tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
+    `warmup(error_feedback(...), 100)`, unless `before` is lossy too.
+
+    >>> from fnddp import fp16
+    >>> sync = warmup(fp16(allreduce), steps=1)
+    >>> grads = {"w": torch.tensor([1 + 2**-20])}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> bool(first["w"] == grads["w"]), second["w"].item(), state.step
+    (True, 1.0, 1)
+    """
+
+    inner: Sync
+    steps: int
+    before: Sync = allreduce
+
+    wraps_skipping: ClassVar[bool] = True
+    limits: ClassVar = {"steps": at_least(0)}
+
+    def init(self, grads: Tree) -> State:
+        return WarmupState(0, self.before.init(grads), self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: WarmupState) -> Exchange:
+        if state.step < self.steps:
+            before = self.before.exchange(leaves, state.before)
+            return replaced(before, state=WarmupState(state.step + 1, before.state, state.inner))
+        inner = self.inner.exchange(leaves, state.inner)
+        return replaced(inner, state=WarmupState(state.step, state.before, inner.state))
 
 
 class SwitchState(NamedTuple):
@@ -34,7 +78,6 @@ class switch(Sync):
     Args:
         stages: Pipelines by their first step, counted in exchanges; one begins at 0.
 
-    >>> import torch
     >>> from fnddp import allreduce, fp16
     >>> sync = switch({0: allreduce, 1: fp16(allreduce)})
     >>> grads = {"w": torch.tensor([1 + 2**-20])}
@@ -102,3 +145,58 @@ def _is_part(value: Any) -> bool:
 
 def _for_before(own: Any, following: Any) -> Any:
     return following if own is None else None
+
+
+class EveryState(NamedTuple):
+    """`step`: steps since the last exchange, below n."""
+
+    step: Replicated[int]
+    inner: State
+
+
+@transform
+class every(Sync):
+    """Exchange in each n-th step; in the others, no leaf has an update.
+
+    No update is not an update of zeros: the pipeline returns None for those leaves, and adapters leave `.grad` None, on
+    all ranks alike, so that Adam's moments and weight decay stand still.
+
+    By itself it **loses** the gradients of the other steps. With memory outside they add up, and the n-th step sends
+    the sum: `error_feedback(every(4, topk(allgather, ratio=0.01)))`. The update is then about n times as large, as that
+    of n accumulated losses. The wrong choice where a loop may wait: gradient accumulation (`no_sync`) does the same
+    without memory. A lowered step has two phases, and two plans.
+
+    Args:
+        n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
+
+    Source: the period of communication of Qsparse-local-SGD (Basu et al., NeurIPS 2019, Algorithm 1) with one set of
+    parameters: here they stand still in between.
+
+    >>> from fnddp import allreduce, error_feedback
+    >>> sync = error_feedback(every(2, allreduce))
+    >>> grads = {"w": torch.ones(2)}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> first, second
+    ({'w': None}, {'w': tensor([2., 2.])})
+    """
+
+    n: int
+    inner: Sync
+
+    wraps_skipping: ClassVar[bool] = True
+    limits: ClassVar = {"n": at_least(1)}
+
+    @property
+    def skips(self) -> bool:
+        return self.n > 1 or super().skips
+
+    def init(self, grads: Tree) -> State:
+        return EveryState(0, self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: EveryState) -> Exchange:
+        if state.step + 1 < self.n:
+            nothing = {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
+            return Exchange({}, nothing, EveryState(state.step + 1, state.inner))
+        inner = self.inner.exchange(leaves, state.inner)
+        return replaced(inner, state=EveryState(0, inner.state))
