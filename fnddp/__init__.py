@@ -32,19 +32,17 @@ from fnddp.reducers.carriers import all_gather, allgather, two_shot
 from fnddp.reducers.hierarchical import hierarchical
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.run.vote import StepFailedError
-from fnddp.schedules.delayed import delayed
 from fnddp.schedules.measure import measure
 from fnddp.schedules.partition import partition
-from fnddp.schedules.phases import every, switch, warmup
+from fnddp.schedules.phases import delayed, every, switch, warmup
 from fnddp.schedules.skip_nonfinite import skip_nonfinite
 from fnddp.simulate.simulate import simulate
 from fnddp.simulate.training import simulate_training
-from fnddp.transforms.bucketize import bucketize
+from fnddp.transforms.bucketize import batched_powersgd, bucketize, squared
 from fnddp.transforms.cast import bf16, cast, fp16
 from fnddp.transforms.clip_by_global_norm import clip_by_global_norm
 from fnddp.transforms.powersgd import powersgd
 from fnddp.transforms.random_k import random_block, random_k
-from fnddp.transforms.squared import batched_powersgd, squared
 from fnddp.version import __version__
 from fnddp.wire.counter import WireCounter
 from fnddp.wire.protocol import CollectiveError

@@ -112,7 +112,7 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads:
 
 
 class AllGatherGrad(torch.autograd.Function):
-    """`AllGatherGrad.apply(tensor, group=None)`: gathers and stacks; backward sums what the ranks send back.
+    """Gather that stacks, `AllGatherGrad.apply(tensor, group=None)`; its backward sums what the ranks send back.
 
     Each rank computes its loss from all tensors; the gradient is that of the sum of all ranks' losses with respect to
     this rank's tensor. So every rank must run backward. Divide the loss by the number of ranks if it is a mean over
@@ -236,12 +236,8 @@ def init_dist_connection(
         cluster_environment: Lightning's, or any object with `main_address` and `main_port`; `global_rank()` and
             `world_size()` are called where the next arguments are None.
         torch_distributed_backend: "gloo", "nccl", or another of `init_process_group`.
-        global_rank: This process's rank.
-        world_size: The number of processes.
+        global_rank, world_size: Of this process, and of all.
         **kwargs: Further arguments of `init_process_group`, such as `timeout`.
-
-    Raises:
-        RuntimeError: torch.distributed is not available.
 
     >>> class Cluster:
     ...     main_address, main_port = "127.0.0.1", 0

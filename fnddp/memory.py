@@ -12,7 +12,10 @@ from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 
 
 class Memory(Sync):
-    """A pipeline whose state holds a tensor in float32 or wider for each leaf that is not of integers."""
+    """A pipeline whose state holds tensors for each leaf, in its shape and in float32 or wider; none for integers.
+
+    It wraps no other memory, which would add the same losses twice.
+    """
 
     inner: Sync
 
@@ -28,7 +31,7 @@ class Memory(Sync):
 
 
 class ErrorFeedbackState(NamedTuple):
-    """`residual`: by leaf path, shaped like the gradients, in float32 or wider."""
+    """`residual`: losses of earlier exchanges on this rank, by leaf path."""
 
     residual: Local[Leaves]
     inner: State
@@ -41,14 +44,10 @@ class error_feedback(Memory):
     With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. `sent` accounts for all losses
     of `inner`, so the sum of all outputs plus the mean residual equals the sum of all mean gradients (with decay 1, and
     but for the rounding of sums in 16 bits). Biased compressors (PowerSGD, top-k, sign) converge with it, at the price
-    of one more copy of the gradients, in float32 or wider. The wrong choice around a lossless pipeline: it costs memory
-    and does nothing. Integer leaves have no residual.
+    of one more copy of the gradients. The wrong choice around a lossless pipeline: it costs memory and does nothing.
 
     Args:
         decay: Factor on the residual, in [0, 1]. Lower forgets faster; below 1 the sum above no longer telescopes.
-
-    Raises:
-        TypeError: `inner` takes a max or min, which has no residual, or remembers what is lost itself.
 
     Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
     of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows).
@@ -84,10 +83,7 @@ class error_feedback(Memory):
 
 
 class MomentumCorrectionState(NamedTuple):
-    """By leaf path, shaped like the gradients, in float32 or wider.
-
-    `u`: the momentum. `v`: the part of its sum that has not been sent.
-    """
+    """`u`: the momentum, by leaf path. `v`: the part of its sum that has not been sent."""
 
     u: Local[Leaves]
     v: Local[Leaves]
@@ -100,13 +96,13 @@ class momentum_correction(Memory):
 
     With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; and, masking, u = 0 where something
     was sent. It is memory of its own: no `error_feedback` around it or in it, and an optimizer *without* momentum
-    after it, `torch.optim.SGD(params, lr)`. Integer leaves have none.
+    after it, `torch.optim.SGD(params, lr)`.
 
-    Error feedback holds a gradient back for some hundred steps and sends their sum, to which an optimizer's momentum
-    is applied at once; here each element gets the momentum that it would have had. Masking forgets the momentum of sent
-    elements, which is stale by then. The wrong choice for Adam and its kin, and, masking, for dense compressors
-    (PowerSGD, sign, casts), which send something of everything: give those `masking=False`. Over `two_shot` the owner's
-    elements also count as sent where its second hop has lost something.
+    Error feedback sends a sum of gradients, to which an optimizer's momentum is applied at once; here each element gets
+    the momentum that it would have had. Masking forgets the momentum of sent elements, which is stale by then. The
+    wrong choice for Adam and its kin, and, masking, for dense compressors (PowerSGD, sign, casts), which send something
+    of everything: give those `masking=False`. Over `two_shot` the owner's elements also count as sent where its second
+    hop has lost something.
 
     Without compression and masking the outputs are the steps of SGD with momentum; with masking those of plain SGD.
 
@@ -115,9 +111,6 @@ class momentum_correction(Memory):
             too, so that u and v stay: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
         momentum: In [0, 1). Higher remembers longer; 0 is error feedback.
         masking: Set the momentum of sent elements to zero ("momentum factor masking").
-
-    Raises:
-        TypeError: See `error_feedback`.
 
     Source: Lin et al., "Deep Gradient Compression", ICLR 2018, Algorithms 1 and 4, sections 3.1 to 3.3. Deviations:
     v keeps what the wire rounds of the values that are sent, where the paper zeroes v; no clipping of local gradients.
@@ -154,9 +147,8 @@ class momentum_correction(Memory):
 
 
 class EF21State(NamedTuple):
-    """By leaf path, shaped like the gradients, in float32 or wider.
+    """`h`: the others' estimate of this rank's gradient, by leaf path. `mean_h`: its mean over ranks, the paper's g.
 
-    `h`: the others' estimate of this rank's gradient. `mean_h`: the mean of all ranks' h, the paper's g.
     `v`: the running mean of this rank's gradients (empty where eta is 1).
     """
 
@@ -174,7 +166,7 @@ class ef21(Memory):
     the output is the mean of h over ranks, which is kept as the sum of all mean c. Where gradients settle, differences
     and losses vanish: unlike error feedback it converges with a constant step under gradients that differ between
     ranks. With stochastic gradients take eta below 1 (EF21-SGDM), or their noise travels and is compressed in every
-    step. Integer leaves are reduced as `inner` does.
+    step.
 
     The wrong choice: around lossless pipelines; for gradients that change wholly from step to step; and around sums in
     16 bits such as `bf16(allreduce)`, whose rounding is in the mean but in no rank's h, so that the sum of all mean c
@@ -184,9 +176,6 @@ class ef21(Memory):
     Args:
         inner: The compressor: `topk(allgather, ratio=0.01)`, `powersgd(allreduce)`, `sign(two_shot)`.
         eta: Weight of the new gradient in v, in (0, 1]. 1: no v, EF21. Lower averages over more steps, about 1 / eta.
-
-    Raises:
-        TypeError: See `error_feedback`.
 
     Source: Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, Algorithm 2; with eta below 1 Fatkhullin, Tyurin
     and Richtarik, "Momentum provably improves error feedback!", NeurIPS 2023, Algorithm 1. Deviation: h and v begin

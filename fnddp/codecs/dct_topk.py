@@ -31,11 +31,11 @@ class dct_topk(Codec):
 
     The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), as top-k is: wrap it in
     `error_feedback`. DeMo's momentum is that residual: m = beta m + g, m -= sent, is `decay=beta`. The wrong choice for
-    gradients whose neighbours have nothing in common: top-k of the elements is as good then, without the 4 * chunk
-    operations an element, twice.
+    gradients whose neighbours have nothing in common: `topk` is as good then, without the 8 * chunk operations an
+    element.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the coefficients: `dct_topk(bf16(allgather))`.
+        inner: The carrier, or a codec for the coefficients: `dct_topk(bf16(allgather))`.
         chunk: The side of a tile.
         k: Coefficients sent of each tile; all of one with fewer.
         index: "small": 12 bits for tiles of 4,096 numbers and even k, else int16 or int32; or a torch integer dtype by

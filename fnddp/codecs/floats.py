@@ -25,7 +25,7 @@ class fp8(Codec):
     element is below the smallest normal number times the format's largest (5.3e-36 for e4m3 of float32) becomes zeros.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the scales: `fp8(bf16(two_shot))`.
+        inner: The carrier, or a codec for the scales: `fp8(bf16(two_shot))`.
         format: "e4m3" (torch.float8_e4m3fn, up to 448) or "e5m2" (torch.float8_e5m2, up to 57,344).
         block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
 
@@ -76,9 +76,6 @@ class natural(Codec):
     largest of their block), and for float64 gradients beyond the range of float32.
 
     Nothing is rounded beyond the largest power of two of the gradients' dtype, and below 2 ** -126 to 0 or 2 ** -126.
-
-    Args:
-        inner: The carrier; a codec inside has nothing to encode.
 
     Source: Horvath et al., "Natural compression for distributed deep learning", arXiv 1905.10988, definition 1 and
     theorem 1.

@@ -20,7 +20,7 @@ class quantize(Codec):
     in each block, which leave the others nothing; smaller blocks help, at 32 bits of scale each.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the scales: `quantize(bf16(two_shot))`.
+        inner: The carrier, or a codec for the scales: `quantize(bf16(two_shot))`.
         bits: 8, 4 or 2. Below 8, several elements share a byte.
         block: Elements that share a scale, a multiple of 8 / bits; None for the row: a leaf, or a rank's part of it.
         rounding: "nearest", halves to even, or "stochastic": up with the probability of what is above.
@@ -79,7 +79,6 @@ class qsgd(Codec):
     bound is sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer levels.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the norms.
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
         block: d, the elements that share a norm; None for the row: a leaf, or a rank's part of it.
 
@@ -129,7 +128,6 @@ class terngrad(Codec):
     `quantize(bits=2, rounding="stochastic")` with clipping.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the scales.
         clip: First clip elements beyond this number of standard deviations of the row, as the paper does with 2.5;
             biased, so use `error_feedback`. None does not clip.
         block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.

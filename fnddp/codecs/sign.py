@@ -22,7 +22,6 @@ class sign(Codec):
     and for rows of very different elements: put it on single leaves, or on blocks of `chunk` elements.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the scales.
         scale: "mean" magnitude, "max", or "none": plain signs, of magnitude 1 (signSGD).
         chunk: Elements that share a scale, a multiple of 8; None for the row: a leaf, or a rank's part of it.
 
@@ -79,10 +78,8 @@ class majority_vote(Codec):
 
     Zeros abstain: a rank without a gradient, or of weight 0, does not count. The mean's magnitude is 1, so the learning
     rate alone sets the size of a step. The wrong choice without a rate made for it; with memory, whose residuals are
-    measured in gradients and are corrected in units of 1; and on two ranks, which either agree or tie.
-
-    The difference between the vote and the mean of the votes is a loss like any other. Over `two_shot` the owner of a
-    chunk has it, n times; over `allgather` each rank has its share. An element that is not finite makes its mean NaN.
+    measured in gradients and are corrected in units of 1; and on two ranks, which either agree or tie. An element that
+    is not finite makes its mean NaN.
 
     Args:
         inner: A carrier. `two_shot` sends 2 bits an element twice, and `allgather` once, but to all ranks: for few.

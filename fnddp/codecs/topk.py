@@ -22,7 +22,6 @@ class topk(Codec):
     A row shorter than k, or than a chunk, is sent whole or padded. Ties and NaN are chosen as `torch.topk` does.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the values.
         ratio: The fraction of elements to keep, in (0, 1], at least one; or
         k: how many elements to keep of each row or chunk. Exactly one of both.
         chunk: Elements among which the largest are found; None for the row: a leaf, or a rank's part of it.

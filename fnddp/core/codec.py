@@ -184,7 +184,7 @@ class CodecState(NamedTuple):
 
 
 class Codec(Sync):
-    """Two functions on rows around a carrier, or around another codec.
+    """Two functions on rows around `inner`: a carrier, or another codec, which encodes what holds fractions.
 
     Derive a class with `@fnddp.transform`, a first field `inner: Sync`, and `encode` and `decode`, which are pure and
     traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;

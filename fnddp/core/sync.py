@@ -61,7 +61,9 @@ class Sync(Expression, abc.ABC):
     """A gradient synchronization: a value that can be printed, compared, nested and run.
 
     Running it is pure: inputs are never written to, and rolling back a step is keeping the old state. A wrong option is
-    a ValueError or TypeError when it is built, a state of another tree or pipeline a ValueError in `exchange`.
+    a ValueError or TypeError when it is built, as is an inner pipeline that it cannot wrap: one that takes a max or min
+    where payloads must add, or that has no update in some steps where each is needed. A state of another tree or
+    pipeline is a ValueError in `exchange`.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd

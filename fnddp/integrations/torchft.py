@@ -41,11 +41,10 @@ class QuorumError(RuntimeError):
 class ManagerWire(Elastic):
     """Wire between the replicas of a torchft manager, for any pipeline.
 
-    `size` is the number of participants of the quorum: the divisor of means. A collective that fails, because a
-    replica has died or is too slow, raises nothing: its error is reported to the manager, its result is zero, later
-    ones of the step are not started, and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end
-    steps by a vote, raise `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must
-    ask the manager.
+    Means are over the participants of the quorum. A collective that fails, because a replica has died or is too slow,
+    raises nothing: its error is reported to the manager, its result is zero, later ones of the step are not started,
+    and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end steps by a vote, raise
+    `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask the manager.
 
     The wrong choice for a module: `DistributedDataParallel` of this package also rolls back and heals the pipeline's
     state. The wrong choice inside a replica: its ranks have torch.distributed.
@@ -237,9 +236,6 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         **kwargs: As of `fnddp.DistributedDataParallel`, except groups and initial broadcasts: each replica keeps its
             own buffers, as in torchft.
 
-    Attributes:
-        manager: The manager.
-
     Raises:
         ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it names a process group, its
             state is one for a fixed number of ranks, or it needs a collective that the manager's process group lacks.
@@ -364,7 +360,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         self._epoch = self._replicas.epoch
 
     def _shared(self) -> dict[str, Any]:
-        """Return what a replica that joins gets from this one."""
+        """Return the part of the state that a replica that joins gets from this one."""
         return {
             "description": description(self.sync, self._trained.gradients(), None),
             "state": {part.key: part.value for part in states.parts(self.sync_state) if part.kind == REPLICATED},

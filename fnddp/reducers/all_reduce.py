@@ -23,12 +23,9 @@ class all_reduce(Reducer):
     Args:
         group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
             or the default one. It is kept by name.
-        op: "mean", "sum", "max" or "min". "max" and "min" do not add, so compression and memory refuse them.
-            A "sum" is of all that is in `.grad`: clear gradients before each synchronized backward. (`register` cannot
-            see that they are not; `DistributedDataParallel` refuses.)
-
-    Raises:
-        ValueError: At the exchange: "max" or "min" of a complex leaf.
+        op: "mean", "sum", "max" or "min". The latter two do not add, so compression and memory refuse them; they take
+            no complex leaves.
+            A "sum" is of all that is in `.grad`: clear gradients before each synchronized backward.
 
     >>> import torch
     >>> all_reduce(op="sum")

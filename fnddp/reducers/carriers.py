@@ -65,17 +65,14 @@ class two_shot_mean(Carrier):
 
     The owner of a chunk counts the losses of its second hop n times in its `sent`, since a mean divides by n, so error
     feedback outside makes up for both hops. The wrong choice for many leaves of few elements a rank, whose rows are
-    shorter than a codec's blocks: lay them out in buckets, `bucketize(quantize(two_shot))`.
+    shorter than a codec's blocks: `bucketize(quantize(two_shot))`.
 
     Args:
         group: See `all_reduce`.
         server_memory: The owner keeps the losses of its second hop, a residual of one chunk, and adds it to the next
-            mean, instead of counting it in `sent`. The mean of `sent` is then the mean before the second hop; the sum
-            of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. Fed back n
-            times, the error would inflate the scales of its chunk's blocks.
-
-    Raises:
-        ValueError: At the exchange: the residual is of another number of ranks.
+            mean, instead of counting it in `sent`, n times, which would inflate the scales of its chunk's blocks. The
+            sum of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. It is of
+            a fixed number of ranks: a ValueError at the exchange with another.
 
     Source: sum and means by owner as in torchft's quantized all-reduce and in 1-bit Adam (Tang et al., ICML 2021). The
     two residuals of the latter are `error_feedback(sign(two_shot(server_memory=True)))`.

@@ -30,16 +30,11 @@ class measure(Sync):
 
     `measure(error_feedback(topk(allgather)))` compares with the gradients, `error_feedback(measure(topk(allgather)))`
     with the input of the compressor, gradients and residual. The exact mean takes an uncompressed all_reduce, so
-    `every_steps=1` is the wrong choice for more than a look: every 100 steps it costs a hundredth. Reading a number on
-    CUDA waits for the device: read it when you log.
+    `every_steps=1` is the wrong choice for more than a look. Reading a number on CUDA waits for the device.
 
     Args:
-        inner: The pipeline; a mean over one process group.
+        inner: The pipeline: a mean over one process group, the same on all ranks, in every step.
         every_steps: Measure in the first step, and then once in this number of steps; at least 1.
-
-    Raises:
-        TypeError: `inner` takes no mean, takes it over several groups, gives ranks different means of some leaves, or
-            has no update in some steps.
 
     >>> from fnddp import allgather, topk
     >>> sync = measure(topk(allgather, ratio=0.5), every_steps=100)

@@ -24,14 +24,11 @@ class PartitionState(NamedTuple):
 class partition(Sync):
     """Run on every leaf the pipeline of the first pattern that matches its path.
 
-    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. Every leaf must match a pattern and
-    every pattern must get a leaf, so that a typo is an error and not a silently uncompressed model.
+    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. A leaf that matches none, and a pattern
+    that gets none, are a ValueError in `init` and `exchange`, so that a typo is no silently uncompressed model.
 
     Args:
         rules: Pipelines by pattern; the first match wins.
-
-    Raises:
-        ValueError: In `init` and `exchange`: a leaf matches nothing, or a pattern gets no leaf.
 
     >>> import torch
     >>> from fnddp import allreduce, fp16
@@ -86,11 +83,7 @@ class partition(Sync):
 
 
 def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Pattern[str]]) -> dict[str, Leaves]:
-    """Return the leaves of each pattern, the first one that matches their path.
-
-    Raises:
-        ValueError: A leaf matches no pattern, or a pattern gets no leaf.
-    """
+    """Return the leaves of each pattern, the first one that matches their path: see `partition`."""
     parts: dict[str, Leaves] = {pattern: {} for pattern in patterns}
     for path, leaf in leaves.items():
         for pattern, compiled in patterns.items():

@@ -1,4 +1,4 @@
-"""Phases: other pipelines, or none, in other steps."""
+"""Pipelines that do something else in other steps: another exchange, none, or the last one's result."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -6,9 +6,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fnddp.core import tree
 from fnddp.core.options import at_least, checked_int, checked_pairs
 from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
-from fnddp.core.tree import Leaves, Tree, paired, replaced
+from fnddp.core.tree import Leaves, Tree, check_entries, paired, replaced
 from fnddp.reducers.all_reduce import allreduce
 
 
@@ -55,9 +56,9 @@ class warmup(Sync):
 
 
 class SwitchState(NamedTuple):
-    """`step`: exchanges done, at most the first step of the last stage.
+    """`step`: exchanges done, at most the first step of the last stage. `stages`: their states, by their first step.
 
-    `stages`: the state of each stage's pipeline, by its first step. None in place of a tensor that an earlier one has.
+    None stands in place of a tensor that an earlier stage has.
     """
 
     step: Replicated[int]
@@ -68,8 +69,8 @@ class SwitchState(NamedTuple):
 class switch(Sync):
     """Run another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
 
-    For ranks, ratios and precisions that change while training does; for a first phase alone `warmup` is shorter. A
-    stage takes over tensors of the stage before: those at the same place in a state of the same class, with the same
+    For ranks, ratios and precisions that change during training; for a first phase alone `warmup` is shorter. A stage
+    takes over tensors of the stage before: those at the same place in a state of the same class, with the same
     shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
     queries of another rank and counters begin anew. Memory outside, `error_feedback(switch({...}))`, needs none of
     that. The wrong choice for changes in every step: each stage is a phase, with a plan of its own, of which adapters
@@ -117,7 +118,10 @@ class switch(Sync):
         stages, rest = dict(state.stages), inner.state
         for name, _ in reversed(begun):  # to where each part stands
             own = stages[name]
-            stages[name], rest = paired(_replaced, own, rest), paired(_for_before, own, rest)
+            stages[name], rest = (
+                paired(_replaced, own, rest),
+                paired(lambda mine, new: new if mine is None else None, own, rest),
+            )
         step = state.step + 1 if state.step < max(dict(self.stages)) else state.step
         return replaced(inner, state=SwitchState(step, stages))
 
@@ -143,10 +147,6 @@ def _is_part(value: Any) -> bool:
     return value is not None and not isinstance(value, tuple | list | dict)  # of a state of another structure
 
 
-def _for_before(own: Any, following: Any) -> Any:
-    return following if own is None else None
-
-
 class EveryState(NamedTuple):
     """`step`: steps since the last exchange, below n."""
 
@@ -158,13 +158,12 @@ class EveryState(NamedTuple):
 class every(Sync):
     """Exchange in each n-th step; in the others, no leaf has an update.
 
-    No update is not an update of zeros: the pipeline returns None for those leaves, and adapters leave `.grad` None, on
-    all ranks alike, so that Adam's moments and weight decay stand still.
+    The pipeline returns None for those leaves, and adapters leave `.grad` None, on all ranks alike, so that Adam's
+    moments and weight decay stand still.
 
     By itself it **loses** the gradients of the other steps. With memory outside they add up, and the n-th step sends
-    the sum: `error_feedback(every(4, topk(allgather, ratio=0.01)))`. The update is then about n times as large, as that
-    of n accumulated losses. The wrong choice where a loop may wait: gradient accumulation (`no_sync`) does the same
-    without memory. A lowered step has two phases, and two plans.
+    the sum: `error_feedback(every(4, topk(allgather, ratio=0.01)))`. The update is then about n times as large. The
+    wrong choice where a loop may wait: gradient accumulation (`no_sync`) does the same without memory.
 
     Args:
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
@@ -200,3 +199,59 @@ class every(Sync):
             return Exchange({}, nothing, EveryState(state.step + 1, state.inner))
         inner = self.inner.exchange(leaves, state.inner)
         return replaced(inner, state=EveryState(0, inner.state))
+
+
+class DelayedState(NamedTuple):
+    """`step`: 0 before the first exchange, then 1. `last`: the mean of the last exchange, by leaf path."""
+
+    step: Replicated[int]
+    last: Replicated[Leaves]
+    inner: State
+
+
+@transform
+class delayed(Sync):
+    """Return the last step's mean now, and this step's in the next. In the first step no leaf has an update.
+
+    Use it to find out what a stale mean does to a training run. The wrong choice for anything else: engines end a step
+    when all of its collectives are complete, so it costs a copy of the gradients, and **saves no time today**.
+
+    `sent` is this rank's contribution to the next output, so memory outside remembers losses and not what is late: with
+    it, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients. Around `every` it
+    is a TypeError: write `every(n, delayed(...))`.
+
+    Source: one step of delay as in Pipe-SGD (Li et al., NeurIPS 2018), Algorithm 1 with K = 2.
+
+    >>> from fnddp import allreduce
+    >>> sync = delayed(allreduce)
+    >>> first, state = sync({"w": torch.ones(2)}, sync.init({"w": torch.ones(2)}))
+    >>> second, state = sync({"w": torch.zeros(2)}, state)
+    >>> first, second
+    ({'w': None}, {'w': tensor([1., 1.])})
+    """
+
+    inner: Sync
+
+    @property
+    def skips(self) -> bool:
+        return True
+
+    @property
+    def sent_is_exact(self) -> bool:
+        return False
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        last = {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
+        return DelayedState(0, last, self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: DelayedState) -> Exchange:
+        check_entries("delayed", state.last, {path: leaf.shape for path, leaf in leaves.items()})
+        inner = self.inner.exchange(leaves, state.inner)
+        # Copies: the caller may scale a mean in place, and gradients may be in memory that the next step reuses.
+        mean = _copies(state.last) if state.step else {}
+        return Exchange(mean, inner.sent, DelayedState(1, _copies(inner.mean), inner.state))
+
+
+def _copies(leaves: Leaves) -> dict[str, Tensor]:
+    return {path: leaf.clone() for path, leaf in leaves.items()}

@@ -27,16 +27,13 @@ class skip_nonfinite(Sync):
     `torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True)` raises on all ranks. An optimizer without a guard
     gets NaN: plans do not depend on values, so the step cannot be left out here.
 
-    Ranks agree by one more number in the wire's last bucket. The price is a pass over gradients, means and state. The
-    wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers the NaN; write
-    `skip_nonfinite(error_feedback(...))`. Counters, which are Python ints, go on.
+    Ranks of all groups, which `inner` must name, agree by one more number in the last bucket. The price is a pass over
+    gradients, means and state. The wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers
+    the NaN; write `skip_nonfinite(error_feedback(...))`. Counters, which are Python ints, go on.
 
     Around `delayed` the mean that is held is held one step longer; after a first step that was skipped there is none,
     and zeros come. A mean that overflows on the wire counts in the step that makes it, not in the one that returns it:
     ranks agree on that by a second number.
-
-    Raises:
-        TypeError: `inner` does not name the groups it reduces over.
 
     Source: the skipped step of Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 
@@ -69,9 +66,7 @@ class skip_nonfinite(Sync):
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
         in_mean = _is_bad(inner.mean, state.skipped)
-        if (
-            not self.inner.sent_is_exact
-        ):  # it holds a mean: if that is no number, all later steps would be skipped for it
+        if not self.inner.sent_is_exact:  # it holds a mean, for which, if not finite, all later steps would be skipped
             in_mean = in_mean | _has_spoilt(state.inner, inner.state, state.skipped)
         sees_the_same = self.inner.agrees and self.inner.sent_is_exact
         is_bad = is_bad | (in_mean if sees_the_same else _on_any_rank(in_mean, groups))
@@ -85,13 +80,13 @@ class skip_nonfinite(Sync):
 
 
 def _is_bad(leaves: Leaves, like: Tensor) -> Tensor:
-    """Return whether any element is not finite: a bool on the device of `like`."""
+    """Return True, on the device of `like`, if an element is not finite."""
     finite = [leaf.isfinite().all().to(like.device) for leaf in leaves.values() if is_inexact(leaf)]
     return ~torch.stack(finite).all() if finite else like.new_zeros((), dtype=torch.bool)
 
 
 def _has_spoilt(before: Any, after: Any, like: Tensor) -> Tensor:
-    """Return whether a part of a state was finite and no longer is; `measure` has parts that begin as NaN."""
+    """Return True if a part of a state was finite and no longer is; `measure` has parts that begin as NaN."""
     found: list[Tensor] = []
 
     def look(old: Any, new: Any) -> None:

@@ -28,11 +28,8 @@ class cast(Sync):
 
     Args:
         dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
-        check: After each exchange, raise if a leaf of the mean is not finite. Every rank sees the same mean, so all
-            ranks raise. It reads values, so it cannot be traced: for debugging.
-
-    Raises:
-        FloatingPointError: With `check`, at the exchange; names the leaves.
+        check: After each exchange, raise a FloatingPointError, on all ranks, that names the leaves of the mean that are
+            not finite. It reads values, so it cannot be traced: for debugging.
 
     >>> from fnddp import allreduce
     >>> cast(allreduce, torch.float64), cast(allreduce, "bfloat16")
@@ -84,20 +81,18 @@ class cast(Sync):
             return super().carry(code, leaves, state)
         return self.inner.carry((*code, Layer(self)), leaves, state)
 
+    # What a codec around this calls, to send its fractions in the dtype of the wire.
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 
     def encode(self, x: Tensor) -> Payload:
-        """Return rows in the dtype of the wire, in which a codec around this sends its fractions."""
         return {"": x.to(self._wire_dtype)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
-        """Return the length of a row."""
         return {"": length}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        """Return the rows unchanged; the codec around this restores their dtype."""
-        return payload[""]
+        return payload[""]  # the codec around this restores the dtype
 
     @property
     def traceable(self) -> bool:

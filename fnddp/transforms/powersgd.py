@@ -23,8 +23,7 @@ Stacks: TypeAlias = list[list[str]]
 class PowerSGDState(NamedTuple):
     """`q`: the next queries by leaf path, `[columns, rank]`, unit columns (empty without warm start).
 
-    `step`: exchanges done, without warm start, to seed the queries; modulo the period of `refresh` or `alternate`; or
-    0.
+    `step`: exchanges done; modulo the period of `refresh` or `alternate`, and 0 with neither and a warm start.
     `p_round`, `q_round`, `whole`: the inner pipeline's states for the two rounds, and for whole gradients (`refresh`).
     `p`: with `alternate`, the next basis of the other side by leaf path, `[rows, rank]`, unit columns.
     """
@@ -48,7 +47,7 @@ class powersgd(Sync):
     about 8 Gbit/s a 16-bit cast is hard to beat), and for layers whose gradients are not low-rank.
 
     The factors travel in the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero
-    columns and ranks above the matrix's never give NaN. No global generator is read or written.
+    columns and ranks above the matrix's never give NaN.
 
     Args:
         inner: The pipeline of P and Q: `powersgd(fp16(allreduce))` rounds only them. It is run twice an exchange.
@@ -67,16 +66,13 @@ class powersgd(Sync):
             mean's leading right singular vectors (PowerSGD+); 0: never. Warm queries alone can miss a direction
             forever, with error feedback too; see `docs/memory.md`. Costs 1 / refresh of what `inner` alone sends.
 
-    Raises:
-        TypeError: `inner` takes a max or min: the factors must add.
-
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
     Deviations: queries are scaled to unit columns, which changes no output but keeps P in the range of the gradients
     (fp16 wires), and a zero column keeps its old query; Q and queries are kept and sent transposed, as both products
-    read them. torch's `powerSGD_hook` is
-    `warmup(error_feedback(powersgd(allreduce, rank=1)), steps=1000)`. `alternate`: Zhang et al., "Evaluation and
-    Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the
-    idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254, with subspace iterations in place of an SVD.
+    read them. `alternate`: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep
+    Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254,
+    with subspace iterations in place of an SVD. torch's `powerSGD_hook` is `warmup(error_feedback(powersgd(allreduce,
+    rank=1)), steps=1000)`.
 
     >>> from fnddp import allreduce
     >>> sync = powersgd(allreduce, rank=2)
@@ -305,13 +301,7 @@ def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]
 
 
 def _unit_columns(stacks: Stacks, rows: Leaves, fallback: Sequence[Tensor]) -> Leaves:
-    """Return factors for the next step, `[size, rank]` each, with unit columns; the fallback's where one is zero.
-
-    Args:
-        stacks: The paths.
-        rows: Factors transposed, `[rank, size]` each.
-        fallback: Of `_rows_of`.
-    """
+    """Return factors with unit columns from transposed ones, `[rank, size]`; those of `fallback` where one is zero."""
     sizes = {path: rows[path].shape[1] for paths in stacks for path in paths}
     scaled: list[Tensor] = []
     for paths, others in zip(stacks, fallback, strict=True):

@@ -1,27 +1,21 @@
 """Random-k and random block: elements that all ranks draw alike, so that they add."""
 
 import abc
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fnddp.core import random, tree
+from fnddp.core.codec import CodecState
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import Share, require_share
-from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 
-class DrawnState(NamedTuple):
-    """`step`: exchanges done, so that each step draws different elements."""
-
-    step: Replicated[int]
-    inner: State
-
-
 class Drawn(Sync):
-    """A pipeline that sends the elements of each leaf at the indices of `draw` over `inner`, and zeros for others."""
+    """A pipeline that sends elements of each leaf that all ranks draw alike over `inner`, and zeros for others."""
 
     inner: Sync
     ratio: float | None
@@ -29,7 +23,7 @@ class Drawn(Sync):
     seed: int
 
     counted: ClassVar[str]
-    """The field for a number of elements, instead of `ratio`."""
+    """Name of the field for a number of elements, instead of `ratio`."""
     needs_sums: ClassVar[str] = "and what is not drawn comes back as zeros"
 
     def __post_init__(self) -> None:
@@ -38,19 +32,18 @@ class Drawn(Sync):
 
     @abc.abstractmethod
     def draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
-        """Return distinct indices into the flat leaf, as many as `share_of` it and equal on all ranks."""
+        """Return distinct indices into the flat leaf, as many as `share_of` it."""
 
     def share_of(self, leaf: Tensor) -> int:
-        """Return the number of elements of `leaf` that are drawn."""
         return Share(self.ratio, getattr(self, self.counted)).of(leaf.numel())
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         drawn = {path: leaf.detach() for path, leaf in leaves.items() if _is_drawn_from(leaf)}
         payload = {path: leaf.new_empty(self.share_of(leaf)) for path, leaf in drawn.items()}
-        return DrawnState(0, self.inner.init({**leaves, **payload}))
+        return CodecState(0, self.inner.init({**leaves, **payload}))
 
-    def exchange(self, leaves: Leaves, state: DrawnState) -> Exchange:
+    def exchange(self, leaves: Leaves, state: CodecState) -> Exchange:
         drawn = {path: self.draw(path, leaf, state.step) for path, leaf in leaves.items() if _is_drawn_from(leaf)}
         payload = {path: leaf.reshape(-1)[drawn[path]] if path in drawn else leaf for path, leaf in leaves.items()}
 
@@ -65,7 +58,7 @@ class Drawn(Sync):
             return whole
 
         done = self.inner.exchange(payload, state.inner)
-        return replaced(done.decoded(decode), state=DrawnState(state.step + 1, done.state))
+        return replaced(done.decoded(decode), state=CodecState(state.step + 1, done.state))
 
 
 def _is_drawn_from(leaf: Tensor) -> bool:
