@@ -9,11 +9,10 @@ from fnddp.adapters.hook import from_hook
 from fnddp.adapters.jit import jit
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.adapters.stats import log_sync_stats
-from fnddp.codecs.dct_topk import dct_topk
 from fnddp.codecs.floats import fp8, natural
 from fnddp.codecs.quantize import qsgd, quantize, terngrad
 from fnddp.codecs.sign import majority_vote, sign
-from fnddp.codecs.topk import topk
+from fnddp.codecs.topk import dct_topk, topk
 from fnddp.core.agreement import RankMismatchError, verify
 from fnddp.core.codec import Codec
 from fnddp.core.options import did_you_mean
@@ -32,10 +31,8 @@ from fnddp.reducers.carriers import all_gather, allgather, two_shot
 from fnddp.reducers.hierarchical import hierarchical
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.run.vote import StepFailedError
-from fnddp.schedules.measure import measure
-from fnddp.schedules.partition import partition
-from fnddp.schedules.phases import delayed, every, switch, warmup
-from fnddp.schedules.skip_nonfinite import skip_nonfinite
+from fnddp.schedules.choose import delayed, every, partition, switch, warmup
+from fnddp.schedules.watch import measure, skip_nonfinite
 from fnddp.simulate.simulate import simulate
 from fnddp.simulate.training import simulate_training
 from fnddp.transforms.bucketize import batched_powersgd, bucketize, squared

@@ -1,7 +1,8 @@
 """The seven names of Lightning 1.x's `pytorch_lightning.utilities.distributed`, which Lightning 2 no longer has.
 
 They take the same arguments and return new tensors; `docs/distributed.md` has a table of the differences. All but
-`init_dist_connection` are to be called by every rank of the group.
+`init_dist_connection` are to be called by every rank of `group`, where None is the default group. If ranks disagree,
+all of them raise a RankMismatchError; so do the others where a tensor is not dense, a TypeError on its own rank.
 """
 
 import inspect
@@ -49,16 +50,13 @@ def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:
 
     Args:
         result: Any shape and any dense dtype, of the same dtype and number of dimensions on all ranks.
-        group: The ranks that take part; None for the default group.
 
     Returns:
         The tensors in the order of the group's ranks, each contiguous, in memory of its own, on the device of `result`.
         Without torch.distributed a list of `result` itself.
 
     Raises:
-        RankMismatchError: On all ranks, if dtypes or numbers of dimensions differ.
         RuntimeError: A launcher started several ranks, but torch.distributed is not initialized.
-        TypeError: `result` is not a dense tensor. The other ranks raise a RankMismatchError.
 
     >>> gather_all_tensors(torch.tensor([1, 2]))
     [tensor([1, 2])]
@@ -86,16 +84,11 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads:
 
     Args:
         tensor: Any shape and any dense dtype, the same on all ranks.
-        group: The ranks that take part; None for the default group.
         sync_grads: Let gradients flow: see `AllGatherGrad`.
 
     Returns:
         `[ranks, *shape]`, in the order of the group's ranks. Without torch.distributed `tensor` itself: the same
         object, without a new dimension, and differentiable whatever `sync_grads`, as in Lightning.
-
-    Raises:
-        RankMismatchError: On all ranks, if shapes or dtypes differ: it names those of every rank.
-        TypeError: `tensor` is not a dense tensor. The other ranks raise a RankMismatchError.
 
     >>> tensor = torch.ones(2)
     >>> all_gather_ddp_if_available(tensor) is tensor
@@ -183,7 +176,6 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str
 
     Args:
         result: Any shape and any dense dtype, the same on all ranks.
-        group: The ranks that take part; None for the default group.
         reduce_op: "sum", "mean" or "avg", "max", "min", "product" in any case, or the `ReduceOp` of one of them; None
             for the sum.
 
@@ -191,9 +183,7 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str
         The reduction, with shape and dtype of `result`, the same on all ranks. Without torch.distributed a copy.
 
     Raises:
-        RankMismatchError: On all ranks, if shapes, dtypes or operations differ.
         RuntimeError: A launcher started several ranks, but torch.distributed is not initialized.
-        TypeError: `result` is not a dense tensor. The other ranks raise a RankMismatchError.
         ValueError: `reduce_op` is none of these; the maximum or minimum of complex numbers.
 
     >>> sync_ddp(torch.tensor([1.0, 2.0]), reduce_op="mean")

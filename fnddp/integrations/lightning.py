@@ -45,9 +45,9 @@ class FnddpStrategy(DDPStrategy):
     """
 
     def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
-        _refuse_hooks(kwargs)
+        pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
-        self.sync = _pipeline(sync)
+        self.sync = pipeline
         self._kept: tuple[nn.Module, State] | None = None
         self._loaded: Mapping[str, Any] | None = None
 
@@ -103,9 +103,9 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     """
 
     def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
-        _refuse_hooks(kwargs)
+        pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
-        self.sync = _pipeline(sync)
+        self.sync = pipeline
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _wrapped(module, self.sync, self._determine_ddp_device_ids(), self._ddp_kwargs)
@@ -136,10 +136,6 @@ def wrapped_in(model: nn.Module) -> DistributedDataParallel:
     return next(part for part in model.modules() if isinstance(part, DistributedDataParallel))
 
 
-def _pipeline(sync: str | Sync) -> Sync:
-    return parse(sync) if isinstance(sync, str) else sync
-
-
 def _wrapped(
     module: nn.Module, sync: Sync, device_ids: list[int] | None, kwargs: Mapping[str, Any]
 ) -> DistributedDataParallel:
@@ -148,7 +144,7 @@ def _wrapped(
         return DistributedDataParallel(module, device_ids=device_ids, sync=sync, **kwargs)
 
 
-def _refuse_hooks(kwargs: Mapping[str, Any]) -> None:
+def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync:
     hooks = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
     given = [name for name in hooks if kwargs.get(name) is not None]
     if given:
@@ -156,6 +152,7 @@ def _refuse_hooks(kwargs: Mapping[str, Any]) -> None:
             f"FnddpStrategy: {given[0]} has no slot here; the pipeline is `sync`, and a hook of torch's becomes one "
             "with sync=fnddp.from_hook(hook, state)"
         )
+    return parse(sync) if isinstance(sync, str) else sync
 
 
 def _restore(model: DistributedDataParallel, saved: Mapping[str, Any]) -> None:

@@ -152,7 +152,11 @@ class ManagerWire(Elastic):
             )
 
     def _started(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
-        self._heed_manager()
+        known = self._manager.errored()
+        if known is not None and known.original_exception is not self._reported and self.lost is None:
+            # A replica that could not heal, or that reports an error, is kept out of all means.
+            self.lose(known.original_exception)
+            self.hang_up()
         if self.lost is not None:
             return None
         try:
@@ -160,13 +164,6 @@ class ManagerWire(Elastic):
         except Exception as error:  # an AssertionError where the group could not be set up: a rank died meanwhile
             self.lose(error)
             return None
-
-    def _heed_manager(self) -> None:
-        """Keep a replica that could not heal, or that reports an error, out of all means."""
-        known = self._manager.errored()
-        if known is not None and known.original_exception is not self._reported and self.lost is None:
-            self.lose(known.original_exception)
-            self.hang_up()
 
 
 class _Collective:

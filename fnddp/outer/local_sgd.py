@@ -6,7 +6,7 @@ from fnddp.core.sync import Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer, outer, require_options
 from fnddp.reducers.all_reduce import allreduce, none
-from fnddp.schedules.phases import switch
+from fnddp.schedules.choose import switch
 
 
 class LocalSGDState(NamedTuple):

@@ -1,7 +1,6 @@
 """Leaves in another layout: in flat buffers, or as square matrices."""
 
 import math
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -48,17 +47,24 @@ class bucketize(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        return self.inner.init(
-            {
-                name: leaves[paths[0]].detach().new_empty(sum(leaves[path].numel() for path in paths))
-                for name, paths in self.buckets(leaves).items()
-            }
-        )
+        flat: Leaves = {}
+        for name, paths in self.buckets(leaves).items():
+            flat[name] = leaves[paths[0]].detach().new_empty(sum(leaves[path].numel() for path in paths))
+        return self.inner.init(flat)
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         buckets = self.buckets(leaves)
-        flat = {name: _flatten(leaves[path] for path in paths) for name, paths in buckets.items()}
-        return self.inner.exchange(flat, state).decoded(lambda flat: _unpack(flat, buckets, leaves))
+        flat = {name: torch.cat([leaves[path].reshape(-1) for path in paths]) for name, paths in buckets.items()}
+
+        def unpack(flat: Leaves) -> Leaves:
+            parts: Leaves = {}
+            for name, each in flat.items():
+                pieces = each.split([leaves[path].numel() for path in buckets[name]])
+                for path, piece in zip(buckets[name], pieces, strict=True):
+                    parts[path] = in_format_of(leaves[path], piece.view(leaves[path].shape))
+            return {path: parts[path] for path in leaves if path in parts}
+
+        return self.inner.exchange(flat, state).decoded(unpack)
 
     def buckets(self, leaves: Leaves) -> dict[str, list[str]]:
         """Return leaf paths by bucket, in the order in which the buffer holds them; values are not read."""
@@ -74,20 +80,6 @@ class bucketize(Sync):
                 of_number.setdefault(number, []).append(path)
             groups += of_number.values()
         return {paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}": paths for paths in groups}
-
-
-def _flatten(leaves: Iterable[Tensor]) -> Tensor:
-    return torch.cat([leaf.reshape(-1) for leaf in leaves])
-
-
-def _unpack(flat: Leaves, buckets: dict[str, list[str]], like: Leaves) -> Leaves:
-    parts: Leaves = {}
-    for name, each in flat.items():
-        paths = buckets[name]
-        pieces = each.split([like[path].numel() for path in paths])
-        for path, piece in zip(paths, pieces, strict=True):
-            parts[path] = in_format_of(like[path], piece.view(like[path].shape))
-    return {path: parts[path] for path in like if path in parts}
 
 
 @transform

@@ -57,8 +57,8 @@ class clip_by_global_norm(Sync):
             return inner
         norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
         factor = (self.max_norm / (norm + _EPSILON)).clamp(max=1.0)
-        return inner.decoded(lambda leaves: {path: _scaled(leaf, factor) for path, leaf in leaves.items()})
 
+        def scaled(leaf: Tensor) -> Tensor:
+            return (leaf * factor.to(leaf.device)).to(leaf.dtype) if is_inexact(leaf) else leaf
 
-def _scaled(leaf: Tensor, factor: Tensor) -> Tensor:
-    return (leaf * factor.to(leaf.device)).to(leaf.dtype) if is_inexact(leaf) else leaf
+        return inner.decoded(lambda leaves: {path: scaled(leaf) for path, leaf in leaves.items()})

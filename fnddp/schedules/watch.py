@@ -1,4 +1,4 @@
-"""Protection of the state from gradients that are infinite or NaN."""
+"""Pipelines that look at values: they measure losses, or keep what is not finite out of the state."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -6,8 +6,93 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, tree
-from fnddp.core.sync import Exchange, Replicated, State, Sync, groups_of, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, paired
+from fnddp.core.codec import wide
+from fnddp.core.options import at_least
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, groups_of, require_agreement, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, paired, replaced
+
+
+class MeasureState(NamedTuple):
+    """`step`: steps since the last measurement. `error`, `cosine`: its results, in float32; NaN before the first."""
+
+    step: Replicated[int]
+    error: Local[Tensor]
+    cosine: Replicated[Tensor]
+    inner: State
+
+
+@transform
+class measure(Sync):
+    """Keep in the state how far the result of `inner` is from its gradients; change nothing else.
+
+    `error` is |g - sent| / |g| over all leaves, the part of this rank's gradient that was not sent. `cosine` is that of
+    the angle between the mean and the exact mean, over all leaves: 1 without loss. Integer leaves do not count.
+
+    `measure(error_feedback(topk(allgather)))` compares with the gradients, `error_feedback(measure(topk(allgather)))`
+    with the input of the compressor, gradients and residual. The exact mean takes an uncompressed all_reduce, so
+    `every_steps=1` is the wrong choice for more than a look. Reading a number on CUDA waits for the device.
+
+    Args:
+        inner: The pipeline: a mean over one process group, the same on all ranks, in every step.
+        every_steps: Measure in the first step, and then once in this number of steps; at least 1.
+
+    >>> from fnddp import allgather, topk
+    >>> sync = measure(topk(allgather, ratio=0.5), every_steps=100)
+    >>> grads = {"w": torch.tensor([3.0, 4.0])}
+    >>> mean, state = sync(grads, sync.init(grads))
+    >>> state.error, state.cosine
+    (tensor(0.6000), tensor(0.8000))
+    """
+
+    inner: Sync
+    every_steps: int = 1
+
+    limits: ClassVar = {"every_steps": at_least(1)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner.ops != {"mean"} or self.inner.groups is None or len(self.inner.groups) != 1:
+            raise TypeError(
+                f"measure: {self.inner!r} takes no mean over one process group to compare with; "
+                "measure a part of it, such as a rule of partition({...})"
+            )
+        require_agreement("measure", self.inner)
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        device = next((leaf.device for leaf in leaves.values()), None)
+        error, cosine = (torch.full((), torch.nan, dtype=torch.float32, device=device) for _ in range(2))
+        return MeasureState(0, error, cosine, self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: MeasureState) -> Exchange:
+        inner = self.inner.exchange(leaves, state.inner)
+        error, cosine = state.error, state.cosine
+        if state.step == 0:
+            (group,) = self.inner.groups or {None}
+            given = {path: leaf.to(wide(leaf.dtype)) for path, leaf in leaves.items() if is_inexact(leaf)}
+            exact = collectives.all_reduce(given, "mean", group)
+            lost = {path: leaf - inner.sent[path] for path, leaf in given.items()}
+            error = _ratio(_dot(lost, lost, error).sqrt(), _dot(given, given, error).sqrt())
+            lengths = (_dot(inner.mean, inner.mean, cosine) * _dot(exact, exact, cosine)).sqrt()
+            cosine = _ratio(_dot(exact, inner.mean, cosine), lengths)
+        step = state.step + 1 if state.step + 1 < self.every_steps else 0
+        return replaced(inner, state=MeasureState(step, error, cosine, inner.state))
+
+
+def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:
+    """Return the inner product over all leaves that hold fractions, on the device of `like`."""
+    products: list[Tensor] = []
+    for path, leaf in one.items():
+        if is_inexact(leaf):
+            a, b = leaf.to(wide(leaf.dtype)), other[path].to(wide(leaf.dtype))
+            # Not a dot product of BLAS, whose rounding depends on the alignment of its operands.
+            products.append((a.conj() * b).real.sum().to(like.device))
+    return torch.stack(products).sum() if products else like.new_zeros(())
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """Return a / b in float32, 0 where b is 0."""
+    return torch.where(b == 0, torch.zeros_like(b), a / b).float()
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -74,7 +159,10 @@ class skip_nonfinite(Sync):
         def rolled_back(before: Any, after: Any) -> Any:
             return torch.where(is_bad.to(after.device), before, after) if isinstance(after, Tensor) else after
 
-        mean = {path: _spoilt(leaf, is_bad) for path, leaf in inner.mean.items()}
+        mean = dict(inner.mean)
+        for path, leaf in inner.mean.items():
+            if is_inexact(leaf):
+                mean[path] = torch.where(is_bad.to(leaf.device), torch.nan, leaf)
         kept = paired(rolled_back, state.inner, inner.state)
         return Exchange(mean, inner.sent, SkipNonfiniteState(state.skipped + is_bad, kept))
 
@@ -102,7 +190,3 @@ def _on_any_rank(flag: Tensor, groups: tuple[str | None, ...]) -> Tensor:
         # As a mean in float32, which shares a message with gradients.
         flag = collectives.all_reduce({"": flag.float()}, "mean", group)[""] > 0
     return flag
-
-
-def _spoilt(leaf: Tensor, is_bad: Tensor) -> Tensor:
-    return torch.where(is_bad.to(leaf.device), torch.nan, leaf) if is_inexact(leaf) else leaf
