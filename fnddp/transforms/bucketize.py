@@ -1,7 +1,7 @@
 """Leaves in another layout: in flat buffers, or as square matrices."""
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -126,7 +126,15 @@ def _from_square(square: Tensor, like: Tensor) -> Tensor:
 
 
 def batched_powersgd(
-    inner: Sync, rank: int = 1, *, cap_mb: float = 25, first_cap_mb: float = 1, **options: Any
+    inner: Sync,
+    rank: int = 1,
+    *,
+    cap_mb: float = 25,
+    first_cap_mb: float = 1,
+    warm_start: bool = True,
+    orthogonalization: str = "cholesky",
+    epsilon: float = 1e-6,
+    seed: int = 0,
 ) -> Sync:
     """Return `powersgd` of each flattened bucket as one square matrix: torch's `batched_powerSGD_hook`.
 
@@ -137,13 +145,13 @@ def batched_powersgd(
         inner: The pipeline of the factors.
         rank: Columns of P and Q.
         cap_mb, first_cap_mb: Bucket sizes in MiB, see `bucketize`.
-        **options: Of `powersgd`, but for `min_compression_rate`, which is 0.
+        warm_start, orthogonalization, epsilon, seed: See `powersgd`.
 
     >>> from fnddp import allreduce
     >>> batched_powersgd(allreduce, rank=2)
     bucketize(squared(powersgd(allreduce, rank=2, min_compression_rate=0)))
     """
-    low_rank = powersgd(inner, rank=rank, min_compression_rate=0, **options)
+    low_rank = powersgd(inner, rank, warm_start, 0, orthogonalization, epsilon, seed)
     return bucketize(squared(low_rank), cap_mb=cap_mb, first_cap_mb=first_cap_mb)
 
 
