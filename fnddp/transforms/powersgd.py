@@ -38,7 +38,7 @@ class PowerSGDState(NamedTuple):
 
 @transform
 class powersgd(Sync):
-    """Low-rank compression: each matrix M travels as P = M Q and then Q = M^T P_hat, and becomes P_hat Q^T.
+    """Send each matrix M as P = M Q and then Q = M^T P_hat, two thin matrices; it becomes P_hat Q^T.
 
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Leaves that
     are vectors, scalars or integers, or that would not shrink by more than `min_compression_rate`, travel whole, with
