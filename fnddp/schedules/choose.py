@@ -210,10 +210,8 @@ class switch(Sync):
         stages, rest = dict(state.stages), inner.state
         for name, _ in reversed(begun):  # to where each part stands
             own = stages[name]
-            stages[name], rest = (
-                paired(_replaced, own, rest),
-                paired(lambda mine, new: new if mine is None else None, own, rest),
-            )
+            stages[name] = paired(_replaced, own, rest)
+            rest = paired(lambda mine, following: following if mine is None else None, own, rest)
         step = state.step + 1 if state.step < max(dict(self.stages)) else state.step
         return replaced(inner, state=SwitchState(step, stages))
 
