@@ -64,7 +64,8 @@ class quantize(Codec):
         return {"scale": blocks_of(length, self.block, n)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        return _decoded(unpack(payload["q"], self.bits, block_size(self.block, n)), payload["scale"], n)
+        q = unpack(payload["q"], self.bits, block_size(self.block, n))
+        return _decoded(q.to(payload["scale"].dtype), payload["scale"], n)
 
 
 BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
@@ -175,7 +176,7 @@ def _rounded_at_random(q: Tensor, key: Key, largest: int) -> Tensor:
 
 
 def _decoded(q: Tensor, scale: Tensor, n: int) -> Tensor:
-    return (q.to(scale.dtype) * scale.unsqueeze(-1)).flatten(1)[:, :n]
+    return (q * scale.unsqueeze(-1)).flatten(1)[:, :n]
 
 
 def _spread(x: Tensor, length: Tensor | None) -> Tensor:
