@@ -23,7 +23,7 @@ from fnddp.core.state import describe, load_state_dict, parts, state_dict
 from fnddp.core.sync import REPLICATED, Exchange, State, Sync, all_in, registry
 from fnddp.core.tree import Leaves, Tree
 from fnddp.ir.program import LeafSpec
-from fnddp.memory.error_feedback import error_feedback
+from fnddp.memory import error_feedback
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces
 from fnddp.run.engine import Engine, Synchronized

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 import fnddp
 from fnddp import WireCounter, allgather, laws, two_shot
-from fnddp.codecs.dct_topk import cosines
 from fnddp.codecs.packing import pack, pack_bits, pack_indices, unpack, unpack_bits, unpack_indices
+from fnddp.codecs.topk import cosines
 from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks

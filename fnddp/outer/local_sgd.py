@@ -8,9 +8,8 @@ from fnddp.core.options import checked_int, checked_pairs
 from fnddp.core.sync import Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer, outer, require_options
-from fnddp.reducers.all_reduce import allreduce
-from fnddp.reducers.none import none
-from fnddp.schedules.switch import switch
+from fnddp.reducers.all_reduce import allreduce, none
+from fnddp.schedules.choose import switch
 
 
 class LocalSGDState(NamedTuple):

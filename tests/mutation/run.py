@@ -79,7 +79,7 @@ SUITES = {
         "engine mutants adapters stats weights functional backward step elastic backends kinds wire module schedules "
         "user_collectives debug execute plan failures drop_in/",
     ),
-    "memory": Suite(("fnddp/memory/*.py",), "memory transforms schedules laws"),
+    "memory": Suite(("fnddp/memory.py",), "memory transforms schedules laws"),
     "transforms": Suite(
         ("fnddp/transforms/*.py",), "transforms powersgd references schedules codecs memory laws carriers"
     ),
