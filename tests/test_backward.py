@@ -164,19 +164,23 @@ def test_first_gradients_in_a_backward_that_a_hook_calls_are_an_error_on_all_ran
     assert model.module.w.grad.item() == MEAN
 
 
-def after_plain_steps(rank: int) -> DDP:
+def after_plain_steps(rank: int, steps: int = 3) -> DDP:
     """A module whose gradients take the short way."""
     model = DDP(Weight())
-    for _ in range(3):
+    for _ in range(steps):
         model(x_of(rank)).backward()
         model.zero_grad()
     return model
 
 
+@pytest.mark.parametrize("steps", [0, 3])
 @on_ranks(2)
-def test_what_is_asked_for_after_plain_steps(rank: int) -> None:
-    model = after_plain_steps(rank)
+def test_what_is_asked_for(rank: int, steps: int) -> None:
+    model = after_plain_steps(rank, steps)
     own = model.module
+    for _ in range(0 if steps else 2):  # past the outputs: not right after a backward that accumulated
+        means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * own.unused, list(model.parameters()))
+        assert [mean.item() for mean in means] == [MEAN, MEAN]
     for _ in range(2):
         assert torch.autograd.grad(model(x_of(rank)), own.w)[0].item() == MEAN
     model(x_of(rank)).backward()
@@ -190,14 +194,6 @@ def test_what_is_asked_for_after_plain_steps(rank: int) -> None:
     model.zero_grad()
     (model(x_of(rank)) + (1 + rank) * own.unused).backward()
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
-
-
-@on_ranks(2)
-def test_asking_past_the_outputs(rank: int) -> None:
-    model = DDP(Weight())  # without a backward before that has returned no gradient
-    for _ in range(2):
-        means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * model.module.unused, list(model.parameters()))
-        assert [mean.item() for mean in means] == [MEAN, MEAN]
 
 
 @on_ranks(2)
@@ -236,22 +232,26 @@ def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_
         torch.autograd.grad(model.module.last, model.module.w)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(("accumulates", "loss_uses"), [(False, False), (True, False), (False, True)])
 @on_ranks(2)
 def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has_taken(
-    rank: int, accumulates: bool
+    rank: int, accumulates: bool, loss_uses: bool
 ) -> None:
     model, flat = DDP(TwoLayers()), torch.zeros(2)
     own = model.module
+
+    def loss_of(fails: bool) -> Tensor:
+        return model(x_of(rank), fails) + (0 * own.first if loss_uses else 0)
+
     for _ in range(2):
         model.zero_grad()
-        model(x_of(rank), False).backward()
+        loss_of(False).backward()
         assert own.first.grad.item() == own.second.grad.item() == MEAN
     own.first.grad, own.second.grad = (flat[0], flat[1]) if accumulates else (None, None)
-    loss = model(x_of(rank), rank == 1)
+    loss = loss_of(rank == 1)
     with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
         loss.backward()
-    loss = model(x_of(rank), False)  # which ends the step of a backward that broke off
+    loss = loss_of(False)  # which ends the step of a backward that broke off
     if accumulates:
         flat.zero_()
         loss.backward()
@@ -395,15 +395,6 @@ def test_backward_with_a_graph(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_module_that_is_cast_later_is_an_error(rank: int) -> None:
-    model = DDP(Weight())
-    torch.autograd.grad(model(x_of(rank)), model.module.w)
-    model.double()
-    with pytest.raises(ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap"):
-        torch.autograd.grad(model(x_of(rank)), model.module.w)
-
-
-@on_ranks(2)
 def test_a_module_that_returns_a_parameter(rank: int) -> None:
     model = DDP(Weight())
     model.module.forward = lambda x: (model.module.w, model.module.w * x)  # type: ignore[method-assign]
@@ -492,23 +483,27 @@ def test_autograd_grad_where_a_function_gives_no_gradient(rank: int) -> None:
         assert grads == (MEAN, None)
 
 
-@pytest.mark.parametrize("when_wrapped", [True, False])
 @on_ranks(2)
-def test_gradients_of_another_dtype_than_their_parameters(rank: int, when_wrapped: bool) -> None:
+def test_gradients_of_another_dtype_than_their_parameters(rank: int) -> None:
     module = Weight()
-    if when_wrapped:
-        module.w.grad_dtype = torch.float64
+    module.w.grad_dtype = torch.float64
     model = DDP(module, sync=error_feedback(fp16(allreduce)))
-    if when_wrapped:
-        model(x_of(rank)).backward()
-        assert module.w.grad.dtype == model.sync_state.residual["w"].dtype == torch.float64
-        assert module.w.grad == MEAN
+    model(x_of(rank)).backward()
+    assert module.w.grad.dtype == model.sync_state.residual["w"].dtype == torch.float64
+    assert module.w.grad == MEAN
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+@on_ranks(2)
+def test_what_has_another_dtype_later_is_an_error(rank: int, what: str) -> None:
+    model = DDP(Weight())
+    torch.autograd.grad(model(x_of(rank)), model.module.w)
+    if what == "parameters":
+        model.double()
     else:
-        module.w.grad_dtype = torch.float64
-        with pytest.raises(
-            ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap the module"
-        ):
-            model(x_of(rank)).backward()
+        model.module.w.grad_dtype = torch.float64
+    with pytest.raises(ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap the module"):
+        model(x_of(rank)).backward()
 
 
 @on_ranks(2)
@@ -647,21 +642,6 @@ def penalty_of(module: nn.Module, rank: int) -> list[Tensor]:
     x = torch.full((2, 4), 0.3 * (rank + 1)).requires_grad_()
     (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     return list(torch.autograd.grad(grad.square().sum(), [*module.parameters()][:2], allow_unused=True)[:1])
-
-
-@on_ranks(2)
-def test_a_failed_step_leaves_no_gradient_of_a_parameter_that_the_loss_uses(rank: int) -> None:
-    model = DDP(TwoLayers())
-    for fails in (False, False, True, False):
-        model.zero_grad()
-        loss = model(x_of(rank), fails and rank == 1) + model.module.first.square()
-        if fails:
-            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-                loss.backward()
-            model(x_of(rank), False)
-            assert [p.grad for p in model.parameters()] == [None, None]
-        else:
-            loss.backward()
 
 
 @on_ranks(2)

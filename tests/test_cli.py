@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(FILE, tmp_path / "models.py")
     (tmp_path / "mine_own.py").write_text(TRANSFORM)
     (tmp_path / "script.py").write_text('raise SystemExit("usage: script")\n')
-    (tmp_path / "wrong.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = set(sys.modules)
@@ -61,7 +60,6 @@ WRONG = {
     "": [(["pln"], "Did you mean 'plan'?")],
     "demo": [
         (["--ranks", "0"], "Invalid value for '--ranks'"),
-        (["--ranks", "two"], "Invalid value for '--ranks'"),
         (["--ranks", "5000"], "--ranks 5000: each is a process, and on "),
         (["--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
         (["--out", "mine_own.py/out"], "--out: cannot write mine_own.py/out: Not a directory; name another"),
@@ -80,7 +78,6 @@ WRONG = {
         (["--model", "models.py"], "models.py is a file: name the function in it that makes the model, models.py:fn"),
         (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
         (["--model", "script.py:f"], "cannot import script.py: SystemExit: usage: script (at "),
-        (["--model", "wrong.py:f"], "cannot import wrong.py: ZeroDivisionError: division by zero (at "),
         (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
         (["--import", "absent_module"], "--import: cannot import absent_module: ModuleNotFoundError"),
         ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
@@ -90,7 +87,6 @@ WRONG = {
         (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
         (["--link", "100"], "--link: '100' is no link: write a rate"),
-        (["--step", "-1"], "Invalid value for '--step'"),
         (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),
         (["--show", "--json"], "--json prints nothing else: leave --show out"),
         (["--trace", "x"], "--trace draws the plan of one pipeline on one link"),
@@ -98,14 +94,12 @@ WRONG = {
         (["allreduce", "--svg", "x.svg", "--trace", "absent/x"], "--trace: cannot write absent/x: No such file"),
         (["allreduce", "--trace", "."], "--trace: cannot write .: Is a directory"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=-1"], "--ranks must be a whole number of at least 1, or one for each"),
         ([TWO_LEVELS, "--ranks", "1024"], "give the number of ranks of each: --ranks across=N,node=N"),
         ([TWO_LEVELS, "--ranks", "node=8"], "--ranks node=8: nothing is given for group 'across'"),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "no pipeline here reduces over group 'rack'; there are gr"),
         ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "no pipeline here reduces over the default group"),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
         ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit"], "nothing is given for group 'across'"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit,across=x"], "--link: 'x' is no link"),
     ],
     "bench": [
         ([], "name a pipeline, such as 'fp16(allreduce)', or ask for --codecs"),
@@ -176,11 +170,6 @@ def test_names_of_the_package() -> None:
         _ = fnddp.alreduce
     assert dir(fnddp) == sorted(fnddp.__all__)
     assert all(hasattr(fnddp, name) for name in dir(fnddp))
-
-
-def test_rates_as_on_data_sheets() -> None:
-    assert fnddp.Link.parse("10Gbps") == fnddp.Link.parse("10gbit")
-    assert fnddp.Link.parse("100 Mbps:20us") == fnddp.Link.parse("100mbit:20us")
 
 
 def test_calls_that_users_get_wrong() -> None:

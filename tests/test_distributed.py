@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -391,16 +392,8 @@ def test_without_a_process_group():
 # Connecting
 
 
-class Cluster:
-    def __init__(self, rank: int, size: int, port: int) -> None:
-        self.main_address, self.main_port = "127.0.0.1", port
-        self._rank, self._size = rank, size
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def world_size(self) -> int:
-        return self._size
+def cluster(rank: int, size: int, port: int) -> SimpleNamespace:
+    return SimpleNamespace(main_address="127.0.0.1", main_port=port, global_rank=lambda: rank, world_size=lambda: size)
 
 
 def test_init_dist_connection(monkeypatch):
@@ -410,19 +403,19 @@ def test_init_dist_connection(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "before")
     monkeypatch.setenv("MASTER_PORT", "before")
     timeout = timedelta(seconds=30)
-    init_dist_connection(Cluster(3, 4, 5), "gloo", timeout=timeout)
-    init_dist_connection(Cluster(-1, -1, 6), "nccl", 1, 2)
+    init_dist_connection(cluster(3, 4, 5), "gloo", timeout=timeout)
+    init_dist_connection(cluster(-1, -1, 6), "nccl", 1, 2)
     assert given == [
         ("gloo", {"rank": 3, "world_size": 4, "timeout": timeout}),
         ("nccl", {"rank": 1, "world_size": 2}),
     ]
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "6")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    init_dist_connection(Cluster(0, 0, 1), "gloo")
+    init_dist_connection(cluster(0, 0, 1), "gloo")
     assert os.environ["MASTER_PORT"] == "6"
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch.distributed is not available"):
-        init_dist_connection(Cluster(0, 0, 1), "gloo")
+        init_dist_connection(cluster(0, 0, 1), "gloo")
 
 
 # Hooks
