@@ -189,8 +189,22 @@ def test_what_is_no_kind_is_not_lowered():
         fnddp.lower(outlandish(), {"w": torch.empty(12)}, world_size=4)
 
 
+@fnddp.transform
+class local(fnddp.Sync):
+    """Sends nothing."""
+
+    ops = frozenset({"mean"})
+    groups = frozenset({None})
+
+    def init(self, grads):
+        return ()
+
+    def exchange(self, leaves, state):
+        return Exchange({path: leaf * 1 for path, leaf in leaves.items()}, leaves, state)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("sync", [outlandish(), fnddp.none], ids=repr)
+@pytest.mark.parametrize("sync", [outlandish(), local()], ids=repr)
 @on_ranks(2, 3)
 def test_steps_without_planned_collectives_vote(rank, sync):
     """In a step in which the first rank alone has the first leaf, and nobody the second, and in one that fails."""
