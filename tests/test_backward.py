@@ -112,16 +112,6 @@ def require_mean(model: DDP, rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(rank: int) -> None:
-    model = DDP(Weight())
-    flat = torch.zeros(2)
-    model.module.w.grad = flat[0]
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.data_ptr() == flat.data_ptr()
-    assert flat.tolist() == [MEAN, 0.0]
-
-
-@on_ranks(2)
 def test_whatever_the_module_returns(rank: int) -> None:
     for wrap in (opaque, Slotted, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
         model = DDP(Weight(wrap))
@@ -255,6 +245,7 @@ def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has
     if accumulates:
         flat.zero_()
         loss.backward()
+        assert own.first.grad.data_ptr() == flat.data_ptr()
         assert flat.tolist() == [MEAN, MEAN]
     else:
         assert [p.grad for p in model.parameters()] == [None, None]
@@ -282,21 +273,6 @@ def test_another_backward_after_one_that_broke_off(rank: int) -> None:
     assert everyone == [0.0, 0.0]
 
 
-@on_ranks(2)
-def test_two_wrapped_modules_fail_together(rank: int) -> None:
-    a, b = DDP(Weight()), DDP(Weight(), sync=error_feedback(fp16(allreduce)))
-    for step in range(3):
-        a.zero_grad()
-        b.zero_grad()
-        loss = b(Fails.apply(a(x_of(rank)), rank == 1 and step == 1))
-        if step == 1:
-            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-                loss.backward()
-        else:
-            loss.backward()
-            assert a.module.w.grad.item() == MEAN
-
-
 @pytest.mark.parametrize(("text", "want"), [("error_feedback(fp16(allreduce))", MEAN), ("all_reduce(op='sum')", 3.0)])
 @on_ranks(2)
 def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int, text: str, want: float) -> None:
@@ -318,14 +294,6 @@ def test_parameters_that_are_assigned(rank: int) -> None:
     with model.no_sync(), pytest.raises(RuntimeError, match="w were replaced after the module was wrapped"):
         model(x_of(rank))
     require_mean(model, rank)
-
-    model = DDP(Weight())
-    model.load_state_dict({"w": nn.Parameter(torch.ones(())), "unused": torch.ones(())}, assign=True)
-    with model.no_sync():
-        model(x_of(rank)).backward()
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == 2 * MEAN
-    assert model.plan is not None  # by hooks, not through the gate
 
 
 @on_ranks(2)

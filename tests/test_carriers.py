@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -48,34 +47,6 @@ def test_a_16_bit_wire_adds_in_float32_in_buckets_too(cast, carrier):
             assert torch.equal(mean[path], (total / 3).to(plain.dtype if carrier is two_shot else total.dtype).float())
 
 
-def int8_blocks(x: np.ndarray, block: int) -> np.ndarray:
-    """Each row in blocks of int8, and back, without any of our code."""
-    out = np.zeros_like(x)
-    for row in range(x.shape[0]):
-        for start in range(0, x.shape[1], block):
-            part = x[row, start : start + block]
-            scale = np.float32(np.abs(part).max() / np.float32(127))
-            out[row, start : start + block] = np.round(part / scale) * scale if scale > 0 else 0
-    return out
-
-
-@pytest.mark.parametrize("n", [1, 4])
-def test_two_shot_of_blocks_is_what_numpy_computes(n):
-    sync, block = quantize(two_shot, block=16), 16
-    means = run_threads(n, lambda rank: sync(grads(rank), sync.init(grads(rank)))[0])
-    for path in SHAPES:
-        rows = [grads(rank)[path].numpy().reshape(-1) for rank in range(n)]
-        chunk = -(-rows[0].size // n)
-        padded = [np.pad(row, (0, n * chunk - row.size)).reshape(n, chunk) for row in rows]
-        total = sum(int8_blocks(row, block) for row in padded) / np.float32(n)
-        want = int8_blocks(total, block).reshape(-1)[: rows[0].size]
-        # An element just between two multiples may round to the other one: one multiple in each hop.
-        step = 2 * np.abs(total).max() / 127
-        got = means[0][path].numpy().reshape(-1)
-        assert np.abs(got - want).max() <= step
-        assert np.mean(np.abs(got - want) > 1e-4 * step) < 0.02
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -90,14 +61,6 @@ def test_two_shot_of_blocks_is_what_numpy_computes(n):
 def test_a_wrong_nesting_names_the_fix(make, says):
     with pytest.raises((TypeError, ValueError), match=f"(?s){says}"):
         make()
-
-
-def test_carriers_print_as_what_makes_them():
-    assert repr(fp16(two_shot)) == "fp16(two_shot)"
-    assert two_shot() == two_shot
-    assert repr(two_shot(server_memory=True)) == "two_shot(server_memory=True)"
-    assert parse("two_shot(server_memory=True)") == two_shot(server_memory=True)
-    assert repr(allgather.over("7")) == "all_gather(group='7')"
 
 
 @pytest.mark.parametrize("n", [2, 8, 1024])

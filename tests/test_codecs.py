@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fnddp
-from fnddp import WireCounter, allgather, two_shot
+from fnddp import allgather, two_shot
 from fnddp.codecs.dct_topk import cosines
 from fnddp.codecs.packing import pack_indices, unpack_indices
 from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode
@@ -535,17 +535,3 @@ BYTES = [  # of 2 ** 20 elements
 def test_bytes_of_a_million_elements(text, want):
     plan = fnddp.lower(fnddp.parse(text), {"w": torch.empty(1024, 1024, device="meta")}, world_size=8)
     assert plan.wire_bytes == want
-
-
-def test_a_call_sends_what_is_encoded():
-    grads = {"w": torch.randn(4097)}
-
-    def body(rank: int) -> list[int]:
-        sent = []
-        for sync in map(codec_of, CODECS):
-            with WireCounter() as counter:
-                sync(grads, sync.init(grads))
-            sent.append(counter.wire_bytes)
-        return sent
-
-    assert run_threads(2, body) == [[nbytes(encoded(codec_of(text), grads["w"][None])) for text in CODECS]] * 2

@@ -298,18 +298,21 @@ def test_a_rank_that_skips_a_step_of_a_module_with_buffers(rank: int) -> None:
 # Ranks that hang
 
 
-def check_late(rank: int, text: str, step: int) -> None:
-    """Rank 1 comes to that step when the others have given up."""
+def check_missed(rank: int, text: str, step: int, how: str) -> None:
+    """In that step rank 1 comes when the others have given up, or fails in backward and never uses the module again."""
     training = Training(text, short_group())
     for good in range(step):
         assert training.step(batch(rank, good)) is None
     before = training.all
-    if rank == 1:
+    if rank == 1 and how == "comes late":
         dist.barrier()
-    error = training.step(batch(rank, 1))
-    assert isinstance(error, CollectiveError)
-    assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
-    if rank != 1:
+    error = training.step(batch(rank, 1), fails if rank == 1 and how == "fails" else None)
+    if rank == 1 and how == "fails":
+        assert isinstance(error, Trouble)
+    else:
+        assert isinstance(error, CollectiveError)
+        assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
+    if rank != 1 or how == "fails":
         dist.barrier()
     assert training.all == before
     require_refused(training, rank)
@@ -321,22 +324,12 @@ def check_late(rank: int, text: str, step: int) -> None:
     ("n", "text", "step"), [(2, PLAIN, 1), (3, COMPRESSED, 1), (2, CHECKED, 1), (2, COMPRESSED, 0)]
 )
 def test_a_rank_that_comes_after_the_timeout(gloo, n, text, step):
-    gloo(n, check_late, text, step, timeout=DEADLINE)
+    gloo(n, check_missed, text, step, "comes late", timeout=DEADLINE)
 
 
 @pytest.mark.thorough
-@on_ranks(2, seconds=DEADLINE)
-def test_a_rank_that_fails_in_backward_and_does_not_go_on(rank: int) -> None:
-    """Rank 1 fails in backward and never uses the module again, so the others do not hear of it."""
-    training = Training(COMPRESSED, short_group())
-    assert training.step(batch(rank, 0)) is None
-    before = training.all
-    error = training.step(batch(rank, 1), fails if rank == 1 else None)
-    assert isinstance(error, Trouble if rank == 1 else CollectiveError)
-    dist.barrier()  # here rank 1 waits
-    assert training.all == before
-    require_refused(training, rank)
-    require_same_on_all_ranks(training.parameters)
+def test_a_rank_that_fails_in_backward_and_does_not_go_on(gloo):
+    gloo(2, check_missed, COMPRESSED, 1, "fails", timeout=DEADLINE)
 
 
 # Ranks that die

@@ -180,24 +180,19 @@ def test_shards_are_rows_where_little_pads_them():
     assert run_threads(4, body) == [{"even": (6, 1), "odd": (6, 1)}] * 4  # the others' shards are vectors
 
 
-def test_bytes_across_nodes():
+@pytest.mark.parametrize(
+    ("inner", "shard", "want"),
+    [
+        ("all_reduce('across')", True, 4 * 64 * 32 // 2),
+        ("powersgd(all_reduce('across'), rank=2)", True, 4 * 2 * (32 + 32)),
+        ("powersgd(all_reduce('across'), rank=2)", False, 4 * 2 * (64 + 32)),
+    ],
+)
+def test_bytes_across_nodes(inner, shard, want):
     """In float32, of a leaf [64, 32]: a shard of half of it, of PowerSGD's matrix [32, 32], or the whole leaf."""
-
-    def body(rank: int) -> dict[str, int]:
-        pair = groups(rank, 2, 2)
-        across = pair["across"].group_name
-        sent = {}
-        for name, sync in {
-            "shard": hierarchical(allreduce.over(across), intra=pair["inside"]),
-            "powersgd": hierarchical(powersgd(allreduce, rank=2).over(across), intra=pair["inside"]),
-            "whole": hierarchical(powersgd(allreduce, rank=2).over(across), intra=pair["inside"], shard=False),
-        }.items():
-            plan = fnddp.lower(sync, {"w": torch.empty(64, 32)})
-            sent[name] = sum(c.wire_bytes for c in plan.collectives if c.group == across)
-        return sent
-
-    whole = 4 * 64 * 32
-    assert run_threads(4, body) == [{"shard": whole // 2, "powersgd": 4 * 2 * (32 + 32), "whole": 4 * 2 * 96}] * 4
+    sync = fnddp.parse(f"hierarchical({inner}, intra='inside', shard={shard})")
+    plan = fnddp.lower(sync, {"w": torch.empty(64, 32)}, world_size={"inside": 2, "across": 2})
+    assert sum(c.wire_bytes for c in plan.collectives if c.group == "across") == want
 
 
 @on_ranks(4)

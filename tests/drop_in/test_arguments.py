@@ -14,7 +14,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce, fp16
-from fnddp.adapters.torch_compat.arguments import BucketSizes
 from fnddp.laws import bits
 from tests.drop_in.models import (
     SMALL,
@@ -101,11 +100,7 @@ def test_buckets_are_filled_as_torch_fills_them(rank: int, options: dict[str, An
     assert (logged["has_rebuilt_buckets"], logged["num_buckets_reduced"]) == (1, len(want))
 
 
-def test_sizes_of_buckets_are_the_lists_or_the_cap():
-    mib = 2**20
-    assert BucketSizes.of(None, None) == BucketSizes((mib, 25 * mib))
-    assert BucketSizes.of(0.5, None) == BucketSizes((mib // 2,))
-    assert BucketSizes.of(9, [1, 2]) == BucketSizes((mib, 2 * mib), (mib, 2 * mib))
+def test_sizes_of_buckets_are_positive():
     for options in ({"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [1, -1]}):
         with pytest.raises(ValueError, match="positive size in MiB"):
             DDP(nn.Linear(2, 2), **options)
