@@ -69,11 +69,13 @@ def loss_of(params: Grads, grads: Grads) -> Tensor:
     return total
 
 
-def lazily(name: str, grad: Tensor) -> Tensor:
-    """The same numbers, as autograd gives them."""
+def otherwise(name: str, leaf: Tensor) -> Tensor:
+    """The same numbers in memory as autograd may give them: conjugated and negated lazily, or not dense."""
     if name == "negated":
-        return torch.complex(torch.zeros(grad.shape), -grad).conj().imag
-    return grad.conj().resolve_conj().conj()
+        return torch.complex(torch.zeros(leaf.shape), -leaf).conj().imag
+    if leaf.is_complex():
+        return leaf.conj().resolve_conj().conj()
+    return torch.stack([leaf, leaf], -1)[..., 0] if name == "matrix" else leaf
 
 
 class Given(nn.Module):
@@ -131,26 +133,35 @@ class ByRegister(Wrapped):
         self.handle.state = state
 
 
-class ByValueAndGrad:
+class Functional:
+    """The steps of `value_and_grad` and `jit`: on each rank leaves are otherwise in memory in every second step."""
+
     keeps_unused = False
 
     def __init__(self, sync: Sync, wire: C10d) -> None:
-        self.state, self.run = sync.init(filled()), fnddp.value_and_grad(loss_of, sync, wire=wire)
+        self.state, self.run = sync.init(filled()), self.made(sync, wire)
+        self.count = dist.get_rank()
+
+    def laid_out(self, leaves: Grads) -> Grads:
+        self.count += 1
+        return leaves if self.count % 2 else {name: otherwise(name, leaf) for name, leaf in leaves.items()}
+
+
+class ByValueAndGrad(Functional):
+    def made(self, sync: Sync, wire: C10d) -> Any:
+        return fnddp.value_and_grad(loss_of, sync, wire=wire)
 
     def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        _, mean, self.state = self.run(filled(), self.state, added(*batches))
+        _, mean, self.state = self.run(self.laid_out(filled()), self.state, added(*batches))
         return mean
 
 
-class ByJit:
-    keeps_unused = False
-
-    def __init__(self, sync: Sync, wire: C10d) -> None:
-        self.state, self.run = sync.init(filled()), fnddp.jit(sync, wire=wire)
+class ByJit(Functional):
+    def made(self, sync: Sync, wire: C10d) -> Any:
+        return fnddp.jit(sync, wire=wire)
 
     def step(self, *batches: Grads, weight: float | None = None) -> dict[str, Tensor | None]:
-        grads = {name: lazily(name, grad) for name, grad in filled(*batches).items()}
-        mean, self.state = self.run(grads, self.state, weight=weight)
+        mean, self.state = self.run(self.laid_out(filled(*batches)), self.state, weight=weight)
         return mean
 
 
@@ -198,6 +209,7 @@ class Checked:
             if self.adapter.keeps_unused and mean is not None and not mean.any():  # but for what memory has left
                 is_none = not any(name in each for each in gather(sorted(batches[0])))
             assert bits([got[name]]) == bits([None if is_none else mean]), name
+            assert is_none or got[name].stride() == torch.empty_like(got[name]).stride()  # dense
         assert bits(self.adapter.state) == bits(self.state)
         return got
 
@@ -231,7 +243,7 @@ def test_autograd_gives_such_gradients():
     model(grads).backward()
     for given in (
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-        {name: lazily(name, grad) for name, grad in grads.items()},
+        {name: otherwise(name, grad) for name, grad in grads.items()},
     ):
         assert given["complex"].is_conj()
         assert given["negated"].is_neg()

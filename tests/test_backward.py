@@ -88,8 +88,10 @@ class Checkpointed(nn.Module):
 
 
 class Fails(torch.autograd.Function):
+    """The identity, whose backward fails, or with None gives no gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fails: bool | None) -> Tensor:
         ctx.fails = fails
         return x.clone()
 
@@ -97,7 +99,7 @@ class Fails(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.fails:
             raise ArithmeticError("here")
-        return grad, None
+        return None if ctx.fails is None else grad, None
 
 
 def x_of(rank: int) -> Tensor:
@@ -428,23 +430,11 @@ def test_ranks_with_other_wire_dtypes(rank: int) -> None:
         DDP(Weight(), mixed_precision=config)
 
 
-class Undefined(torch.autograd.Function):
-    """The identity, whose backward gives nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG004
-        return None
-
-
 @on_ranks(2)
 def test_autograd_grad_where_a_function_gives_no_gradient(rank: int) -> None:
     model = DDP(Weight())
     own = model.module
-    loss = own.w * x_of(rank) + Undefined.apply(own.unused)
+    loss = own.w * x_of(rank) + Fails.apply(own.unused, None)
     for _ in range(2):
         model(x_of(rank))
         grads = torch.autograd.grad(loss, [own.w, own.unused], allow_unused=True, retain_graph=True)
@@ -542,6 +532,11 @@ def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
     model = DDP(Weight())
     model(x_of(rank)).backward()
     late = model(x_of(rank))
+    group = dist.new_group()
+    named = DDP(Weight(), process_group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError, match="and now it runs without a process group"):
+        named(x_of(rank))
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store()) if size == 2 else dist.HashStore()
     dist.destroy_process_group()
     was = r"the module was wrapped in the process group '.*' of 2 ranks, and now it runs "
@@ -568,16 +563,6 @@ def test_a_module_that_was_wrapped_before_there_was_a_process_group(rank: int) -
     assert model.module.w.grad == x_of(rank)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     with pytest.raises(RuntimeError, match=r"wrapped without a process group, and now it runs in .* of 2 ranks"):
-        model(x_of(rank))
-
-
-@on_ranks(2)
-def test_a_named_process_group_that_was_destroyed(rank: int) -> None:
-    group = dist.new_group()
-    model = DDP(Weight(), process_group=group)
-    model(x_of(rank)).backward()
-    dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="and now it runs without a process group"):
         model(x_of(rank))
 
 

@@ -462,11 +462,6 @@ def test_hooks_on_torchs_class_off_cuda(rank: int) -> None:
                 assert model._get_ddp_logging_data()["comm_hook"] == name
 
     model = DistributedDataParallel(make_model())
-    register_ddp_comm_hook(model, None, allreduce_hook)
-    assert model._comm_hooks == [(allreduce_hook, None)]
-    torch.testing.assert_close(gradient(model, rank), want)
-
-    model = DistributedDataParallel(make_model())
     register_ddp_comm_hook(model, ddp_comm_wrapper=fp16_compress_wrapper)
     assert model._comm_hooks == []
 

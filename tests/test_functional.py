@@ -111,7 +111,11 @@ class Pair(NamedTuple):
     b: torch.Tensor | None
 
 
-def test_parameters_of_a_module_leave_no_graph():
+def test_what_requires_grad_leaves_no_graph():
+    grads, sync = {"w": torch.ones(3, requires_grad=True)}, error_feedback(fp16(allreduce))
+    mean, state = sync(grads, sync.init(grads))
+    assert not mean["w"].requires_grad
+    assert not state.residual["w"].requires_grad
     model = nn.Linear(3, 2)
     step = fnddp.value_and_grad(lambda p, x: torch.func.functional_call(model, p, x).sum(), allreduce)
     value, grads, _ = step(dict(model.named_parameters()), (), torch.ones(1, 3))
@@ -144,14 +148,6 @@ def test_synchronizing_inside_a_derivative_raises():
             torch.compile(differentiate, backend="eager")()  # there, without the question, a silent zero
 
 
-def test_gradients_that_require_grad_leave_no_graph():
-    grads = {"w": torch.ones(3, requires_grad=True)}
-    sync = error_feedback(fp16(allreduce))
-    mean, state = sync(grads, sync.init(grads))
-    assert not mean["w"].requires_grad
-    assert not state.residual["w"].requires_grad
-
-
 @pytest.mark.skipif(not DIFFERENTIATES_INFERENCE, reason="torch.func gives zeros there")
 def test_inference_mode_gives_the_gradients():
     sync = error_feedback(fp16(allreduce))
@@ -168,19 +164,15 @@ def test_inference_mode_gives_the_gradients():
 def test_plans_that_are_made_in_inference_mode_are_those_of_other_modes(sync):
     grads = params()
     step, state, expected = fnddp.jit(sync), sync.init(grads), sync.init(grads)
+    plan = str(fnddp.lower(sync, nn.Linear(24, 32)))
     with torch.inference_mode():
-        assert str(fnddp.lower(sync, nn.Linear(24, 32))) == str(_lowered_outside(sync))
+        assert str(fnddp.lower(sync, nn.Linear(24, 32))) == plan
     for i in range(4):
         want, expected = sync(grads, expected)
         with torch.inference_mode(i < 2):  # the memory of a plan is written to in later steps
             mean, state = step(grads, state)
         assert bits([mean, state]) == bits([want, expected])
     assert step.plan is not None
-
-
-def _lowered_outside(sync):
-    with torch.inference_mode(False):
-        return fnddp.lower(sync, nn.Linear(24, 32))
 
 
 def test_inference_mode_where_torch_gives_zeros_is_an_error(monkeypatch):

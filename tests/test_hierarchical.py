@@ -11,6 +11,7 @@ from fnddp import DistributedDataParallel, allreduce, hierarchical, none, powers
 from fnddp.laws import (
     DONATIONS,
     LAWS,
+    LOWERED,
     applies,
     gather,
     law_5_lossless_is_exact,
@@ -24,7 +25,6 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.thorough
 
-LOWERED = [law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact]
 SHAPES = [(2, 2), (1, 2), (2, 1)]  # nodes, ranks in each
 LOSSY = [
     "hierarchical(fp16(all_reduce(group='across')), intra='inside')",
@@ -59,18 +59,16 @@ def few(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {"weight": weight, "bias": bias.double(), "count": torch.tensor(rank + step)}
 
 
-def check_eager_laws(rank: int, text: str, nodes: int, size: int) -> None:
+def check_laws(rank: int, text: str, nodes: int, size: int) -> None:
     sync = made(text, rank, nodes, size)
     for law in LAWS:
         if law not in LOWERED and applies(law, sync) and (law is not law_5_lossless_is_exact or text in EXACT):
             law(rank, sync, TREES["mixed"])
-
-
-def check_lowered(rank: int, text: str, nodes: int, size: int) -> None:
-    donation = DONATIONS[(len(text) + nodes) % len(DONATIONS)]
-    law_6_lowered_is_eager(rank, made(text, rank, nodes, size), few, donation=donation)
-    if text == LOSSY[1]:
-        law_7_resuming_an_engine_is_exact(rank, made(text, rank, nodes, size), few)
+    if nodes == size:
+        donation = DONATIONS[len(text) % len(DONATIONS)]
+        law_6_lowered_is_eager(rank, sync, few, donation=donation)
+        if text == LOSSY[1]:
+            law_7_resuming_an_engine_is_exact(rank, sync, few)
 
 
 @pytest.mark.parametrize(
@@ -78,20 +76,14 @@ def check_lowered(rank: int, text: str, nodes: int, size: int) -> None:
     [(text, *shape) for i, text in enumerate(LOSSY + EXACT) for shape in (SHAPES[0], SHAPES[1 + i % 2])],
 )
 def test_laws(text, nodes, size):
-    run_threads(nodes * size, check_eager_laws, text, nodes, size, seconds=300)
-
-
-@pytest.mark.parametrize("text", LOSSY + EXACT)
-def test_lowered_is_eager(text):
-    run_threads(4, check_lowered, text, 2, 2, seconds=300)
+    run_threads(nodes * size, check_laws, text, nodes, size, seconds=300)
 
 
 @on_ranks(4)
 def test_on_gloo_processes(rank: int) -> None:
     """In groups of two, where a ring adds in one order, lowered is eager to the bit."""
     for text in (LOSSY[1], EXACT[0]):
-        check_eager_laws(rank, text, 2, 2)
-        check_lowered(rank, text, 2, 2)
+        check_laws(rank, text, 2, 2)
 
 
 @pytest.mark.parametrize(

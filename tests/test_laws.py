@@ -187,10 +187,3 @@ def test_channels_last_gradients_stay_channels_last(name):
         engine = make_engine(sync, example, donation, traces=traces)
         done = engine_step(engine, copy.deepcopy(start), example, random.Random(0))
         assert done.mean["conv.weight"].stride() == mean["conv.weight"].stride() == example["conv.weight"].stride()
-
-
-@given(sync=nestings())
-def test_nestings_keep_channels_last(sync):
-    example = grads("model", 0)
-    mean, _ = sync(example, sync.init(example))
-    assert mean["conv.weight"].stride() == example["conv.weight"].stride()
