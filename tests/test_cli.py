@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(FILE, tmp_path / "models.py")
     (tmp_path / "mine_own.py").write_text(TRANSFORM)
     (tmp_path / "script.py").write_text('raise SystemExit("usage: script")\n')
-    (tmp_path / "wrong.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = set(sys.modules)
@@ -85,7 +84,6 @@ WRONG = {
     "": [(["pln"], "Did you mean 'plan'?")],
     "demo": [
         (["--ranks", "0"], "Invalid value for '--ranks'"),
-        (["--ranks", "two"], "Invalid value for '--ranks'"),
         (["--ranks", "5000"], "--ranks 5000: each is a process, and on "),
         (["--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
         (["--out", "mine_own.py/out"], "--out: cannot write mine_own.py/out: Not a directory; name another"),
@@ -98,13 +96,11 @@ WRONG = {
         (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, ends, frozen, "),
         (["--model", "models.py:of_width"], "models.py:of_width cannot be called without arguments: missing a req"),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
-        (["--model", "models.py:ends"], "models.py:ends failed: SystemExit: 3 (at "),
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
         (["--model", "models.py"], "models.py is a file: name the function in it that makes the model, models.py:fn"),
         (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
         (["--model", "script.py:f"], "cannot import script.py: SystemExit: usage: script (at "),
-        (["--model", "wrong.py:f"], "cannot import wrong.py: ZeroDivisionError: division by zero (at "),
         (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
         (["--import", "absent_module"], "--import: cannot import absent_module: ModuleNotFoundError"),
         ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
@@ -114,7 +110,6 @@ WRONG = {
         (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
         (["--link", "100"], "--link: '100' is no link: write a rate"),
-        (["--step", "-1"], "Invalid value for '--step'"),
         (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),
         (["--show", "--json"], "--json prints nothing else: leave --show out"),
         (["--trace", "x"], "--trace draws the plan of one pipeline on one link"),
@@ -122,7 +117,6 @@ WRONG = {
         (["allreduce", "--svg", "x.svg", "--trace", "absent/x"], "--trace: cannot write absent/x: No such file"),
         (["allreduce", "--trace", "."], "--trace: cannot write .: Is a directory"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=-1"], "--ranks must be a whole number of at least 1, or one for each"),
         (
             [TWO_LEVELS, "--ranks", "1024"],
             "reduce over group 'across' and group 'node'; give --ranks across=...,node=...",
@@ -134,14 +128,11 @@ WRONG = {
         ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "rack=2: the pipelines reduce over group 'across' and"),
         ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "the pipelines reduce over group 'across' and group"),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
-        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit"], "give --link across=...,node=..."),
-        ([TWO_LEVELS, "--ranks", "node=8,across=2", "--link", "node=1gbit,across=x"], "--link: 'x' is no link"),
     ],
     "bench": [
         ([], "name a pipeline, such as 'fp16(allreduce)', or ask for --codecs"),
         (["allreduce", "--engine", "regster"], "'regster' is not one of 'ddp', 'register', 'value_and_grad'"),
         (["allreduce", "--against", "dpp"], "--against: unknown peer 'dpp'; did you mean 'ddp'?"),
-        (["allreduce", "--against", "horovod"], "unknown peer 'horovod'; known ones are ddp, fp16_hook"),
         (["allreduce", "--against", "bf16_hook"], "--against bf16_hook: no peer is left to compare with; add ddp"),
         (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
         (["allreduce", "--model", "models.py:alone"], "returns a module alone; to train it, it must return (module, "),
@@ -221,11 +212,6 @@ def test_names_of_the_package() -> None:
         _ = fnddp.alreduce
     assert dir(fnddp) == sorted(fnddp.__all__)
     assert all(hasattr(fnddp, name) for name in dir(fnddp))
-
-
-def test_rates_as_on_data_sheets() -> None:
-    assert fnddp.Link.parse("10Gbps") == fnddp.Link.parse("10gbit")
-    assert fnddp.Link.parse("100 Mbps:20us") == fnddp.Link.parse("100mbit:20us")
 
 
 def test_calls_that_users_get_wrong() -> None:
@@ -312,11 +298,3 @@ def test_completion_prints_a_script(shell: str, capsys: pytest.CaptureFixture[st
     assert f"_FNDDP_COMPLETE=complete_{shell}" in script
     if shell != "fish" and shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
-
-
-@pytest.mark.parametrize("command", ["demo", "plan", "bench", "tune"])
-def test_help_names_no_default_that_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main([command, "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "[default: " in said
-    assert "[default: None]" not in said

@@ -84,18 +84,6 @@ def test_doctor_on_the_ranks_of_an_mpi() -> None:
     assert [each["pipeline"] for each in found["pipelines"]] == [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(2 * SECONDS)
-def test_doctor_under_torchrun() -> None:
-    """One rank prints what all have found."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = subprocess.run(
-        [*launch, "-m", "fnddp", *DOCTOR], capture_output=True, text=True, timeout=SECONDS, check=True
-    ).stdout
-    assert [said.count(text) for text in SAID] == [1] * len(SAID), said
-    assert "started by torchrun" in said
-
-
 def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
