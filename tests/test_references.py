@@ -15,6 +15,7 @@ import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
 from fnddp.laws import bits
 from fnddp.simulate.ranks import run_threads
+from fnddp.transforms.orthogonalize import METHODS
 from tests.pipelines import grads
 from tests.ranks import on_ranks
 
@@ -31,18 +32,39 @@ class NumpyPowerSGD:
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
         delta = [g + e for g, e in zip(gradients, self.memory, strict=True)]
+        sent = self.sent(delta)
+        # the local form of the memory: what this rank's own factor says, not the aggregate
+        self.memory = [d - s for d, s in zip(delta, sent, strict=True)]
+        return np.mean(sent, axis=0)
+
+    def sent(self, delta: list[np.ndarray]) -> list[np.ndarray]:
         p_hat, _ = np.linalg.qr(np.mean([d @ self.q for d in delta], axis=0))
         local_q = [d.T @ p_hat for d in delta]
         self.q = np.mean(local_q, axis=0)
-        # the local form of the memory: what this rank's own factor says, not the aggregate
-        self.memory = [d - p_hat @ q.T for d, q in zip(delta, local_q, strict=True)]
-        return p_hat @ self.q.T
+        return [p_hat @ q.T for q in local_q]
 
 
-@pytest.mark.parametrize("option", ["", ", orthogonalization='gram_schmidt'", ", orthogonalization='qr'"])
+class NumpyACP(NumpyPowerSGD):
+    """Alternate compressed PowerSGD: P in even steps, and Q in odd ones."""
+
+    p: np.ndarray | None = None
+
+    def sent(self, delta: list[np.ndarray]) -> list[np.ndarray]:
+        if self.p is None:
+            q_hat, _ = np.linalg.qr(self.q)
+            self.p = np.mean([d @ q_hat for d in delta], axis=0)
+            return [(d @ q_hat) @ q_hat.T for d in delta]
+        p_hat, _ = np.linalg.qr(self.p)
+        self.p, self.q = None, np.mean([d.T @ p_hat for d in delta], axis=0)
+        return [p_hat @ (p_hat.T @ d) for d in delta]
+
+
+@pytest.mark.parametrize("paper", [NumpyPowerSGD, NumpyACP])
+@pytest.mark.parametrize("option", METHODS)
 @pytest.mark.parametrize("rank_of_matrix", [1, 2, 3])
-def test_powersgd_with_error_feedback_is_the_papers(option, rank_of_matrix):
-    sync = fnddp.parse(f"error_feedback(powersgd(allreduce, rank={rank_of_matrix}, min_compression_rate=0{option}))")
+def test_powersgd_with_error_feedback_is_the_papers(paper, option, rank_of_matrix):
+    options = {"orthogonalization": option, "min_compression_rate": 0, "alternate": paper is NumpyACP}
+    sync = error_feedback(powersgd(allreduce, rank_of_matrix, **options))
     paths = ["fc.weight", "out.weight", "conv.weight"]
 
     def matrix(rank: int, step: int, path: str) -> np.ndarray:
@@ -52,8 +74,8 @@ def test_powersgd_with_error_feedback_is_the_papers(option, rank_of_matrix):
     def body(rank: int) -> None:
         state = sync.init(grads("model", rank))
         n = dist.get_world_size()
-        papers = {path: NumpyPowerSGD(state.inner.q[path].double().numpy(), n) for path in paths}
-        for step in range(5):
+        papers = {path: paper(state.inner.q[path].double().numpy(), n) for path in paths}
+        for step in range(6):
             mean, state = sync(grads("model", rank, step), state)
             for path in paths:
                 want = papers[path].step([matrix(r, step, path) for r in range(n)])

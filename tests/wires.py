@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnddp.simulate.ranks import RankFailed
 from fnddp.wire.kinds import ALL_GATHER, Kind
-from tests.cores import OnOneCore
+from tests.traces import OnOneCore
 
 SECONDS = 20
 
