@@ -197,51 +197,39 @@ class Replica:
         return stop.exists() and self.manager.current_step() >= int(stop.read_text())
 
     def step(self, optimizer: Any) -> Record:
+        optimizer.zero_grad()
+        if self.options.get("accumulates"):
+            with self.model.no_sync():
+                self.loss(-self.manager.current_step()).backward()
+        step, before, local = self.manager.current_step(), self.digest(), self.of_its_own()
+        error = ""
         try:
-            optimizer.zero_grad()
-            if self.options.get("accumulates"):
-                inputs, targets = self.batch(-self.manager.current_step())
-                with self.model.no_sync():
-                    nn.functional.mse_loss(self.model(inputs), targets).backward()
-            step, before, local = self.manager.current_step(), self.digest(), self.of_its_own()
-            error = ""
-            try:
-                inputs, targets = self.batch(step)
-                self._started = count()
-                self.reach("forward")
-                with self.model.weight(1.0 + self.seed) if self.options.get("weighs") else nullcontext():
-                    nn.functional.mse_loss(self.model(inputs), targets).backward()
-            except ZeroDivisionError as raised:  # that of a trap
-                error = repr(raised)
-                if self.options.get("leaves_out"):
-                    participants = self.manager.num_participants()
-                    return Record(self.name, step, False, participants, error, before, True, rank=self.rank)
-            means = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
-            optimizer.step()
-            committed = self.manager.current_step() > step
-            self.reach("stepped", step)
-        except Exception:
-            traceback.print_exc()
-            raise
+            self._started = count()
+            self.reach("forward")
+            with self.model.weight(1.0 + self.seed) if self.options.get("weighs") else nullcontext():
+                self.loss(step).backward()
+        except ZeroDivisionError as raised:  # that of a trap
+            error = repr(raised)
+            if self.options.get("leaves_out"):
+                participants = self.manager.num_participants()
+                return Record(self.name, step, False, participants, error, before, True, rank=self.rank)
+        means = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
+        optimizer.step()
+        committed = self.manager.current_step() > step
+        self.reach("stepped", step)
         lost = self.manager.errored()
         is_unchanged = (before, local) == (self.digest(), self.of_its_own())
+        error = error or ("" if lost is None else str(lost.original_exception))
+        file = self.keep(step, means) if committed and self.options.get("keeps") else ""
+        planned, participants = getattr(self.model, "plan", None) is not None, self.manager.num_participants()
         return Record(
-            self.name,
-            step,
-            committed,
-            self.manager.num_participants(),
-            error or ("" if lost is None else str(lost.original_exception)),
-            self.digest(),
-            is_unchanged,
-            self.keep(step, means) if committed and self.options.get("keeps") else "",
-            getattr(self.model, "plan", None) is not None,
-            self.rank,
+            self.name, step, committed, participants, error, self.digest(), is_unchanged, file, planned, self.rank
         )
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(1000 * self.seed + step)
-        inputs = torch.randn(16, SIZES[0], generator=generator)
-        return inputs, torch.tanh(inputs[:, : SIZES[-1]])
+    def loss(self, step: int) -> Tensor:
+        """Of this replica's batch in a step."""
+        inputs = torch.randn(16, SIZES[0], generator=torch.Generator().manual_seed(1000 * self.seed + step))
+        return nn.functional.mse_loss(self.model(inputs), torch.tanh(inputs[:, : SIZES[-1]]))
 
     def digest(self) -> str:
         """Of what is the same on all replicas."""

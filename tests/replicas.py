@@ -40,7 +40,6 @@ class Job:
         self.address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
         self.processes: dict[str, Any] = {}
         self.incarnations: dict[str, int] = {}
-        self._read: dict[str, tuple[list[Record], int]] = {}  # by file, and how far
 
     def __enter__(self) -> "Job":
         return self
@@ -128,12 +127,9 @@ class Job:
 
     def records(self) -> list[Record]:
         """What all replicas have written down so far, each in its order."""
-        for file in self.path.glob("*.jsonl"):
-            known, at = self._read.get(file.name, ([], 0))
-            whole, _, _ = file.read_bytes()[at:].rpartition(b"\n")  # without a line that a death has cut
-            known += [Record(**json.loads(line)) for line in whole.splitlines()]
-            self._read[file.name] = known, at + len(whole) + bool(whole)
-        return [record for name in sorted(self._read) for record in self._read[name][0]]
+        files = sorted(self.path.glob("*.jsonl"))
+        lines = [line for file in files for line in file.read_text().split("\n")[:-1]]  # without what a death has cut
+        return [Record(**json.loads(line)) for line in lines]
 
 
 def require_equal(records: list[Record]) -> None:
