@@ -23,43 +23,6 @@ def grads_of(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach() for p in model.parameters()]
 
 
-class Routed(nn.Module):
-    """Each call uses some of its experts: others on every rank and in every step, or several times the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
-
-    def forward(self, x: Tensor, route: list[int]) -> dict[str, Any]:
-        for i in route:
-            x = self.experts[i](x).tanh()
-        return {"out": [x], "route": route}
-
-
-@on_ranks(2)
-def test_control_flow_that_depends_on_the_rank(rank: int) -> None:
-    n = dist.get_world_size()
-    model = fnddp.DistributedDataParallel(Routed(), **SMALL)
-    for step in range(6):
-        routes = [[(r + step) % 4] * (1 + r) + [step % 4] for r in range(n)]
-        model.zero_grad()
-        model.module.experts[4].weight.grad = kept = torch.full((16, 16), 7.0)  # of an expert that no rank uses
-        loss_of(model(batch(rank, step), routes[rank])["out"][0]).backward()
-        assert model.module.experts[4].weight.grad is kept
-        assert bool((kept == 7).all())
-        plains = [Routed() for _ in range(n)]
-        for r, plain in enumerate(plains):
-            loss_of(plain(batch(r, step), routes[r])["out"][0]).backward()
-        for name, p in list(model.module.named_parameters())[:-2]:
-            each = [dict(plain.named_parameters())[name].grad for plain in plains]
-            if all(g is None for g in each):
-                assert p.grad is None
-            else:
-                want = sum((torch.zeros_like(p) if g is None else g) / n for g in each)
-                torch.testing.assert_close(p.grad, want, rtol=1e-6, atol=1e-7)  # the order of a sum of n ranks
-
-
 @on_ranks(2)
 def test_parameters_and_buffers_are_those_of_the_first_rank(rank: int) -> None:
     module = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))

@@ -15,7 +15,6 @@ from fnddp.core import collectives, tree
 from fnddp.laws import bits
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.simulate import simulate
-from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import KINDS
 from fnddp.wire.simulated import Ranks
 from tests.pipelines import EXAMPLES
@@ -120,18 +119,6 @@ def test_groups_divide_ranks():
     torch.testing.assert_close(mean["w"], torch.stack([*of_nodes, *of_nodes]))
     mean, _ = simulate(fnddp.two_shot(group="rail"), 4, groups=NODES)(grads, ())
     torch.testing.assert_close(mean["w"], grads["w"].view(2, 2, 5).mean(1).repeat_interleave(2, 0))
-
-
-def test_two_levels_are_a_mean_over_all():
-    def of_a_rank(rank: Tensor, leaf: Tensor) -> Tensor:
-        with within(World(simulated=Ranks(4, rank, NODES))):
-            part = collectives.reduce_scatter(leaf.view(2, -1), "node")
-            part = collectives.all_reduce({"": part}, "sum", "rail")[""]
-            return collectives.all_gather(part, "node").flatten() / 4
-
-    leaf = torch.randn(4, 6)
-    got = torch.func.vmap(of_a_rank)(torch.arange(4), leaf)
-    torch.testing.assert_close(got, leaf.mean(0).expand(4, 6))
 
 
 class SeenState(NamedTuple):

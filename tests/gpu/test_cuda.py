@@ -185,7 +185,7 @@ def test_training_over_nccl(wrap, n):
     run_nccl(n, check_training, wrap, TRAINED)
 
 
-def check_shared_gradients() -> None:
+def check_shared_gradients(rank: int) -> None:
     """Gradients that are views of what the rest of backward still reads are not written over."""
     sync = fnddp.parse("error_feedback(fp16(allreduce))")
     params = {name: torch.randn(512, 512, device="cuda") for name in ("first", "position")}
@@ -203,11 +203,7 @@ def check_shared_gradients() -> None:
 
 
 def test_shared_gradients_over_nccl():
-    run_nccl(1, _without_rank, check_shared_gradients)
-
-
-def _without_rank(rank: int, fn: Callable[[], None]) -> None:
-    fn()
+    run_nccl(1, check_shared_gradients)
 
 
 class Fails(nn.Module):
