@@ -145,6 +145,7 @@ class Watched(C10d):
 
     def start(self, *given: Any, **options: Any) -> Work:
         if self.has_trouble:
+            self.has_trouble = False
             raise Trouble("on the wire")
         self.began.append(self.call)
         work = super().start(*given, **options)
@@ -237,7 +238,6 @@ def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(delay
             train(model, optimizer, rank, range(2 + delay, 3 + delay))
         assert bits(attached.state) == state
         assert any(not torch.equal(p, before[name]) for name, p in parameters(model).items())  # by the local step
-        wire.has_trouble = False
         train(model, optimizer, rank, range(3 + delay, 4 + delay))
         assert agree(parameters(model))
 
@@ -267,7 +267,6 @@ def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchang
         assert calls == ["prepare", "commit"]
         assert bits(attached.state) == state
         assert not agree(parameters(model))
-        wire.has_trouble = False
         train(model, optimizer, rank, range(2, 3))
         assert calls == ["prepare", "commit"] * 2
         assert agree(parameters(model))

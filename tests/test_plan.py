@@ -183,17 +183,6 @@ def test_groups_and_operations_travel_apart():
     }
 
 
-def test_powersgd_takes_two_rounds():
-    sync = error_feedback(powersgd(fp16(allreduce), rank=2))
-    plan = lower(sync, params(w1=(64, 32), b1=(64,), w2=(48, 64), b2=(48,)), world_size=8)
-    assert plan.rounds == 2
-    first, second = plan.collectives
-    assert (first.depth, first.slot, second.depth, second.slot) == (0, 0, 1, 1)
-    assert first.numel == 2 * 64 + 64 + 2 * 48 + 48  # p and the uncompressed leaves
-    assert second.numel == 2 * 32 + 2 * 64  # q
-    assert first.dtype == second.dtype == torch.float16
-
-
 def test_leaves_without_elements_do_not_travel():
     plan = lower(allreduce, params(empty=(0, 3), w=(3,)), world_size=2)
     assert [[payload.label for payload in c.payloads] for c in plan.collectives] == [["w"]]

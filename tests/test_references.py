@@ -128,63 +128,42 @@ def test_torchs_powersgd_hook(rank: int) -> None:
         torch.testing.assert_close(mean, theirs, rtol=2e-3, atol=2e-4)  # float32, and their memory is another
 
 
-RESNET18 = {
-    **{f"layer4.{c}.weight": (512, 512, 3, 3) for c in ("0.conv2", "1.conv1", "1.conv2")},
-    "layer4.0.conv1.weight": (512, 256, 3, 3),
-    **{f"layer3.{c}.weight": (256, 256, 3, 3) for c in ("0.conv2", "1.conv1", "1.conv2")},
-    "layer3.0.conv1.weight": (256, 128, 3, 3),
-    **{f"layer2.{c}.weight": (128, 128, 3, 3) for c in ("0.conv2", "1.conv1", "1.conv2")},
-    "layer2.0.conv1.weight": (128, 64, 3, 3),
-    **{f"layer1.{i}.conv{j}.weight": (64, 64, 3, 3) for i in (0, 1) for j in (1, 2)},
-    "layer4.0.shortcut.0.weight": (512, 256, 1, 1),
-    "layer3.0.shortcut.0.weight": (256, 128, 1, 1),
-    "layer2.0.shortcut.0.weight": (128, 64, 1, 1),
-    "linear.weight": (10, 512),
-    "conv1.weight": (64, 3, 3, 3),
-    "vectors": (9610,),
-}
-# The paper's table of ResNet18's parameters: KiB of a matrix and its compression at rank 1.
+# The paper's table of ResNet18: shapes, how many there are, KiB of one, and its compression at rank 1.
 PAPER = {
-    "layer4.0.conv2.weight": (9216, 461),
-    "layer4.0.conv1.weight": (4608, 419),
-    "layer3.0.conv2.weight": (2304, 230),
-    "layer3.0.conv1.weight": (1152, 209),
-    "layer2.0.conv2.weight": (576, 115),
-    "layer4.0.shortcut.0.weight": (512, 171),
-    "layer2.0.conv1.weight": (288, 105),
-    "layer1.0.conv1.weight": (144, 58),
-    "layer3.0.shortcut.0.weight": (128, 85),
-    "layer2.0.shortcut.0.weight": (32, 43),
-    "linear.weight": (20, 9.8),
-    "conv1.weight": (6.75, 19),
-    "vectors": (37.5, 1),
+    "layer4.conv2": ((512, 512, 3, 3), 3, 9216, 461),
+    "layer4.conv1": ((512, 256, 3, 3), 1, 4608, 419),
+    "layer3.conv2": ((256, 256, 3, 3), 3, 2304, 230),
+    "layer3.conv1": ((256, 128, 3, 3), 1, 1152, 209),
+    "layer2.conv2": ((128, 128, 3, 3), 3, 576, 115),
+    "layer4.shortcut": ((512, 256, 1, 1), 1, 512, 171),
+    "layer2.conv1": ((128, 64, 3, 3), 1, 288, 105),
+    "layer1": ((64, 64, 3, 3), 4, 144, 58),
+    "layer3.shortcut": ((256, 128, 1, 1), 1, 128, 85),
+    "layer2.shortcut": ((128, 64, 1, 1), 1, 32, 43),
+    "linear": ((10, 512), 1, 20, 9.8),
+    "conv1": ((64, 3, 3, 3), 1, 6.75, 19),
+    "vectors": ((9610,), 1, 37.5, 1),
 }
+RESNET18 = {f"{name}.{i}": shape for name, (shape, n, _, _) in PAPER.items() for i in range(n)}
 
 
-def wire_bytes(rank: int, sync: fnddp.Sync, shapes: dict) -> int:
+def sent_by(sync: fnddp.Sync, shapes: dict[str, tuple[int, ...]]) -> int:
     gradients = {path: torch.zeros(shape) for path, shape in shapes.items()}
-    state = sync.init(gradients)
     with WireCounter() as counter:
-        sync(gradients, state)
+        sync(gradients, sync.init(gradients))
     return counter.wire_bytes
 
 
-def test_resnet18_golden_bytes(gloo):
-    def count(sync: fnddp.Sync, shapes: dict) -> int:
-        return gloo(1, wire_bytes, sync, shapes)[0]
-
-    dense = count(allreduce, RESNET18)
+def test_resnet18_golden_bytes():
+    dense = sent_by(allreduce, RESNET18)
     assert dense == 4 * 11_173_962
     assert round(24 * dense / 2**20) == 1023
     compressed = powersgd(allreduce, rank=1, min_compression_rate=0)
-    for path, (kib, factor) in PAPER.items():
-        alone = {path: RESNET18[path]}
-        assert count(allreduce, alone) / 1024 == pytest.approx(kib, rel=0.01)
-        assert kib * 1024 / count(compressed, alone) == pytest.approx(factor, rel=0.01)
+    for path, (shape, _, kib, factor) in PAPER.items():
+        assert sent_by(allreduce, {path: shape}) / 1024 == pytest.approx(kib, rel=0.01)
+        assert kib * 1024 / sent_by(compressed, {path: shape}) == pytest.approx(factor, rel=0.01)
     for rank, total, mib_per_epoch in ((1, 243, 4.2), (2, 136, 7.5), (4, 72, 14.2)):
-        sent = count(powersgd(allreduce, rank=rank, min_compression_rate=0), RESNET18)
+        sent = sent_by(powersgd(allreduce, rank, min_compression_rate=0), RESNET18)
         assert round(dense / sent) == total
         assert 24 * sent / 2**20 == pytest.approx(mib_per_epoch, abs=0.05)
-        assert (
-            count(error_feedback(powersgd(fp16(allreduce), rank=rank, min_compression_rate=0)), RESNET18) == sent // 2
-        )
+        assert sent_by(error_feedback(powersgd(fp16(allreduce), rank, min_compression_rate=0)), RESNET18) == sent // 2
