@@ -154,7 +154,8 @@ def sent_by(sync: fnddp.Sync, shapes: dict[str, tuple[int, ...]]) -> int:
     return counter.wire_bytes
 
 
-def test_resnet18_golden_bytes():
+@on_ranks(1)
+def test_resnet18_golden_bytes(rank: int) -> None:
     dense = sent_by(allreduce, RESNET18)
     assert dense == 4 * 11_173_962
     assert round(24 * dense / 2**20) == 1023
@@ -162,8 +163,8 @@ def test_resnet18_golden_bytes():
     for path, (shape, _, kib, factor) in PAPER.items():
         assert sent_by(allreduce, {path: shape}) / 1024 == pytest.approx(kib, rel=0.01)
         assert kib * 1024 / sent_by(compressed, {path: shape}) == pytest.approx(factor, rel=0.01)
-    for rank, total, mib_per_epoch in ((1, 243, 4.2), (2, 136, 7.5), (4, 72, 14.2)):
-        sent = sent_by(powersgd(allreduce, rank, min_compression_rate=0), RESNET18)
+    for r, total, mib_per_epoch in ((1, 243, 4.2), (2, 136, 7.5), (4, 72, 14.2)):
+        sent = sent_by(powersgd(allreduce, r, min_compression_rate=0), RESNET18)
         assert round(dense / sent) == total
         assert 24 * sent / 2**20 == pytest.approx(mib_per_epoch, abs=0.05)
-        assert sent_by(error_feedback(powersgd(fp16(allreduce), rank, min_compression_rate=0)), RESNET18) == sent // 2
+        assert sent_by(error_feedback(powersgd(fp16(allreduce), r, min_compression_rate=0)), RESNET18) == sent // 2

@@ -6,6 +6,8 @@ from torch import nn
 SMALL = f"{__file__}:small"
 """A layer of 64 x 32, with a batch and a loss."""
 
+WIDE = f"{__file__}:wide"
+
 module = nn.Linear(8, 4)
 
 
@@ -16,6 +18,10 @@ class Network(nn.Linear):
 
 def small():
     return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
+
+
+def wide():
+    return nn.Linear(640, 480), torch.ones(2, 640), lambda output: output.square().mean()
 
 
 def alone():
