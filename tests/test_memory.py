@@ -13,7 +13,7 @@ import fnddp
 from fnddp import allgather, allreduce, bf16, ef21, error_feedback, momentum_correction, sign, topk, two_shot, warmup
 from fnddp.core.sync import Sync
 from fnddp.laws import gather
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulate.ranks import run_threads
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 arithmetic, some ten steps deep
 STEPS = 12
@@ -217,27 +217,6 @@ def both_residuals(rank: int) -> None:
     assert servers.abs().max() > 0
     exact = sum(gradient(other, step, size).double() for other in range(n) for step in range(steps)) / n
     torch.testing.assert_close(total + workers + servers, exact, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("n", [2, 8, 64])
-def test_one_bit_bytes(n):
-    """A bit an element and a scale a chunk in both hops: 1-bit Adam's 32 times less, up to the scales."""
-    size = 64 * 1024
-    plan = fnddp.lower(error_feedback(sign(two_shot(server_memory=True))), {"w": torch.empty(size)}, world_size=n)
-    there, back = plan.collectives
-    assert (there.kind.name, there.wire_bytes) == ("all_to_all", size // 8 + 4 * n)
-    assert (back.kind.name, back.wire_bytes) == ("all_gather", size // n // 8 + 4)
-    dense = fnddp.lower(allreduce, {"w": torch.empty(size)}, world_size=n)
-    ratio = dense.link_bytes / plan.link_bytes
-    assert 32 / (1 + 4 * 8 * n / size) == pytest.approx(ratio, rel=1e-6)
-
-
-def test_residuals_of_another_number_of_ranks_are_named():
-    sync = sign(two_shot(server_memory=True))
-    saved = run_threads(2, lambda rank: sync.init({"w": torch.empty(20)}))[0]
-    message = r"two_shot: the state has an entry of shape \(10,\) for leaf 'w', .*\(7,\).* another number of ranks"
-    with pytest.raises(RankFailed, match=message):
-        run_threads(3, lambda rank: sync({"w": torch.ones(20)}, saved))
 
 
 # In few bits, and nested.

@@ -7,37 +7,12 @@ import pytest
 import torch
 
 import fnddp
-from examples.topk import largest
-from examples.two_shot import int8_two_shot
 from fnddp import laws
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step
 from fnddp.run.engine import Engine
 from fnddp.wire.groups import World, within
-from tests.traces import check_laws
 from tests.wires import AloneWire, ReadyWork
-
-TOPK, TWO_SHOT = fnddp.error_feedback(largest(0.1)), fnddp.error_feedback(int8_two_shot())
-
-
-@pytest.mark.parametrize(("n", "grads"), [(2, laws.mixed), (3, laws.bare)])
-@pytest.mark.parametrize("sync", [TOPK, TWO_SHOT])
-def test_own_carriers_keep_the_laws(sync, n, grads):
-    check_laws(n, sync, grads)
-
-
-def test_bytes_of_two_shot():
-    matrices = {name: torch.empty(1 << 18, device="meta") for name in "ab"}  # 1 MiB each
-    plan = fnddp.lower(TWO_SHOT, matrices, world_size=1024)
-    blocks = 2**18 // 64  # each of 64 bytes and a float32; each rank owns 4 of them
-    assert [(c.kind.name, c.slot, c.wire_bytes) for c in plan.collectives] == [
-        ("all_to_all", 0, blocks * 68),
-        ("all_to_all", 1, blocks * 68),
-        ("all_gather", 1, 4 * 68),
-        ("all_gather", 2, 4 * 68),
-    ]
-    exact = 2 * (blocks * 68 * 1023 / 1024 + 4 * 68 * 1023)
-    assert sum(c.link_bytes for c in plan.collectives) == exact
 
 
 class Refuses(ReadyWork):
@@ -58,10 +33,15 @@ def test_a_wait_that_returns_false_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("sync", "kind"), [(fnddp.allreduce, "all_reduce"), (TOPK, "all_gather"), (TWO_SHOT, "all_to_all")]
+    ("text", "kind"),
+    [
+        ("allreduce", "all_reduce"),
+        ("error_feedback(topk(allgather, ratio=0.1))", "all_gather"),
+        ("error_feedback(quantize(two_shot))", "all_to_all"),
+    ],
 )
-def test_value_and_grad_overlaps_and_jit_is_eager(sync, kind):
-    side, wire = 600, AloneWire(3)  # a matrix fills the first bucket
+def test_value_and_grad_overlaps_and_jit_is_eager(text, kind):
+    sync, side, wire = fnddp.parse(text), 600, AloneWire(3)  # a matrix fills the first bucket
     params = {name: torch.randn(side, side, generator=torch.Generator().manual_seed(7)) for name in ("first", "last")}
     x = torch.randn(3, side, generator=torch.Generator().manual_seed(1))
 
@@ -81,7 +61,7 @@ def test_value_and_grad_overlaps_and_jit_is_eager(sync, kind):
     assert bits((grads, state)) == bits(jitted) == bits(tuple(expected))
 
 
-@pytest.mark.parametrize(("sync", "plans"), [(fnddp.allreduce, 1), (int8_two_shot(), 2)])  # rows are as many as ranks
+@pytest.mark.parametrize(("sync", "plans"), [(fnddp.allreduce, 1), (fnddp.two_shot, 2)])  # rows are as many as ranks
 def test_fewer_ranks_take_part(sync, plans):
     """With one plan, where nothing in it depends on how many they are."""
     wire, grads, seen = AloneWire(3), laws.model(0, 0), set()
