@@ -51,14 +51,10 @@ def operations(draft: Draft) -> Counter:
     return Counter(node.target for node in tensor_nodes(draft.graph))
 
 
-def request_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Request:
+def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
     nbytes = {path: leaves[path].nbytes for path in reversed(leaves)}
     buckets = assign_buckets(nbytes, caps=(200, 500))
-    return Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World(), None)
-
-
-def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
-    return trace(request_of(sync, leaves, state))
+    return trace(Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World(), None))
 
 
 # Trace

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fnddp
 from fnddp import (
@@ -211,7 +211,7 @@ def test_bad_options_are_named_at_construction(text):
         (lambda: from_hook(3), "expected hook"),
         (lambda: lower(allreduce, {}, world_size=2.5), r"lower: world_size must be an int, got 2\.5"),
         (
-            lambda: from_hook(allreduce_hook)({"w": torch.ones(1)}, ()),
+            lambda: from_hook(default_hooks.allreduce_hook)({"w": torch.ones(1)}, ()),
             r"needs a process group: call torch.distributed.init_process_group\(\) ",
         ),
     ],
@@ -233,7 +233,7 @@ def test_what_cannot_be_lowered_says_so_however_deep_it_is(wrap):
     grads = {"a": torch.ones(3), "w": torch.ones(4, 4)}
     for inner in ("from_hook", "fp16(allreduce, check=True)"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(registry, "from_hook", from_hook(allreduce_hook))
+            patch.setitem(registry, "from_hook", from_hook(default_hooks.allreduce_hook))
             sync = fnddp.parse(wrap.format(inner))
         assert not sync.traceable
         with pytest.raises(fnddp.LoweringError, match="`traceable` is False"):
@@ -594,6 +594,19 @@ def test_decay_forgets():
 
 
 # from_hook
+
+
+@on_ranks(1, 2, 3, 4)
+def test_default_hooks_bit_for_bit(rank):
+    # one leaf, so that hook and pipeline hand the same buffer to the same collective: equal to the bit
+    for hook, sync in (
+        (default_hooks.allreduce_hook, allreduce),
+        (default_hooks.fp16_compress_hook, fp16(allreduce)),
+        (default_hooks.bf16_compress_hook, bf16(allreduce)),
+    ):
+        for step in range(3):
+            flat = {"flat": torch.randn(1003, generator=torch.Generator().manual_seed(10 * rank + step))}
+            assert bits(from_hook(hook)(flat, ())[0]) == bits(sync(flat, ())[0])
 
 
 @on_ranks(2)

@@ -76,9 +76,7 @@ SUITES = {
         "user_collectives debug execute plan failures drop_in/",
     ),
     "memory": Suite(("fnddp/memory/*.py",), "memory transforms schedules laws"),
-    "transforms": Suite(
-        ("fnddp/transforms/*.py",), "transforms powersgd references schedules codecs memory laws carriers"
-    ),
+    "transforms": Suite(("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": Suite(
         ("fnddp/adapters/**/*.py",),
         "stats backward adapters drop_in/ module_refusals elastic functional weights module register "
