@@ -79,7 +79,7 @@ SUITES = {
     "transforms": Suite(("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": Suite(
         ("fnddp/adapters/**/*.py",),
-        "stats backward adapters drop_in/ module_refusals elastic functional weights module register "
+        "stats backward adapters drop_in/ elastic functional weights module register "
         "user_collectives debug state agreement checkpoint schedules failures",
     ),
 }
