@@ -27,8 +27,9 @@ from fnddp import RankMismatchError, fp16
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.laws import bits
 from fnddp.reducers.all_reduce import allreduce
-from tests.replica import (
+from tests.replicas import (
     POINTS,
+    Job,
     Network,
     Record,
     Training,
@@ -36,12 +37,12 @@ from tests.replica import (
     digest_of,
     meet,
     new_manager,
+    on_processes,
     read,
     wait_together,
     wrap,
     write,
 )
-from tests.replicas import Job, on_processes
 
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 AT = 3  # the step in which something befalls a replica

@@ -273,15 +273,16 @@ def test_what_is_done_to_an_output_reaches_neither_the_state_nor_an_input(text):
     leaves = grads("model", 0, 0)
     state = sync.init(leaves)
     for _ in range(2):
-        mean, sent, state = sync.exchange(leaves, state)
-        before = bits(state)
+        begun = state
+        mean, sent, state = sync.exchange(leaves, begun)
+        before = bits((begun, state))
         given = {leaf.data_ptr() for leaf in leaves.values()}
         # What is sent may be an input, as it is; so may the mean of what is not reduced.
         own = [leaf for leaf in sent.values() if leaf is not None and leaf.data_ptr() not in given]
         own += [] if text in ("none", "unreduced()") else [leaf for leaf in mean.values() if leaf is not None]
         for leaf in own:
             leaf.fill_(7)
-        assert bits(state) == before
+        assert bits((begun, state)) == before
         assert bits(leaves) == bits(grads("model", 0, 0))
 
 

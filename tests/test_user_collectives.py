@@ -170,16 +170,11 @@ def test_live_objects_follow_the_world(rank):
 
 def test_from_a_world_of_one_to_two():
     """Stepped before there is any process group."""
-    jitted = fnddp.jit(allreduce)
-    assert jitted({"w": torch.ones(2)}, ())[0]["w"].tolist() == [1.0, 1.0]
-
-    def body(rank):
-        return jitted_of_rank[rank]({"w": torch.full((2,), float(rank))}, ())[0]["w"].tolist()
-
-    jitted_of_rank = [fnddp.jit(allreduce) for _ in range(2)]
-    for each in jitted_of_rank:
-        each({"w": torch.ones(2)}, ())
-    assert run_threads(2, body) == [[0.5, 0.5]] * 2
+    steps = [fnddp.jit(allreduce) for _ in range(2)]
+    for step in steps:
+        assert step({"w": torch.ones(2)}, ())[0]["w"].tolist() == [1.0, 1.0]
+    means = run_threads(2, lambda rank: steps[rank]({"w": torch.full((2,), float(rank))}, ())[0])
+    assert [mean["w"].tolist() for mean in means] == [[0.5, 0.5]] * 2
 
 
 class Synchronizing(torch.autograd.Function):

@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.replica import POINTS, Record, write
-from tests.replicas import Job
+from tests.replicas import POINTS, Job, Record, write
 
 PIPELINES = (
     "allreduce",
