@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
@@ -77,18 +76,6 @@ def test_same_numbers_as_the_pipeline(rank: int, options: dict[str, Any]) -> Non
         mean, state = sync({name: p.grad for name, p in plain.named_parameters()}, state)
         assert bits({name: p.grad for name, p in model.module.named_parameters()}) == bits(mean)
         assert bits(handle.state) == bits(state)
-
-
-@on_ranks(2)
-def test_allreduce_is_torchs_allreduce_hook(rank: int) -> None:
-    ours, theirs = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01) for _ in range(2))
-    fnddp.register(ours, allreduce)
-    theirs.register_comm_hook(None, allreduce_hook)
-    for step in range(3):
-        for model in (ours, theirs):
-            model.zero_grad()
-            loss_of(model(batch(rank, step))).backward()
-        assert bits([p.grad for p in ours.parameters()]) == bits([p.grad for p in theirs.parameters()])
 
 
 @on_ranks(2)
