@@ -10,6 +10,8 @@ from fnddp.simulate.tune import Problem
 SMALL = f"{__file__}:small"
 """A layer of 64 x 32, with a batch and a loss."""
 
+WIDE = f"{__file__}:wide"
+
 module = nn.Linear(8, 4)
 
 
@@ -28,6 +30,10 @@ def own_problem():
         lambda forward, batch: forward(*batch).square().mean(),
         lambda rank, ranks, generator: (torch.randn(4, 20, generator=generator),),
     )
+
+
+def wide():
+    return nn.Linear(640, 480), torch.ones(2, 640), lambda output: output.square().mean()
 
 
 def alone():
