@@ -65,8 +65,9 @@ class DistributedDataParallel(TorchNames):
         bucket_cap_mb: Size of a bucket of gradients in MiB; None for 25, and 1 for the first one.
         check_reduction: Does nothing, as in torch.
         static_graph: A promise that every step uses the same parameters. It is checked, and needless.
-        find_unused_parameters, gradient_as_bucket_view, batched_grad_copy, delay_all_reduce_named_params,
-        param_to_hook_all_reduce: Needless: unused parameters are always found, and the plan orders copies and messages.
+        find_unused_parameters, gradient_as_bucket_view, batched_grad_copy: Needless: unused parameters are always
+            found, and copies are part of the plan.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives.
         mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype` and gradients are those
             of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline chooses its own.
             Activation checkpointing within it fails; use torch.autocast.
