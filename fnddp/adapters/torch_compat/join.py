@@ -16,7 +16,7 @@ class UnevenInputs:
 
     def source_of_buffers(self, has_inputs: bool = True) -> int:
         """Return the last rank that has inputs: its buffers are right."""
-        return control.total(groups.rank(self._group) if has_inputs else -1, self._group, "max")
+        return control.highest(groups.rank(self._group) if has_inputs else -1, self._group)
 
     def scale(self, synchronizes: bool) -> float:
         """Return the factor of this rank's gradients."""
