@@ -167,7 +167,8 @@ def _moved(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None
         return [payload.clone() for payload in payloads]  # a result never shares memory with an input
     world = current()
     if world.simulated is not None:
-        return [world.simulated.moved(kind, payload, op, group) for payload in payloads]
+        moved = [(world.simulated.moved(kind, payload, op, group), tuple(payload.shape)) for payload in payloads]
+        return [result.reshape(kind.joined_shape(shape, n)) for result, shape in moved]
     if world.wire is not None and not world.traced:
         return _over(world.wire, kind, payloads, op, group, n)
     name = group or DEFAULT_GROUP if world.traced else live_name(group)

@@ -18,11 +18,16 @@ BROADCAST_BYTES = 250 * 2**20
 
 
 def total(value: int, group: str | None, op: str = "sum") -> int:
-    """Return the sum of `value` over the ranks of `group`, or with "max" the largest."""
+    """Return the sum of `value` over the ranks of `group`."""
     with without_modes():  # WireCounter's
         flag = torch.tensor([value], device=wire_device(group))
         waited(C10D.start(ALL_REDUCE, flag, flag, op, group))
         return int(flag.item())
+
+
+def highest(value: int, group: str | None) -> int:
+    """Return the largest `value` of the ranks of `group`."""
+    return total(value, group, "max")
 
 
 def wire_device(group: str | None) -> torch.device:

@@ -64,8 +64,13 @@ class Kind:
     def __reduce__(self) -> str:  # a copy is the same object
         return self.name.upper()
 
+    def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+        """Return the shape of the result of a payload of `shape`."""
+        rest = shape[1:] if self.sends_rows else shape
+        return (n, *rest) if self.receives_rows else rest
+
     def joined_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        """Return the shape of the result of a payload of `shape`, with rows from the ranks joined to one dimension."""
+        """Return the same, with rows from the ranks joined along the first dimension of the payload."""
         if self.sends_rows == self.receives_rows:
             return shape
         return (shape[0] * n if self.receives_rows else shape[0] // n, *shape[1:])

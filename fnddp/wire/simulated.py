@@ -61,19 +61,18 @@ def _of_all(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[
 def _received(sends: Tensor, kind: str, op: str | None, order: Sequence[int], groups: int) -> Tensor:
     """Return `[n, *result]` for `[n, *payload]`; one row where all ranks receive the same."""
     of_kind = named(kind)
-    shape = of_kind.joined_shape(tuple(sends.shape[1:]), len(order) // groups)
     if groups == 1:
         received = of_kind.together(sends, op)
-        return (received if of_kind.sends_rows else received[:1]).clone().reshape(-1, *shape)
-    ranks = torch.tensor(list(order))
-    received = torch.cat([of_kind.together(sends[members], op) for members in ranks.chunk(groups)])
-    return received[ranks.argsort()].reshape(-1, *shape)
+        return received.clone() if of_kind.sends_rows else received[:1].clone()
+    order = list(order)
+    received = torch.cat([of_kind.together(sends[members], op) for members in torch.tensor(order).chunk(groups)])
+    return received[torch.tensor(order).argsort()]
 
 
 def _like_received(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:
     of_kind = named(kind)
     rows = n if of_kind.sends_rows or groups > 1 else 1
-    return payload.new_empty((rows, *of_kind.joined_shape(tuple(payload.shape), n // groups)))
+    return payload.new_empty((rows, *of_kind.result_shape(tuple(payload.shape), n // groups)))
 
 
 def _together_batch(

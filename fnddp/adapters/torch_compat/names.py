@@ -142,7 +142,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
 
     def _source_of_buffers(self, has_inputs: bool) -> int:
         """Return the last rank that has inputs, within join: its buffers are right."""
-        return control.total(groups.rank(self._group) if has_inputs else -1, self._group, "max")
+        return control.highest(groups.rank(self._group) if has_inputs else -1, self._group)
 
     def _share_of_inputs(self) -> float:
         """Return the factor of this rank's gradients within join."""
