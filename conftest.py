@@ -2,6 +2,6 @@
 
 from importlib.util import find_spec
 
-_PEERS = {"huggingface.py": "accelerate", "lightning.py": "lightning", "torchft/*": "torchft"}
+_PEERS = {"huggingface.py": "accelerate", "lightning.py": "lightning", "torchft.py": "torchft"}
 
 collect_ignore_glob = [f"fnddp/integrations/{files}" for files, peer in _PEERS.items() if find_spec(peer) is None]

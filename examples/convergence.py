@@ -242,7 +242,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 def costs(pipelines: list[str], ranks: list[int], model: str, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Bytes and communication times of a step, on each link, nothing hidden behind backward; those known are kept."""
-    params = models.load(model).parameters()
+    params = models.parameters(model)
     there = {(x["pipeline"], x["n"], x["model"]): x for x in known}
     found: list[dict[str, Any]] = []
     for text in pipelines:

@@ -1,148 +1,58 @@
-"""Gradient synchronization as composable pure transforms on gradient pytrees."""
+"""Gradient synchronization as composable pure transforms on gradient pytrees.
 
+Everything is imported with the first name, or module apart from the command's, that is asked for: completion and
+`fnddp --version` import no torch.
+"""
+
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fnddp.adapters.ddp import Handle, register
-from fnddp.adapters.functional import value_and_grad
-from fnddp.adapters.hook import from_hook
-from fnddp.adapters.jit import jit
-from fnddp.adapters.module.wrapper import DistributedDataParallel
-from fnddp.adapters.stats import log_sync_stats
-from fnddp.codecs.dct_topk import dct_topk
-from fnddp.codecs.fp8 import fp8
-from fnddp.codecs.majority_vote import majority_vote
-from fnddp.codecs.natural import natural
-from fnddp.codecs.qsgd import qsgd
-from fnddp.codecs.quantize import quantize
-from fnddp.codecs.sign import sign
-from fnddp.codecs.terngrad import terngrad
-from fnddp.codecs.topk import topk
-from fnddp.core.agreement import RankMismatchError, verify
-from fnddp.core.codec import Codec
-from fnddp.core.options import did_you_mean
-from fnddp.core.parse import parse
-from fnddp.core.state import load_state_dict, state_dict
-from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, transform
-from fnddp.cost.link import Link
-from fnddp.cost.measure import measure_link
-from fnddp.cost.step import Compute
-from fnddp.ir.program import LoweringError
-from fnddp.memory.ef21 import ef21
-from fnddp.memory.error_feedback import error_feedback
-from fnddp.memory.momentum_correction import momentum_correction
-from fnddp.plan.lower import lower
-from fnddp.plan.plan import Plan
-from fnddp.reducers.all_gather import all_gather, allgather
-from fnddp.reducers.all_reduce import all_reduce, allreduce
-from fnddp.reducers.hierarchical import hierarchical
-from fnddp.reducers.none import none
-from fnddp.reducers.two_shot import two_shot
-from fnddp.run.measure import measure_backward, measure_segments
-from fnddp.run.vote import StepFailedError
-from fnddp.schedules.delayed import delayed
-from fnddp.schedules.every import every
-from fnddp.schedules.measure import measure
-from fnddp.schedules.partition import partition
-from fnddp.schedules.skip_nonfinite import skip_nonfinite
-from fnddp.schedules.switch import switch
-from fnddp.schedules.warmup import warmup
-from fnddp.simulate.simulate import simulate
-from fnddp.simulate.training import simulate_training
-from fnddp.transforms.batched_powersgd import batched_powersgd
-from fnddp.transforms.bucketize import bucketize
-from fnddp.transforms.cast import bf16, cast, fp16
-from fnddp.transforms.clip_by_global_norm import clip_by_global_norm
-from fnddp.transforms.powersgd import powersgd
-from fnddp.transforms.random_block import random_block
-from fnddp.transforms.random_k import random_k
-from fnddp.transforms.squared import squared
-from fnddp.version import __version__
-from fnddp.wire.counter import WireCounter
-from fnddp.wire.protocol import CollectiveError
+from fnddp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fnddp import outer as outer
+    from fnddp.api import *  # noqa: F403
 
-__all__ = [
-    "Codec",
-    "CollectiveError",
-    "Compute",
-    "DistributedDataParallel",
-    "Exchange",
-    "Handle",
-    "Link",
-    "Local",
-    "LoweringError",
-    "Plan",
-    "RankMismatchError",
-    "Replicated",
-    "State",
-    "StepFailedError",
-    "Sync",
-    "WireCounter",
-    "__version__",
-    "all_gather",
-    "all_reduce",
-    "allgather",
-    "allreduce",
-    "batched_powersgd",
-    "bf16",
-    "bucketize",
-    "cast",
-    "clip_by_global_norm",
-    "dct_topk",
-    "delayed",
-    "ef21",
-    "error_feedback",
-    "every",
-    "fp16",
-    "fp8",
-    "from_hook",
-    "hierarchical",
-    "jit",
-    "load_state_dict",
-    "log_sync_stats",
-    "lower",
-    "majority_vote",
-    "measure",
-    "measure_backward",
-    "measure_link",
-    "measure_segments",
-    "momentum_correction",
-    "natural",
-    "none",
-    "outer",
-    "parse",
-    "partition",
-    "powersgd",
-    "qsgd",
-    "quantize",
-    "random_block",
-    "random_k",
-    "register",
-    "sign",
-    "simulate",
-    "simulate_training",
-    "skip_nonfinite",
-    "squared",
-    "state_dict",
-    "switch",
-    "terngrad",
-    "topk",
-    "transform",
-    "two_shot",
-    "value_and_grad",
-    "verify",
-    "warmup",
-]
+_LEAST = (2, 11)  # of torch
 
 
-def __dir__() -> list[str]:
-    return [*__all__]
+class _Package(ModuleType):
+    """A module that `fnddp.api` fills, before any other part of the package runs."""
+
+    def __setattr__(self, name: str, value: Any) -> None:  # import does so with each module of the package
+        super().__setattr__(name, value)
+        if name == "api":  # `simulate` is a function, and not the folder
+            vars(self).update({key: each for key, each in vars(value).items() if not key.startswith("_")})
+        elif isinstance(value, ModuleType) and name != "cli":
+            _import_all()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "outer":  # imported when first asked for: most scripts synchronize gradients only
+            return import_module("fnddp.outer")
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 'fnddp' has no attribute {name!r}")
+        _import_all()
+        public = sorted(["__version__", "outer", *(key for key in vars(sys.modules["fnddp.api"]) if key[0] != "_")])
+        if name == "__all__":
+            return public
+        if name in vars(self):
+            return vars(self)[name]
+        from fnddp.core.options import did_you_mean
+
+        raise AttributeError(f"module 'fnddp' has no attribute {name!r}{did_you_mean(name, public)}")
+
+    def __dir__(self) -> list[str]:
+        return self.__all__
 
 
-def __getattr__(name: str) -> Any:
-    if name == "outer":  # imported when first asked for: most scripts synchronize gradients only
-        return import_module("fnddp.outer")
-    raise AttributeError(f"module 'fnddp' has no attribute {name!r}{did_you_mean(name, __all__)}")
+def _import_all() -> None:
+    found = str(import_module("torch").__version__)
+    if tuple(map(int, found.split(".")[:2])) < _LEAST:
+        least = ".".join(map(str, _LEAST))
+        raise ImportError(f"fnddp needs torch {least} or later; found {found}", name="torch")
+    import_module("fnddp.api")
+
+
+sys.modules[__name__].__class__ = _Package

@@ -6,7 +6,7 @@ whatever kind torch names, runs behind the host, in streams. Another kind of dev
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeAlias
@@ -31,9 +31,13 @@ class Device:
     Attributes:
         device: As given.
         is_asynchronous: True if the host goes on before operations have ended.
+        light_bytes: Size up to which the call of an operation costs more than its pass over memory.
+        rounds_lists_alike: True if an operation on a list of tensors has the bits of those on each of them.
     """
 
     is_asynchronous = False
+    light_bytes = 2**20
+    rounds_lists_alike = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,6 +67,10 @@ class Device:
     def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of numbers of the host. The host waits for nothing."""
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
+        """Return a function that returns the numbers of `tensor`, for which the host waits then and not before."""
+        return tensor.tolist
 
     def mark(self, stream: Stream) -> Mark:
         """Return the moment at which `stream` has done what has been started on it."""
@@ -94,6 +102,8 @@ class Accelerator(Device):
     """A device behind `torch.accelerator`: CUDA, ROCm, XPU, NPU and what else torch knows."""
 
     is_asynchronous = True
+    light_bytes = 2**24
+    rounds_lists_alike = False  # CUDA multiplies one tensor by the inverse of a number, and divides each of a list
 
     def stream(self) -> Stream:
         return torch.Stream(self.device)
@@ -117,6 +127,17 @@ class Accelerator(Device):
     def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         # From pinned memory: a copy from any other would have the host wait for all that was started before.
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        event = torch.Event(self.device)
+        event.record(self.current())
+
+        def numbers() -> list[int]:
+            event.synchronize()
+            return pinned.tolist()
+
+        return numbers
 
     def mark(self, stream: Stream) -> Mark:
         event = torch.Event(self.device, enable_timing=True)
@@ -153,3 +174,11 @@ def register(kind: str, device: type[Device]) -> None:
 def device_of(device: torch.device) -> Device:
     """Return the device of tensors on `device`."""
     return _KINDS.get(device.type, Accelerator)(device)
+
+
+def device_of_backends(backends: str) -> torch.device:
+    """Return the device of payloads for a process group with these backends: the CPU, if one of them is for it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or "cpu:" in backends:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

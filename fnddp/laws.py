@@ -9,7 +9,7 @@ import functools
 import io
 import pickle
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +23,6 @@ from fnddp.core.state import describe, load_state_dict, parts, state_dict
 from fnddp.core.sync import REPLICATED, Exchange, State, Sync, all_in, registry
 from fnddp.core.tree import Leaves, Tree
 from fnddp.ir.program import LeafSpec
-from fnddp.memory.error_feedback import error_feedback
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces
 from fnddp.run.engine import Engine, Synchronized
@@ -31,6 +30,7 @@ from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.simulate.simulate import simulate
 from fnddp.torch_private import TorchDispatchMode
 from fnddp.transforms.cast import cast
+from fnddp.transforms.memory import error_feedback
 from fnddp.wire.groups import world_size
 from fnddp.wire.weights import scale_of, scaled
 
@@ -118,13 +118,8 @@ def applies(law: Law, sync: Sync) -> bool:
 
 def loses_nothing(rank: int, sync: Sync, grads: Grads) -> bool:
     """Return True if `sent` is the input to the bit, on all ranks and in all steps."""
-    state = sync.init(grads(rank, 0))
-    same = True
-    for step in range(STEPS):
-        leaves = _leaves(grads, rank, step)
-        done = sync.exchange(leaves, state)
-        state, same = done.state, same and bits(done.sent) == bits(leaves)
-    return all(gather(same))
+    same = [bits(done.sent) == bits(leaves) for leaves, done in _exchanges(sync, grads, rank)]
+    return all(gather(all(same)))
 
 
 def _is_registered(sync: Sync) -> bool:
@@ -218,10 +213,8 @@ def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
 
     It is zero for leaves without an update.
     """
-    state, scale = sync.init(grads(rank, 0)), 0.0
-    for step in range(STEPS):
-        done = sync.exchange(_leaves(grads, rank, step), state)
-        state = done.state
+    scale = 0.0
+    for step, (_, done) in enumerate(_exchanges(sync, grads, rank)):
         everyone = gather(done.sent)
         # The largest of all steps so far: a memory has the roundings of earlier ones, also where gradients are zeros.
         scale = max(scale, _largest(everyone))
@@ -285,9 +278,8 @@ def law_6_lowered_is_eager(
         everyone = gather(bits(done.mean)) if sync.ops else []
         _require(everyone[1:] == everyone[:-1], f"{where}: ranks have other bits of the engine's mean")
     for step in range(STEPS if exact else 0):
-        _require_same_bits(
-            got[step], want[step], f"with {donation} a later step has written over step {step}'s mean of"
-        )
+        what = f"with {donation} a later step has written over step {step}'s mean of"
+        _require_same_bits(got[step], want[step], what)
 
 
 @_stated
@@ -343,12 +335,10 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
     assert remembering is not None
     means, state = run(remembering, grads, rank)
     residuals: list[Leaves] = gather(state.residual)
-    scale = sum(_scale(grads, step) for step in range(STEPS))
-    scale += _largest(residuals)
+    scale = sum(_scale(grads, step) for step in range(STEPS)) + _largest(residuals)
     outputs = [tree.flatten(mean)[0] for mean in means]
     exact = [_exact(grads, step, "mean") for step in range(STEPS)]
-    got: Leaves = {}
-    want: Leaves = {}
+    got, want = Leaves(), Leaves()
     for path, left in _reduce(residuals, "mean").items():
         total = sum([_wide(mean[path]) for mean in outputs if path in mean], start=left)
         got[path] = total.to(_leaves(grads, rank, 0)[path].dtype)
@@ -385,10 +375,8 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
             stacked = {path: torch.stack([mine[path] for mine, _, _ in everyone]) for path in leaves}
             together = simulation.exchange(stacked, simulation.of_ranks([own for _, own, _ in everyone]))
             for other, (_, _, real) in enumerate(everyone):
-                means: Leaves = {}
-                for path, leaf in real.mean.items():
-                    mean = together.mean[path]
-                    means[path] = mean if mean.shape == leaf.shape else mean[other]
+                both = {path: (together.mean[path], leaf) for path, leaf in real.mean.items()}
+                means = {path: mean if mean.shape == leaf.shape else mean[other] for path, (mean, leaf) in both.items()}
                 sents = {path: together.sent[path][other] for path in real.sent}
                 virtual = Exchange(means, sents, simulation.of_rank(together.state, other))
                 where = f"step {step}: on rank {other}, simulated,"
@@ -433,6 +421,15 @@ def run(
     return means, state
 
 
+def _exchanges(sync: Sync, grads: Grads, rank: int) -> Iterator[tuple[Leaves, Exchange]]:
+    state = sync.init(grads(rank, 0))
+    for step in range(STEPS):
+        leaves = _leaves(grads, rank, step)
+        done = sync.exchange(leaves, state)
+        state = done.state
+        yield leaves, done
+
+
 def make_engine(
     sync: Sync,
     grads: Tree,
@@ -460,22 +457,14 @@ def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random)
 
 def gather(value: Any) -> list[Any]:
     """Return `value` of every rank."""
-    everyone: list[Any] = [None] * world_size(None)
     if not dist.is_initialized():
         return [value]
-    packed = io.BytesIO()
-    _Pickler(packed).dump(value)
+    everyone, packed = [b""] * world_size(None), io.BytesIO()
+    pickler = pickle.Pickler(packed)  # of tensors as their bytes, row-major: torch's own way takes ten times as long
+    pickler.dispatch_table = {Tensor: lambda leaf: (_unpickled, (_bytes(leaf), leaf.dtype, leaf.shape, leaf.device))}
+    pickler.dump(value)
     dist.all_gather_object(everyone, packed.getvalue())
     return [pickle.loads(each) for each in everyone]
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes, in row-major order: torch's own way takes ten times as long."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return NotImplemented
-        return _unpickled, (_bytes(obj), obj.dtype, tuple(obj.shape), obj.device)
 
 
 def _unpickled(data: bytes, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -493,20 +482,16 @@ def _bytes(leaf: Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-# Operations that add in an order that is the library's, and another one under vmap: products, sums of whole leaves.
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
-_SUMS = ("sum", "mean", "linalg_vector_norm")
-
-
 class _Sums(TorchDispatchMode):
-    """Notes that such an operation has run."""
+    """Notes what adds in the library's order, which is another one under vmap: products, sums of whole leaves."""
 
     found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        self.found |= name in _PRODUCTS or (name in _SUMS and made.ndim == 0)
+        is_sum = name in ("sum", "mean", "linalg_vector_norm") and made.ndim == 0
+        self.found |= is_sum or name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
         return made
 
 
@@ -548,8 +533,7 @@ def _wide(leaf: Tensor) -> Tensor:
 
 
 def _largest(everyone: Sequence[Leaves]) -> float:
-    norms = [torch.linalg.vector_norm(_wide(leaf)).item() for leaves in everyone for leaf in leaves.values()]
-    return max(norms, default=0.0)
+    return max((torch.linalg.vector_norm(_wide(leaf)).item() for each in everyone for leaf in each.values()), default=0)
 
 
 def _scale(grads: Grads, step: int) -> float:

@@ -50,7 +50,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is done
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
 
 if TYPE_CHECKING:
@@ -62,15 +62,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Autograd's engine.
 
 
-is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled
-"""Return whether one of torch's profilers records this thread. Ranges for it cost microseconds otherwise."""
+is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled  # whether this thread is recorded
+current_backward: Callable[[], int] = _C._current_graph_task_id  # the number of the one that runs in it; -1 for none
+next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr  # that the next node of a graph gets in it
 
-current_backward: Callable[[], int] = _C._current_graph_task_id
-"""The number of the backward that runs in this thread; -1 outside of one."""
-
-
-next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr
-"""The number that the next node of a graph gets in this thread."""
+will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
+"""Return whether the current backward runs a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
 
 
 def is_within_backward() -> bool:
@@ -104,10 +101,6 @@ def nodes_of_outer_backward() -> list[Any] | None:
 _OF_FUNCTIONS = {
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
 }
-
-
-will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
-"""Return whether the current backward runs a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
 
 
 def is_compiled_autograd() -> bool:
@@ -162,13 +155,31 @@ def _without_known_autocasts() -> Generator[None]:
         yield
 
 
+modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
+"""The TorchDispatchModes that see what this thread runs."""
+
+without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""A context in which no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
+
+
 def has_modes() -> bool:
     """Return whether a TorchDispatchMode sees what this thread runs."""
     return _C._len_torch_dispatch_stack() > 0
 
 
-without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-"""A context in which no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
+# Dynamo.
+
+untraced: Any = torch._disable_dynamo
+"""Has Dynamo run a function, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
+
+untraced_itself: Any = partial(untraced, recursive=False)
+"""Has Dynamo run a function as it stands; what it calls may be traced."""
+
+
+def constant_for_dynamo(function: _F) -> _F:
+    """Have Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 # torch.func.
@@ -179,12 +190,14 @@ def is_transforming() -> bool:
     return peek_interpreter_stack() is not None
 
 
+@constant_for_dynamo
 def is_differentiating() -> bool:
     """Return whether the innermost transform is one that differentiates."""
     interpreter = peek_interpreter_stack()
     return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
 
 
+@constant_for_dynamo
 def is_batching() -> bool:
     """Return whether one of the transforms is vmap."""
     return any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ())
@@ -196,9 +209,7 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 _IS_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-
-DIFFERENTIATES_INFERENCE = _IS_2_13
-"""True if torch.func gives gradients in inference mode. In torch 2.11 it gives zeros."""
+DIFFERENTIATES_INFERENCE = _IS_2_13  # by torch.func; in torch 2.11 it gives zeros
 
 
 def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -230,38 +241,16 @@ def tracks_gradient(tensor: Tensor) -> bool:
     return False
 
 
-# Dynamo.
-
-
-def constant_for_dynamo(function: _F) -> _F:
-    """Have Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
-untraced: Any = torch._disable_dynamo
-"""Has Dynamo run a function, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
-
-untraced_itself: Any = partial(untraced, recursive=False)
-"""Has Dynamo run a function as it stands; what it calls may be traced."""
-
-is_differentiating = constant_for_dynamo(is_differentiating)
-is_batching = constant_for_dynamo(is_batching)
-
-
 # Process groups.
 
-functional_collectives: Any = torch.ops._c10d_functional
-"""The collectives that make_fx and Dynamo trace."""
+functional_collectives: Any = torch.ops._c10d_functional  # that make_fx and Dynamo trace
+group_size: Any = c10d._get_group_size_by_name  # since Dynamo cannot trace the resolution of a named group
+broadcast_coalesced: Any = dist._broadcast_coalesced  # of a list of tensors, in messages of so many bytes
 
 
 def live_group(name: str | None) -> dist.ProcessGroup:
     """Return the process group of that name, for which dist has no function; None: the default one."""
     return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
-
-
-group_size: Any = c10d._get_group_size_by_name
-"""By name, since Dynamo cannot trace the resolution of a named group."""
 
 
 def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -286,19 +275,11 @@ def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None
     return connected
 
 
-broadcast_coalesced: Any = dist._broadcast_coalesced
-"""Broadcasts a list of tensors over a group, in messages of so many bytes, from a rank of the group."""
-
 # Tracing.
 
-ReadsValue = DataDependentOutputException, DynamicOutputShapeException
-"""Errors of tracing on fake tensors where a program reads the values of tensors."""
-
-HasNoFake = UnsupportedOperatorException, UnsupportedFakeTensorException
-"""Errors of tracing where an operation has no fake kernel."""
-
-UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}
-"""Operations without a view annotation in their schema that are views all the same."""
+ReadsValue = DataDependentOutputException, DynamicOutputShapeException  # where a program reads values of fake tensors
+HasNoFake = UnsupportedOperatorException, UnsupportedFakeTensorException  # where an operation has no fake kernel
+UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}  # without a view annotation in their schema
 
 
 class Fakes:
@@ -464,22 +445,15 @@ FOREACH: dict[Any, tuple[Any, Any]] = {
     torch.ops.aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
 }
 """Forms of operations for lists of tensors: one makes new ones, and one writes over the first list."""
-
 foreach_copy: Any = torch._foreach_copy_
-"""Copies a list of tensors to others."""
 
 
 # Modules.
 
-
+# The dicts themselves, of what is a module's own: `named_parameters` is too slow for every step.
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-"""The dict itself of a module's own parameters: `named_parameters` is too slow for every step."""
-
 modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""The dict itself of a module's parts."""
-
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-"""The dict itself of a module's own buffers."""
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
@@ -526,20 +500,13 @@ def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
 
 # torch's DistributedDataParallel, whose names tools call and whose marks they leave.
 
-BufferCommHookLocation = ddp._BufferCommHookLocation
-"""The time at which a hook for buffers runs."""
-
-JoinConfig = _JoinConfig
-"""The knowledge of a `Joinable` of the context it is in."""
-
+BufferCommHookLocation = ddp._BufferCommHookLocation  # when a hook for buffers runs
+JoinConfig = _JoinConfig  # what a `Joinable` knows of its context
 device_index: Callable[..., int] = _get_device_index
-"""The index of a device."""
-
+cast_forward_inputs: Any = _cast_forward_inputs  # to a dtype: `(inputs, kwargs)`
+comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_comm_hooks")  # with their states
+debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping  # of parameters by their index
 set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-"""Marks parameters and buffers of a module that are not synchronized."""
-
-debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping
-"""The names of parameters by their index."""
 
 
 def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
@@ -550,13 +517,6 @@ def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
 def active_ddp() -> DistributedDataParallel | None:
     """Return the module of torch's class whose forward is running, in whatever thread."""
     return DistributedDataParallel._active_ddp_module
-
-
-comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_comm_hooks")
-"""The hooks of a model, with their states."""
-
-cast_forward_inputs: Any = _cast_forward_inputs
-"""Arguments of forward under mixed precision: `(inputs, kwargs)` whose floating-point tensors are of a dtype."""
 
 
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:

@@ -13,10 +13,9 @@ from fnddp.cli import launch
 from fnddp.core.sync import registry
 from fnddp.plan import lower
 from fnddp.simulate import ranks
-from tests.cores import OnOneCore
 from tests.forks import forks
 from tests.ranks import GlooPool
-from tests.traces import in_turn
+from tests.traces import OnOneCore, in_turn
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation and soak are run by hand;
 # preload is for processes that tests fork.

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,14 +48,13 @@ class Hosts:
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
     """Makes them; their file of names goes into `folder`."""
-    try:
-        check_available()
-        made = shaped_hosts(2, LINK)
-        namespaces = made.__enter__()
-    except NetworkError:  # not root, or a kernel without namespaces
-        yield Hosts(("127.0.0.1", "127.0.0.1"), ((), ()))
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            check_available()
+            namespaces = stack.enter_context(shaped_hosts(2, LINK))
+        except NetworkError:  # not root, or a kernel without namespaces
+            yield Hosts(("127.0.0.1", "127.0.0.1"), ((), ()))
+            return
         names = folder / "hosts"
         names.write_text("127.0.0.1 localhost\n" + "".join(f"10.0.0.{i + 1} {name}\n" for i, name in enumerate(NAMES)))
         become = ("unshare", "--mount", "--uts", "sh", "-c", _BECOME, "host", str(names))
@@ -64,8 +63,6 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
             for namespace, name in zip(namespaces, NAMES, strict=True)
         )
         yield Hosts(NAMES, (first, second))
-    finally:
-        made.__exit__(None, None, None)
 
 
 def free_port() -> int:

@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fnddp.laws import gather as everyones
+
+__all__ = ["everyones", "launched", "residual", "weights"]
+
 
 @contextmanager
 def launched(rank: int, **more: str) -> Iterator[None]:
@@ -30,9 +34,3 @@ def weights(module: nn.Module) -> Tensor:
 
 def residual(state: Any) -> Tensor:
     return torch.cat([r.flatten() for r in state.residual.values()])
-
-
-def everyones(value: Tensor) -> list[Tensor]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered

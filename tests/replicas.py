@@ -1,22 +1,328 @@
-"""Replicas for tests of torchft: processes under a real lighthouse.
+"""Replicas for tests of torchft: processes under a real lighthouse, each of which writes a line about each step.
 
-`Job.run` starts those again that were killed, ends when all have trained together for some steps, and checks that
-nobody ever differed.
+A replica dies at a trap. `Job.run` starts those again that were killed, ends when all have trained together for some
+steps, and checks that nobody ever differed.
 """
 
+import faulthandler
+import hashlib
 import json
+import logging
 import os
 import signal
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fnddp
+from fnddp.core import tree
 from tests.forks import forks
-from tests.replica import Record, Trap, serve
 
 SECONDS = 90  # of a job
+HEARTBEAT = 0.5  # seconds until the lighthouse knows of a replica
+TOGETHER = 3  # steps that all replicas take together at the end
+SIZES = (8, 16, 4)  # of the network
+SMALL_BUCKETS = 2.0**-12  # MiB: several collectives in a step
+POINTS = ("forward", "backward", "collective 0", "collective 1", "vote", "commit", "committed", "stepped")
+
+
+@dataclass(frozen=True)
+class Trap:
+    """What befalls a replica in one step: where, in which, and "kill", "stop" or "raise"."""
+
+    point: str
+    step: int
+    act: str = "kill"
+
+
+@dataclass
+class Record:
+    """A step of a replica, as it wrote it down."""
+
+    replica: str
+    step: int
+    committed: bool
+    participants: int
+    error: str
+    digest: str  # of parameters, optimizer and the replicated state
+    is_unchanged: bool  # of all of the state, local too, and gradients: as before the step
+    file: str = ""
+    is_planned: bool = False
+    rank: int = 0  # within its replica
+
+
+class Network(nn.Sequential):
+    """A small network, of which replicas begin with different parameters."""
+
+    def __init__(self, seed: int) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            super().__init__(nn.Linear(*SIZES[:2]), nn.Tanh(), nn.Linear(*SIZES[1:]))
+
+
+def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
+    """A manager as a replica of one rank has it, or as one of several ranks does that have a store together."""
+    from torchft import Manager, ProcessGroupGloo
+
+    store = options.pop("store", None) or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    training.store = store
+    seconds = options.pop("seconds", 20)
+    return Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=seconds)),
+        load_state_dict=training.load_state_dict,
+        state_dict=training.state_dict,
+        **{
+            "min_replica_size": 1,
+            "use_async_quorum": False,
+            "timeout": timedelta(seconds=seconds),
+            "quorum_timeout": timedelta(seconds=60),
+            "connect_timeout": timedelta(seconds=10),
+            "rank": 0,
+            "world_size": 1,
+            "store_addr": "127.0.0.1",
+            "store_port": store.port,
+            "lighthouse_addr": address,
+            "replica_id": name,
+            "hostname": "127.0.0.1",
+            **options,
+        },
+    )
+
+
+def meet(name: str, folder: Path, ranks: int, incarnation: int = 0) -> tuple[str, int, dict[str, Any]]:
+    """The replica of the process `name`, its rank in it, and what its manager is given: the first one has the store."""
+    replica, rank = divmod(int(name.removeprefix("r")), ranks)
+    port = folder / f"store-{replica}-{incarnation}"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        write(port, str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(read(port)), is_master=False, wait_for_workers=False)
+    return f"replica{replica}", rank, {"store": store, "rank": rank, "world_size": ranks}
+
+
+def write(path: Path, text: str = "") -> None:
+    """A file that others find whole, or not at all."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+
+def read(*paths: Path) -> str:
+    """The text of the last of `paths`, when all of them are there."""
+    while not all(path.exists() for path in paths):
+        time.sleep(0.02)
+    return paths[-1].read_text()
+
+
+def wait_together(name: str, folder: Path, n: int = 2, point: str = "ready") -> None:
+    """Waits until all of `n` processes are here, and the lighthouse knows of them."""
+    time.sleep(HEARTBEAT)
+    write(folder / f"{name}-{point}")
+    read(*(folder / f"r{i}-{point}" for i in range(n)))
+
+
+class Training:
+    """A model and its optimizer, and how they go to a replica that joins."""
+
+    def __init__(self, seed: int) -> None:
+        self.net = Network(seed)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.net.load_state_dict(saved["net"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+def digest_of(*trees: Any) -> str:
+    """Of the bits of all tensors and numbers."""
+    made = hashlib.sha256()
+    for part in tree.flatten_any(trees)[0]:
+        made.update(part.detach().contiguous().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
+    return made.hexdigest()[:12]
+
+
+class Replica:
+    """What one process runs."""
+
+    def __init__(self, name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+        self.name, self.folder, self.options = name, folder, options
+        self.seed = int(name.removeprefix("r")) + 1000 * int(options.get("incarnation", 0))
+        self.training = Training(self.seed)
+        self.rank = 0
+        if options.get("ranks", 1) > 1:
+            name, self.rank, together = meet(name, folder, options["ranks"], options.get("incarnation", 0))
+            options = {**options, "manager": {**options.get("manager", {}), **together}}
+        self.manager = new_manager(name, address, self.training, **options.get("manager", {}))
+        make = options.get("wrap", wrap)
+        self.model = make(self.manager, self.training.net, options)
+        self.trap: Trap | None = options.get("trap")
+        self.grads: dict[str, Tensor] = {}
+        self._set_traps()
+
+    def run(self) -> None:
+        from torchft import Optimizer
+
+        optimizer = Optimizer(self.manager, self.training.optimizer)
+        if self.options.get("waits"):
+            time.sleep(HEARTBEAT)
+        (self.folder / f"{self.name}.ready").touch()
+        if self.options.get("waits"):
+            read(self.folder / "go")
+        together = 0
+        while together < TOGETHER and not self._is_told_to_stop():
+            done = self.step(optimizer)
+            with (self.folder / f"{self.name}.jsonl").open("a") as file:
+                file.write(json.dumps(done.__dict__) + "\n")
+            is_together = done.committed and done.participants == self.options["replicas"]
+            is_over = is_together and done.step > self.options.get("after", 0) and not self.options.get("endless")
+            together = together + 1 if is_over else 0
+            time.sleep(0 if is_together else 0.02)
+        self.manager.shutdown(wait=False)
+
+    def _is_told_to_stop(self) -> bool:
+        """Also looks for a trap: both are files, for trainings that go on until they are told."""
+        told = self.folder / f"{self.name}.trap"
+        if told.exists():
+            self.trap = Trap(told.read_text(), self.manager.current_step())
+            told.unlink()
+        stop = self.folder / "stop"
+        return stop.exists() and self.manager.current_step() >= int(stop.read_text())
+
+    def step(self, optimizer: Any) -> Record:
+        optimizer.zero_grad()
+        if self.options.get("accumulates"):
+            with self.model.no_sync():
+                self.loss(-self.manager.current_step()).backward()
+        step, before, local = self.manager.current_step(), self.digest(), self.of_its_own()
+        error = ""
+        try:
+            self._started = count()
+            self.reach("forward")
+            with self.model.weight(1.0 + self.seed) if self.options.get("weighs") else nullcontext():
+                self.loss(step).backward()
+        except ZeroDivisionError as raised:  # that of a trap
+            error = repr(raised)
+            if self.options.get("leaves_out"):
+                participants = self.manager.num_participants()
+                return Record(self.name, step, False, participants, error, before, True, rank=self.rank)
+        means = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
+        optimizer.step()
+        committed = self.manager.current_step() > step
+        self.reach("stepped", step)
+        lost = self.manager.errored()
+        is_unchanged = (before, local) == (self.digest(), self.of_its_own())
+        error = error or ("" if lost is None else str(lost.original_exception))
+        file = self.keep(step, means) if committed and self.options.get("keeps") else ""
+        planned, participants = getattr(self.model, "plan", None) is not None, self.manager.num_participants()
+        return Record(
+            self.name, step, committed, participants, error, self.digest(), is_unchanged, file, planned, self.rank
+        )
+
+    def loss(self, step: int) -> Tensor:
+        """Of this replica's batch in a step."""
+        inputs = torch.randn(16, SIZES[0], generator=torch.Generator().manual_seed(1000 * self.seed + step))
+        return nn.functional.mse_loss(self.model(inputs), torch.tanh(inputs[:, : SIZES[-1]]))
+
+    def digest(self) -> str:
+        """Of what is the same on all replicas."""
+        return digest_of(self.training.state_dict(), self.replicated())
+
+    def replicated(self) -> dict[str, Any]:
+        saved = fnddp.state_dict(getattr(self.model, "sync_state", ()))
+        return {key: value for key, value in saved.items() if key.startswith("replicated/")}
+
+    def of_its_own(self) -> str:
+        """Of what may differ: all of the state, and gradients."""
+        grads = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
+        return digest_of(getattr(self.model, "sync_state", ()), grads)
+
+    def keep(self, step: int, means: dict[str, Tensor]) -> str:
+        """A file with what law 8 speaks of."""
+        file = self.folder / f"{self.name}-{self.options.get('incarnation', 0)}-{step}.pt"
+        residual = getattr(self.model.sync_state, "residual", {})
+        torch.save({"grads": dict(self.grads), "means": means, "residual": dict(residual)}, file)
+        return str(file)
+
+    def reach(self, point: str, step: int | None = None) -> None:
+        """Springs the trap if it is here."""
+        trap = self.trap
+        if trap is None or (trap.point, trap.step) != (point, self.manager.current_step() if step is None else step):
+            return
+        self.trap = None
+        if trap.act == "raise":
+            raise ZeroDivisionError(f"a trap in {point}")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[trap.act])
+
+    def _set_traps(self) -> None:
+        for name, parameter in self.training.net.named_parameters():
+            parameter.register_hook(lambda grad, name=name: self._arrives(name, grad))
+        wire = getattr(self.model, "_wire", None)
+        if wire is not None:
+            start, vote = wire.start, wire.vote
+            wire.start = lambda *a: (self.reach(f"collective {next(self._started)}"), start(*a))[1]
+            wire.vote = lambda *a: (self.reach("vote"), vote(*a))[1]
+        should_commit = self.manager.should_commit
+
+        def asks() -> bool:
+            step = self.manager.current_step()
+            self.reach("commit")
+            committed = should_commit()
+            self.reach("committed", step)
+            return committed
+
+        self.manager.should_commit = asks
+
+    def _arrives(self, name: str, grad: Tensor) -> None:
+        self.grads[name] = grad.clone()
+        if name == "2.weight":  # one of the first
+            self.reach("backward")
+
+
+def wrap(manager: Any, net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """The class under test."""
+    from fnddp.integrations.torchft import DistributedDataParallel
+
+    return DistributedDataParallel(
+        manager, net, sync=fnddp.parse(options.get("sync", "allreduce")), bucket_cap_mb=SMALL_BUCKETS
+    )
+
+
+def serve(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with (folder / f"{name}.log").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        try:
+            options.get("run", run_replica)(name, address, folder, options)
+            code = 0
+        except BaseException:
+            traceback.print_exc(file=log)
+            code = 1
+        log.flush()
+        os._exit(code)  # torchft's threads would be waited for
+
+
+def run_replica(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    Replica(name, address, folder, options).run()
 
 
 class Job:
@@ -40,7 +346,6 @@ class Job:
         self.address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
         self.processes: dict[str, Any] = {}
         self.incarnations: dict[str, int] = {}
-        self._read: dict[str, tuple[list[Record], int]] = {}  # by file, and how far
 
     def __enter__(self) -> "Job":
         return self
@@ -128,12 +433,9 @@ class Job:
 
     def records(self) -> list[Record]:
         """What all replicas have written down so far, each in its order."""
-        for file in self.path.glob("*.jsonl"):
-            known, at = self._read.get(file.name, ([], 0))
-            whole, _, _ = file.read_bytes()[at:].rpartition(b"\n")  # without a line that a death has cut
-            known += [Record(**json.loads(line)) for line in whole.splitlines()]
-            self._read[file.name] = known, at + len(whole) + bool(whole)
-        return [record for name in sorted(self._read) for record in self._read[name][0]]
+        files = sorted(self.path.glob("*.jsonl"))
+        lines = [line for file in files for line in file.read_text().split("\n")[:-1]]  # without what a death has cut
+        return [Record(**json.loads(line)) for line in lines]
 
 
 def require_equal(records: list[Record]) -> None:

@@ -25,6 +25,7 @@ from tests.ranks import on_ranks
 Grads = dict[str, Tensor]
 
 SHAPES = {"matrix": (24, 16), "vector": (24,), "sometimes": (16, 12), "never": (3, 5)}
+SHAPES |= {"complex": (5, 3), "also complex": (1, 3), "negated": ()}  # two of odd sizes, in one bucket of torch's
 PIPELINES = {
     "plain": "allreduce",
     "memory": "error_feedback(powersgd(fp16(allreduce), rank=2))",
@@ -53,8 +54,28 @@ class Troubled(C10d):
         return super().start(*given, **options)
 
 
+def zeros(name: str) -> Tensor:
+    return torch.zeros(SHAPES[name], dtype=torch.complex64 if "complex" in name else torch.float32)
+
+
 def loss_of(params: Grads, grads: Grads) -> Tensor:
-    return sum(((params[name] * grad).sum() for name, grad in grads.items()), torch.zeros(()))
+    """Autograd conjugates and negates some of the gradients lazily."""
+    total = torch.zeros(())
+    for name, grad in grads.items():
+        product = params[name].conj() * grad
+        if name == "negated":
+            product = torch.complex(torch.zeros(grad.shape), params[name]).conj() * torch.complex(0 * grad, grad)
+        total = total + product.sum().real
+    return total
+
+
+def otherwise(name: str, leaf: Tensor) -> Tensor:
+    """The same numbers in memory as autograd may give them: conjugated and negated lazily, or not dense."""
+    if name == "negated":
+        return torch.complex(torch.zeros(leaf.shape), -leaf).conj().imag
+    if leaf.is_complex():
+        return leaf.conj().resolve_conj().conj()
+    return torch.stack([leaf, leaf], -1)[..., 0] if name == "matrix" else leaf
 
 
 class Given(nn.Module):
@@ -62,8 +83,8 @@ class Given(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        for name in SHAPES:
+            self.register_parameter(name, nn.Parameter(zeros(name)))
 
     def forward(self, grads: Grads) -> Tensor:
         return loss_of(dict(self.named_parameters()), grads)
@@ -112,25 +133,35 @@ class ByRegister(Wrapped):
         self.handle.state = state
 
 
-class ByValueAndGrad:
+class Functional:
+    """The steps of `value_and_grad` and `jit`: on each rank leaves are otherwise in memory in every second step."""
+
     keeps_unused = False
 
     def __init__(self, sync: Sync, wire: C10d) -> None:
-        self.state, self.run = sync.init(filled()), fnddp.value_and_grad(loss_of, sync, wire=wire)
+        self.state, self.run = sync.init(filled()), self.made(sync, wire)
+        self.count = dist.get_rank()
+
+    def laid_out(self, leaves: Grads) -> Grads:
+        self.count += 1
+        return leaves if self.count % 2 else {name: otherwise(name, leaf) for name, leaf in leaves.items()}
+
+
+class ByValueAndGrad(Functional):
+    def made(self, sync: Sync, wire: C10d) -> Any:
+        return fnddp.value_and_grad(loss_of, sync, wire=wire)
 
     def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        _, mean, self.state = self.run(filled(), self.state, added(*batches))
+        _, mean, self.state = self.run(self.laid_out(filled()), self.state, added(*batches))
         return mean
 
 
-class ByJit:
-    keeps_unused = False
-
-    def __init__(self, sync: Sync, wire: C10d) -> None:
-        self.state, self.run = sync.init(filled()), fnddp.jit(sync, wire=wire)
+class ByJit(Functional):
+    def made(self, sync: Sync, wire: C10d) -> Any:
+        return fnddp.jit(sync, wire=wire)
 
     def step(self, *batches: Grads, weight: float | None = None) -> dict[str, Tensor | None]:
-        mean, self.state = self.run(filled(*batches), self.state, weight=weight)
+        mean, self.state = self.run(self.laid_out(filled(*batches)), self.state, weight=weight)
         return mean
 
 
@@ -145,7 +176,7 @@ ADAPTERS: dict[str, Callable[[Sync, C10d], Any]] = {
 def gradients(rank: int, step: int) -> Grads:
     """In each third step `sometimes` is used on no rank, and in the others on the first; `never` is used nowhere."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    grads = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items() if name != "never"}
+    grads = {name: torch.randn_like(zeros(name), generator=generator) for name in SHAPES if name != "never"}
     if rank or step % 3 == 2:
         del grads["sometimes"]
     return grads
@@ -159,7 +190,7 @@ def added(*batches: Grads) -> Grads:
 def filled(*batches: Grads) -> Grads:
     """The sums of all leaves, with zeros for what is not there."""
     have = added(*batches) if batches else {}
-    return {name: have.get(name, torch.zeros(shape)) for name, shape in SHAPES.items()}
+    return {name: have.get(name, zeros(name)) for name in SHAPES}
 
 
 class Checked:
@@ -178,6 +209,7 @@ class Checked:
             if self.adapter.keeps_unused and mean is not None and not mean.any():  # but for what memory has left
                 is_none = not any(name in each for each in gather(sorted(batches[0])))
             assert bits([got[name]]) == bits([None if is_none else mean]), name
+            assert is_none or got[name].stride() == torch.empty_like(got[name]).stride()  # dense
         assert bits(self.adapter.state) == bits(self.state)
         return got
 
@@ -204,6 +236,18 @@ def check_steps(rank: int, adapter: str, text: str) -> None:
             held.append((part, bits(part)))
         del mean
     assert all(bits(value) == before for value, before in held)
+
+
+def test_autograd_gives_such_gradients():
+    grads, model = gradients(0, 0), Given()
+    model(grads).backward()
+    for given in (
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        {name: otherwise(name, grad) for name, grad in grads.items()},
+    ):
+        assert given["complex"].is_conj()
+        assert given["negated"].is_neg()
+        assert all(torch.equal(given[name], grad) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -292,8 +336,8 @@ def check_whole_numbers(rank: int, adapter: str) -> None:
     for text in ("fp16(allreduce)", PIPELINES["codec"]):
         checked = Checked(adapter, text)
         for step in range(4):
-            grads = {name: (2 * grad).round().clamp(-8, 8) * 12 for name, grad in gradients(rank, step).items()}
-            checked.step(grads)
+            drawn = {name: grad for name, grad in gradients(rank, step).items() if not grad.is_complex()}
+            checked.step({name: (2 * grad).round().clamp(-8, 8) * 12 for name, grad in drawn.items()})
 
 
 @pytest.mark.thorough

@@ -36,12 +36,8 @@ def outcome(rank: int, what: str) -> str:
         match what:
             case "pipeline":
                 sync = error_feedback(powersgd(fp16(allreduce), rank=3))
-            case "path":
-                grads = {"fc.weight": grads["fc.weight"], "fc.offset": grads["fc.bias"]}
             case "missing":
                 grads = {"fc.weight": grads["fc.weight"]}
-            case "extra":
-                grads = tree(more=torch.ones(1))
             case "order":
                 grads = dict(reversed(grads.items()))
             case "shape":
@@ -65,9 +61,7 @@ def outcome(rank: int, what: str) -> str:
 
 DIFFERENCES = {
     "pipeline": "ranks disagree about pipeline: ranks 0, 2: error_feedback(powersgd(fp16(allreduce), rank=2)); rank 1: error_f",
-    "path": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: leaf 'fc.offset' in its place",
     "missing": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: state 'residual.fc.weight' in its",
-    "extra": "ranks disagree about state 'residual.fc.weight': ranks 0, 2: float32[12, 20]; rank 1: leaf 'more' in its place",
     "order": "ranks disagree about leaf 'fc.weight': ranks 0, 2: float32[12, 20] on cpu; rank 1: leaf 'fc.bias' in its place",
     "shape": "ranks disagree about leaf 'fc.weight': ranks 0, 2: float32[12, 20] on cpu; rank 1: float32[20, 12] on cpu",
     "dtype": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: float64[12] on cpu",

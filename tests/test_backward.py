@@ -88,8 +88,10 @@ class Checkpointed(nn.Module):
 
 
 class Fails(torch.autograd.Function):
+    """The identity, whose backward fails, or with None gives no gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fails: bool | None) -> Tensor:
         ctx.fails = fails
         return x.clone()
 
@@ -97,7 +99,7 @@ class Fails(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.fails:
             raise ArithmeticError("here")
-        return grad, None
+        return None if ctx.fails is None else grad, None
 
 
 def x_of(rank: int) -> Tensor:
@@ -109,16 +111,6 @@ def require_mean(model: DDP, rank: int) -> None:
     model.zero_grad()
     model(x_of(rank)).backward()
     assert model.module.w.grad.item() == MEAN
-
-
-@on_ranks(2)
-def test_a_gradient_that_is_a_part_of_a_buffer_stays_there(rank: int) -> None:
-    model = DDP(Weight())
-    flat = torch.zeros(2)
-    model.module.w.grad = flat[0]
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.data_ptr() == flat.data_ptr()
-    assert flat.tolist() == [MEAN, 0.0]
 
 
 @on_ranks(2)
@@ -164,19 +156,23 @@ def test_first_gradients_in_a_backward_that_a_hook_calls_are_an_error_on_all_ran
     assert model.module.w.grad.item() == MEAN
 
 
-def after_plain_steps(rank: int) -> DDP:
+def after_plain_steps(rank: int, steps: int = 3) -> DDP:
     """A module whose gradients take the short way."""
     model = DDP(Weight())
-    for _ in range(3):
+    for _ in range(steps):
         model(x_of(rank)).backward()
         model.zero_grad()
     return model
 
 
+@pytest.mark.parametrize("steps", [0, 3])
 @on_ranks(2)
-def test_what_is_asked_for_after_plain_steps(rank: int) -> None:
-    model = after_plain_steps(rank)
+def test_what_is_asked_for(rank: int, steps: int) -> None:
+    model = after_plain_steps(rank, steps)
     own = model.module
+    for _ in range(0 if steps else 2):  # past the outputs: not right after a backward that accumulated
+        means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * own.unused, list(model.parameters()))
+        assert [mean.item() for mean in means] == [MEAN, MEAN]
     for _ in range(2):
         assert torch.autograd.grad(model(x_of(rank)), own.w)[0].item() == MEAN
     model(x_of(rank)).backward()
@@ -190,14 +186,6 @@ def test_what_is_asked_for_after_plain_steps(rank: int) -> None:
     model.zero_grad()
     (model(x_of(rank)) + (1 + rank) * own.unused).backward()
     assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
-
-
-@on_ranks(2)
-def test_asking_past_the_outputs(rank: int) -> None:
-    model = DDP(Weight())  # without a backward before that has returned no gradient
-    for _ in range(2):
-        means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * model.module.unused, list(model.parameters()))
-        assert [mean.item() for mean in means] == [MEAN, MEAN]
 
 
 @on_ranks(2)
@@ -236,25 +224,30 @@ def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_
         torch.autograd.grad(model.module.last, model.module.w)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(("accumulates", "loss_uses"), [(False, False), (True, False), (False, True)])
 @on_ranks(2)
 def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has_taken(
-    rank: int, accumulates: bool
+    rank: int, accumulates: bool, loss_uses: bool
 ) -> None:
     model, flat = DDP(TwoLayers()), torch.zeros(2)
     own = model.module
+
+    def loss_of(fails: bool) -> Tensor:
+        return model(x_of(rank), fails) + (0 * own.first if loss_uses else 0)
+
     for _ in range(2):
         model.zero_grad()
-        model(x_of(rank), False).backward()
+        loss_of(False).backward()
         assert own.first.grad.item() == own.second.grad.item() == MEAN
     own.first.grad, own.second.grad = (flat[0], flat[1]) if accumulates else (None, None)
-    loss = model(x_of(rank), rank == 1)
+    loss = loss_of(rank == 1)
     with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
         loss.backward()
-    loss = model(x_of(rank), False)  # which ends the step of a backward that broke off
+    loss = loss_of(False)  # which ends the step of a backward that broke off
     if accumulates:
         flat.zero_()
         loss.backward()
+        assert own.first.grad.data_ptr() == flat.data_ptr()
         assert flat.tolist() == [MEAN, MEAN]
     else:
         assert [p.grad for p in model.parameters()] == [None, None]
@@ -282,21 +275,6 @@ def test_another_backward_after_one_that_broke_off(rank: int) -> None:
     assert everyone == [0.0, 0.0]
 
 
-@on_ranks(2)
-def test_two_wrapped_modules_fail_together(rank: int) -> None:
-    a, b = DDP(Weight()), DDP(Weight(), sync=error_feedback(fp16(allreduce)))
-    for step in range(3):
-        a.zero_grad()
-        b.zero_grad()
-        loss = b(Fails.apply(a(x_of(rank)), rank == 1 and step == 1))
-        if step == 1:
-            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-                loss.backward()
-        else:
-            loss.backward()
-            assert a.module.w.grad.item() == MEAN
-
-
 @pytest.mark.parametrize(("text", "want"), [("error_feedback(fp16(allreduce))", MEAN), ("all_reduce(op='sum')", 3.0)])
 @on_ranks(2)
 def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int, text: str, want: float) -> None:
@@ -318,14 +296,6 @@ def test_parameters_that_are_assigned(rank: int) -> None:
     with model.no_sync(), pytest.raises(RuntimeError, match="w were replaced after the module was wrapped"):
         model(x_of(rank))
     require_mean(model, rank)
-
-    model = DDP(Weight())
-    model.load_state_dict({"w": nn.Parameter(torch.ones(())), "unused": torch.ones(())}, assign=True)
-    with model.no_sync():
-        model(x_of(rank)).backward()
-    model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == 2 * MEAN
-    assert model.plan is not None  # by hooks, not through the gate
 
 
 @on_ranks(2)
@@ -395,15 +365,6 @@ def test_backward_with_a_graph(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_module_that_is_cast_later_is_an_error(rank: int) -> None:
-    model = DDP(Weight())
-    torch.autograd.grad(model(x_of(rank)), model.module.w)
-    model.double()
-    with pytest.raises(ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap"):
-        torch.autograd.grad(model(x_of(rank)), model.module.w)
-
-
-@on_ranks(2)
 def test_a_module_that_returns_a_parameter(rank: int) -> None:
     model = DDP(Weight())
     model.module.forward = lambda x: (model.module.w, model.module.w * x)  # type: ignore[method-assign]
@@ -469,46 +430,38 @@ def test_ranks_with_other_wire_dtypes(rank: int) -> None:
         DDP(Weight(), mixed_precision=config)
 
 
-class Undefined(torch.autograd.Function):
-    """The identity, whose backward gives nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG004
-        return None
-
-
 @on_ranks(2)
 def test_autograd_grad_where_a_function_gives_no_gradient(rank: int) -> None:
     model = DDP(Weight())
     own = model.module
-    loss = own.w * x_of(rank) + Undefined.apply(own.unused)
+    loss = own.w * x_of(rank) + Fails.apply(own.unused, None)
     for _ in range(2):
         model(x_of(rank))
         grads = torch.autograd.grad(loss, [own.w, own.unused], allow_unused=True, retain_graph=True)
         assert grads == (MEAN, None)
 
 
-@pytest.mark.parametrize("when_wrapped", [True, False])
 @on_ranks(2)
-def test_gradients_of_another_dtype_than_their_parameters(rank: int, when_wrapped: bool) -> None:
+def test_gradients_of_another_dtype_than_their_parameters(rank: int) -> None:
     module = Weight()
-    if when_wrapped:
-        module.w.grad_dtype = torch.float64
+    module.w.grad_dtype = torch.float64
     model = DDP(module, sync=error_feedback(fp16(allreduce)))
-    if when_wrapped:
-        model(x_of(rank)).backward()
-        assert module.w.grad.dtype == model.sync_state.residual["w"].dtype == torch.float64
-        assert module.w.grad == MEAN
+    model(x_of(rank)).backward()
+    assert module.w.grad.dtype == model.sync_state.residual["w"].dtype == torch.float64
+    assert module.w.grad == MEAN
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+@on_ranks(2)
+def test_what_has_another_dtype_later_is_an_error(rank: int, what: str) -> None:
+    model = DDP(Weight())
+    torch.autograd.grad(model(x_of(rank)), model.module.w)
+    if what == "parameters":
+        model.double()
     else:
-        module.w.grad_dtype = torch.float64
-        with pytest.raises(
-            ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap the module"
-        ):
-            model(x_of(rank)).backward()
+        model.module.w.grad_dtype = torch.float64
+    with pytest.raises(ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap the module"):
+        model(x_of(rank)).backward()
 
 
 @on_ranks(2)
@@ -579,6 +532,11 @@ def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
     model = DDP(Weight())
     model(x_of(rank)).backward()
     late = model(x_of(rank))
+    group = dist.new_group()
+    named = DDP(Weight(), process_group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError, match="and now it runs without a process group"):
+        named(x_of(rank))
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store()) if size == 2 else dist.HashStore()
     dist.destroy_process_group()
     was = r"the module was wrapped in the process group '.*' of 2 ranks, and now it runs "
@@ -605,16 +563,6 @@ def test_a_module_that_was_wrapped_before_there_was_a_process_group(rank: int) -
     assert model.module.w.grad == x_of(rank)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     with pytest.raises(RuntimeError, match=r"wrapped without a process group, and now it runs in .* of 2 ranks"):
-        model(x_of(rank))
-
-
-@on_ranks(2)
-def test_a_named_process_group_that_was_destroyed(rank: int) -> None:
-    group = dist.new_group()
-    model = DDP(Weight(), process_group=group)
-    model(x_of(rank)).backward()
-    dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="and now it runs without a process group"):
         model(x_of(rank))
 
 
@@ -647,21 +595,6 @@ def penalty_of(module: nn.Module, rank: int) -> list[Tensor]:
     x = torch.full((2, 4), 0.3 * (rank + 1)).requires_grad_()
     (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     return list(torch.autograd.grad(grad.square().sum(), [*module.parameters()][:2], allow_unused=True)[:1])
-
-
-@on_ranks(2)
-def test_a_failed_step_leaves_no_gradient_of_a_parameter_that_the_loss_uses(rank: int) -> None:
-    model = DDP(TwoLayers())
-    for fails in (False, False, True, False):
-        model.zero_grad()
-        loss = model(x_of(rank), fails and rank == 1) + model.module.first.square()
-        if fails:
-            with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-                loss.backward()
-            model(x_of(rank), False)
-            assert [p.grad for p in model.parameters()] == [None, None]
-        else:
-            loss.backward()
 
 
 @on_ranks(2)

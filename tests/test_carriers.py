@@ -2,18 +2,15 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import fnddp
 from fnddp import allgather, allreduce, bf16, bucketize, fp16, lower, parse, quantize, sign, topk, two_shot
 from fnddp.core.collectives import sum_in_rank_order
-from fnddp.laws import bits, gather
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.laws import bits
+from fnddp.simulate.ranks import run_threads
 
 SHAPES = {"w": (9, 7), "b": (5,), "one": (), "wide": (3, 400)}
 
@@ -50,62 +47,6 @@ def test_a_16_bit_wire_adds_in_float32_in_buckets_too(cast, carrier):
             assert torch.equal(mean[path], (total / 3).to(plain.dtype if carrier is two_shot else total.dtype).float())
 
 
-def int8_blocks(x: np.ndarray, block: int) -> np.ndarray:
-    """Each row in blocks of int8, and back, without any of our code."""
-    out = np.zeros_like(x)
-    for row in range(x.shape[0]):
-        for start in range(0, x.shape[1], block):
-            part = x[row, start : start + block]
-            scale = np.float32(np.abs(part).max() / np.float32(127))
-            out[row, start : start + block] = np.round(part / scale) * scale if scale > 0 else 0
-    return out
-
-
-@pytest.mark.parametrize("n", [1, 4])
-def test_two_shot_of_blocks_is_what_numpy_computes(n):
-    sync, block = quantize(two_shot, block=16), 16
-    means = run_threads(n, lambda rank: sync(grads(rank), sync.init(grads(rank)))[0])
-    for path in SHAPES:
-        rows = [grads(rank)[path].numpy().reshape(-1) for rank in range(n)]
-        chunk = -(-rows[0].size // n)
-        padded = [np.pad(row, (0, n * chunk - row.size)).reshape(n, chunk) for row in rows]
-        total = sum(int8_blocks(row, block) for row in padded) / np.float32(n)
-        want = int8_blocks(total, block).reshape(-1)[: rows[0].size]
-        # An element just between two multiples may round to the other one: one multiple in each hop.
-        step = 2 * np.abs(total).max() / 127
-        got = means[0][path].numpy().reshape(-1)
-        assert np.abs(got - want).max() <= step
-        assert np.mean(np.abs(got - want) > 1e-4 * step) < 0.02
-
-
-@given(n=st.integers(2, 4), seed=st.integers(0, 99))
-def test_the_error_of_bf16_two_shot_does_not_grow_with_ranks(n, seed):
-    def body(rank: int) -> tuple[Tensor, Tensor]:
-        mine = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1000 * seed + rank)).bfloat16().float()}
-        return bf16(two_shot)(mine, ())[0]["w"], sum(gather(mine["w"].double())) / n
-
-    got, want = run_threads(n, body)[0]
-    assert ((got - want).abs() <= 2**-8 * want.abs() + 1e-6).all()  # one rounding, whatever n
-
-
-def test_sent_of_the_owner_has_the_second_hop_in_it():
-    def body(rank: int) -> tuple[dict, dict]:
-        done = sign(two_shot).exchange(grads(rank), sign(two_shot).init(grads(rank)))
-        return done.mean, done.sent
-
-    done = run_threads(3, body)
-    for path in SHAPES:
-        mean = sum(sent[path].double() for _, sent in done) / 3
-        torch.testing.assert_close(mean, done[0][0][path].double(), rtol=1e-5, atol=1e-5)
-
-
-def test_server_memory_of_other_ranks_is_refused():
-    sync = sign(two_shot(server_memory=True))
-    state = run_threads(2, lambda rank: sync.init(grads(rank)))[0]
-    with pytest.raises(RankFailed, match=r"two_shot.*residual|two_shot.*shape"):
-        run_threads(3, lambda rank: sync(grads(rank), state))
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -120,14 +61,6 @@ def test_server_memory_of_other_ranks_is_refused():
 def test_a_wrong_nesting_names_the_fix(make, says):
     with pytest.raises((TypeError, ValueError), match=f"(?s){says}"):
         make()
-
-
-def test_carriers_print_as_what_makes_them():
-    assert repr(fp16(two_shot)) == "fp16(two_shot)"
-    assert two_shot() == two_shot
-    assert repr(two_shot(server_memory=True)) == "two_shot(server_memory=True)"
-    assert parse("two_shot(server_memory=True)") == two_shot(server_memory=True)
-    assert repr(allgather.over("7")) == "all_gather(group='7')"
 
 
 @pytest.mark.parametrize("n", [2, 8, 1024])

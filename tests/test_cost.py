@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -244,28 +243,18 @@ def test_a_fit_of_times_that_do_not_grow():
     assert found.latency >= 0
 
 
-def measure_twice(rank: int) -> list[Link]:
-    torch.set_num_threads(1)
-    ranks = dist.new_group(list(range(dist.get_world_size())))
-    with patch.object(measure, "_SIZES", SMALL), patch.object(measure, "_SIZE_SECONDS", 0.02):
-        return [fnddp.measure_link(), fnddp.measure_link(ranks, dtype=torch.float16)]
+def test_ranks_measure_the_same_link(monkeypatch):
+    monkeypatch.setattr(measure, "_SIZES", SMALL)
+    monkeypatch.setattr(measure, "_SIZE_SECONDS", 0.02)
 
+    def body(rank: int) -> list[Link]:
+        return [fnddp.measure_link(), fnddp.measure_link(dist.new_group([0, 1]), dtype=torch.float16)]
 
-def check_measured(ranks: list[list[Link]]) -> None:
-    assert all(links == ranks[0] for links in ranks)
-    for link in ranks[0]:
+    first, second = run_threads(2, body)
+    assert first == second
+    for link in first:
         assert 0 < link.bandwidth < math.inf
         assert (link.gamma, link.algorithm) == (0, "gloo")
-
-
-@pytest.mark.thorough
-def test_ranks_measure_the_same_link(gloo):
-    check_measured(gloo(3, measure_twice))
-
-
-def test_threads_measure_the_same_link(monkeypatch):
-    monkeypatch.setattr(measure, "_SIZES", SMALL)  # the threads' too
-    check_measured(run_threads(2, lambda rank: [fnddp.measure_link()]))
 
 
 def test_one_rank_has_no_link():

@@ -14,7 +14,6 @@ from fnddp.wire.c10d import C10D, dedicated_to, with_dedicated_groups
 from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
 
-TIMEOUT = timedelta(seconds=3)
 SECONDS = 60
 pytestmark = pytest.mark.thorough
 TWO_ROUNDS = ("two_shot", "powersgd(allreduce, rank=4)")
@@ -77,13 +76,9 @@ def test_a_thread_for_each_model_which_begin_in_another_order_on_each_rank(rank:
     require_means(models)
 
 
+@pytest.mark.parametrize("again", range(8))  # which of the threads waits first is chance
 @on_ranks(2, seconds=SECONDS)
-def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(rank: int) -> None:
-    for _ in range(8):  # which of the threads waits first is chance
-        check_shared(rank)
-
-
-def check_shared(rank: int) -> None:
+def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(rank: int, again: int) -> None:
     groups = [dist.new_group(), dist.new_group()]
     wires = [None] * 4
     barrier = threading.Barrier(4)
@@ -105,7 +100,7 @@ def check_shared(rank: int) -> None:
 
 @on_ranks(2, seconds=SECONDS)
 def test_a_rank_that_does_not_set_up(rank: int) -> None:
-    group = dist.new_group(timeout=TIMEOUT)
+    group = dist.new_group(timeout=timedelta(seconds=3))
     sync = fnddp.jit(fnddp.two_shot.over(group))
     if rank == 0:
         for _ in range(2):

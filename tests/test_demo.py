@@ -101,9 +101,7 @@ def test_starts_its_own_ranks_or_uses_those_of_torchrun(launcher: tuple[str, ...
         assert expected in said
     assert said.count("62.5x") == 1  # rank 0 alone reports
     assert sorted(path.name for path in out.iterdir()) == ["curves.png", "results.json"]
-    height, width, _ = imread(out / "curves.png").shape
-    assert height > 500
-    assert width > 1000
+    assert min(imread(out / "curves.png").shape[:2]) > 500
     results = json.loads((out / "results.json").read_text())
     assert (results["ranks"], results["steps"], results["parameters"]) == (2, 30, PARAMETERS)
     plain, low_rank = results["pipelines"]

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from fnddp import Link, Sync
-from fnddp.cli import diagnosis, examination, launcher, main
+from fnddp.cli import examination, launch, main
 from fnddp.cli.examination import Findings
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.launch import RankError
-from fnddp.cli.launcher import RankInfo
+from fnddp.cli.launch import RankError, RankInfo
 from fnddp.cost.step import Compute, Span, Step
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
@@ -85,25 +84,13 @@ def test_doctor_on_the_ranks_of_an_mpi() -> None:
     assert [each["pipeline"] for each in found["pipelines"]] == [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(2 * SECONDS)
-def test_doctor_under_torchrun() -> None:
-    """One rank prints what all have found."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = subprocess.run(
-        [*launch, "-m", "fnddp", *DOCTOR], capture_output=True, text=True, timeout=SECONDS, check=True
-    ).stdout
-    assert [said.count(text) for text in SAID] == [1] * len(SAID), said
-    assert "started by torchrun" in said
-
-
 def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, ...]] = []
     for at in (None, RankInfo("SLURM", 0, 4, 0), RankInfo("SLURM", 1, 4, 1), RankInfo("SLURM", 2, 4, 0)):
-        monkeypatch.setattr(launcher, "rank_info", lambda at=at: at)
-        codes = [launcher.stopped("fnddp doctor", code, "no") for code in (1, 2)]
+        monkeypatch.setattr(launch, "rank_info", lambda at=at: at)
+        codes = [launch.stopped("fnddp doctor", code, "no") for code in (1, 2)]
         assert codes == [1, 2]
         told.append(tuple(capsys.readouterr().err.splitlines()))
     ours = "fnddp doctor: no"
@@ -152,7 +139,7 @@ def test_trace_writes_both_timelines(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_places(variables: dict[str, str], place: RankInfo | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launcher.rank_info() == place
+    assert launch.rank_info() == place
 
 
 def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,10 +147,10 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert main.main(["doctor"]) == 2
     assert "WORLD_SIZE=2, but RANK is not set" in capsys.readouterr().err
     with pytest.raises(WrongArgument, match=r"must meet somewhere: set MASTER_ADDR .*scontrol show hostnames"):
-        launcher.joined(RankInfo("SLURM", 0, 2, 0), "gloo").__enter__()
+        launch.joined(RankInfo("SLURM", 0, 2, 0), "gloo").__enter__()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens, and this rank is not the first one
-    meeting = launcher.joined(RankInfo("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
+    meeting = launch.joined(RankInfo("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
     with pytest.raises(RankError, match=r"^2 ranks did not meet at 127\.0\.0\.1:1: .*\n.*GLOO_SOCKET_IFNAME"):
         meeting.__enter__()
 
@@ -180,12 +167,12 @@ def findings(**seconds: float) -> Findings:
 
 def test_verdicts() -> None:
     best = examination.COMPRESSED[0]
-    assert diagnosis.verdict(findings()).startswith(
+    assert examination.verdict(findings()).startswith(
         f"Compression can pay here: {best}, 2.00x as fast as fp16(allreduce)"
     )
-    assert "nothing beats it: fp16(allreduce), 1.50x" in diagnosis.verdict(findings(**{best: 1.99}))
+    assert "nothing beats it: fp16(allreduce), 1.50x" in examination.verdict(findings(**{best: 1.99}))
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
-    assert diagnosis.verdict(nothing).startswith("Nothing can pay here: allreduce leaves")
+    assert examination.verdict(nothing).startswith("Nothing can pay here: allreduce leaves")
 
 
 def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +206,7 @@ def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_problems_are_reported() -> None:
     wrong = replace(findings(), disagreement="ranks disagree about torch: rank 0: 2.13; rank 1: 2.12", unequal=[MEAN])
     assert not wrong.is_sound
-    said = "\n".join(diagnosis.lines(wrong, RankInfo("SLURM", 0, 2, 0), "cpu"))
+    said = "\n".join(examination.lines(wrong, RankInfo("SLURM", 0, 2, 0), "cpu"))
     assert "PROBLEM: ranks disagree about torch: rank 0: 2.13; rank 1: 2.12" in said
     assert f"PROBLEM: means are not equal on all ranks: {MEAN}" in said
     assert "ranks: 2, started by SLURM, on here, there; gloo" in said

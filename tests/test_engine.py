@@ -1,4 +1,7 @@
-"""Plans, memory and failures that outlive steps, and when steps send, on a wire where all ranks send the same."""
+"""Plans, memory and failures that outlive steps, and when steps send, on a wire where all ranks send the same.
+
+Last, steps over a wire whose ranks come and go: what a step that is none leaves, and when ranks are in step again.
+"""
 
 import logging
 import re
@@ -10,13 +13,25 @@ import torch
 from torch import Tensor, nn
 
 import fnddp
-from fnddp import DistributedDataParallel, Sync, all_reduce, allgather, allreduce, fp16, none
+from fnddp import (
+    DistributedDataParallel,
+    StepFailedError,
+    Sync,
+    all_reduce,
+    allgather,
+    allreduce,
+    error_feedback,
+    fp16,
+    none,
+)
 from fnddp.ir.program import LeafSpec
+from fnddp.laws import bits
+from fnddp.plan.draft import Donation
 from fnddp.plan.lower import lower
 from fnddp.run import engine as engines
 from fnddp.run import step as steps
-from fnddp.run.memory import Memory
-from fnddp.wire.protocol import CollectiveError
+from fnddp.run.program import Memory
+from fnddp.wire.protocol import CollectiveError, Elastic
 from tests.wires import AloneWire, LostWork, ReadyWork
 
 GRADS = {"a": torch.ones(4), "b": torch.full((4,), 2.0), "c": torch.full((4,), 3.0)}
@@ -67,16 +82,13 @@ def test_a_plan_for_each_phase_is_made_once_and_the_oldest_goes(monkeypatch):
     assert plans[2] is plans[0] is not plans[4]
 
 
-def test_plans_are_those_of_leaves_and_a_state_of_such_shapes(monkeypatch):
+def test_plans_are_those_of_leaves_of_such_shapes_and_the_oldest_goes(monkeypatch):
     monkeypatch.setattr(engines, "MAX_PHASES", 2)
     step = fnddp.jit(allreduce, wire=AloneWire())
     one, other, wide = {"w": torch.ones(1)}, {"w": torch.ones(2)}, {"w": torch.ones(1, dtype=torch.float64)}
-    first, second = plan_of(step, one), plan_of(step, other)
-    assert second is not first
-    assert plan_of(step, one) is first  # and so it is not the oldest any more
-    assert plan_of(step, wide) is not first
-    assert plan_of(step, one) is first
-    assert plan_of(step, other) is not second
+    plans = [plan_of(step, each) for each in (one, other, one, wide, one, other)]  # one is used again and again
+    assert plans[0] is plans[2] is plans[4]
+    assert len({id(plan) for plan in plans}) == 4
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
@@ -262,18 +274,94 @@ def test_of_buffers_that_somebody_holds_there_is_another():
     assert memory.pool(collective, views_apart=False).take() not in (first, second)
 
 
-def test_of_means_that_somebody_holds_there_is_another():
-    memory, leaf = Memory(), LeafSpec.of(torch.empty(3, 2, dtype=torch.float64))
-    new = memory.take_mean("a", leaf)
-    assert (new.shape, new.dtype, new.device) == (leaf.shape, leaf.dtype, leaf.device)
-    given = [torch.ones(3, 2) for _ in range(3)]
-    where = [each.data_ptr() for each in given]
-    for each in given:
-        memory.give_mean("a", each)
-    held = given[2][1:]
-    del each
-    assert memory.take_mean("a", leaf) is given[1]
-    assert memory.take_mean("a", leaf).data_ptr() not in where  # the last one is held, and the first one forgotten
-    del held
-    assert memory.take_mean("a", leaf) is given[2]
-    assert memory.take_mean("b", leaf).data_ptr() not in where
+# Ranks that come and go
+
+
+X = torch.ones(3, 4)
+
+
+class Restless(LosingWire, Elastic):
+    """In some steps another rank fails."""
+
+    epoch = 0
+    lost: Exception | None = None
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reported: list[Exception] = []
+
+    def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, ReadyWork]:
+        told, work = super().vote(flags, group)
+        told[1, 0] = told[1, 0] or float(self.fails)
+        return told, work
+
+    def report(self, error: Exception) -> None:
+        self.reported.append(error)
+
+
+def linear(wire: Restless, **options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(4, 2), wire=wire, **options)
+
+
+def grads(model: DistributedDataParallel) -> list[Any]:
+    return [None if p.grad is None else p.grad.tolist() for p in model.module.parameters()]
+
+
+@pytest.mark.parametrize(("fails", "loses"), [(True, ""), (False, "vote")])
+def test_a_step_that_is_none_leaves_what_was_there_before(fails, loses):
+    wire = Restless()
+    model = linear(wire, sync=error_feedback(fp16(allreduce)))
+    model(X).sum().backward()
+    model.zero_grad()
+    with model.no_sync():
+        model(X).sum().backward()
+    held = model.module.bias.grad
+    before, state = grads(model), bits(model.sync_state)
+    wire.fails, wire.loses = fails, loses
+    model(X).sum().backward()  # does not raise: whoever is left goes on
+    assert [type(error) for error in wire.reported] == [StepFailedError if fails else CollectiveError]
+    assert (grads(model), bits(model.sync_state)) == (before, state)
+    assert model.module.bias.grad is held
+    wire.fails, wire.loses = False, ""
+    wire.epoch += 1
+    model(X).sum().backward()  # and what was accumulated is synchronized now
+    assert model.module.bias.grad.tolist() == [6.0, 6.0]
+    assert len(wire.reported) == 1
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_who_decides_later_may_still_say_no(is_committed):
+    model = linear(Restless())
+    with model.no_sync():
+        model(X).sum().backward()
+    before = grads(model)
+    model(X).sum().backward()
+    after = grads(model)
+    assert after != before
+    model._steps.settle_on(is_committed)
+    assert grads(model) == (after if is_committed else before)
+    assert model._steps.unsynchronized == (set() if is_committed else {"weight", "bias"})
+    model._steps.settle_on(False)  # it has been settled
+    assert grads(model) == (after if is_committed else before)
+
+
+def test_a_rank_that_was_out_of_step_goes_on_in_the_next_epoch():
+    wire, leaves = Restless(), {path: torch.ones(3) for path in "ab"}
+    specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
+    engine = engines.Engine(allreduce, specs, donation=Donation(), learns_order=True, bucket_caps=(1,), wire=wire)
+    wire.loses = "vote"
+    engine.begin(())
+    with pytest.raises(CollectiveError):
+        engine.run(leaves)
+    wire.loses = ""
+    with pytest.raises(RuntimeError, match="out of step"):
+        engine.begin()
+    wire.epoch += 1
+    engine.begin()
+    for path in "ab":
+        engine.step.feed(path, leaves[path])
+    assert engine.step.finish().mean["a"].tolist() == [1, 1, 1]
+    assert engine.plan is not None
+    assert list(engine.plan.buckets) == ["b", "a"]  # a newcomer has not seen in which order they came

@@ -1,5 +1,7 @@
 """Two levels: the laws on nodes of one and two ranks, exact means, who takes which loss, and what travels."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from fnddp import DistributedDataParallel, allreduce, hierarchical, none, powers
 from fnddp.laws import (
     DONATIONS,
     LAWS,
+    LOWERED,
     applies,
     gather,
     law_5_lossless_is_exact,
@@ -17,12 +20,11 @@ from fnddp.laws import (
 )
 from fnddp.plan.period import period
 from fnddp.simulate.ranks import RankFailed, run_threads
-from tests.pipelines import TREES, grads
+from tests.pipelines import TREES
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.thorough
 
-LOWERED = [law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact]
 SHAPES = [(2, 2), (1, 2), (2, 1)]  # nodes, ranks in each
 LOSSY = [
     "hierarchical(fp16(all_reduce(group='across')), intra='inside')",
@@ -57,18 +59,16 @@ def few(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {"weight": weight, "bias": bias.double(), "count": torch.tensor(rank + step)}
 
 
-def check_eager_laws(rank: int, text: str, nodes: int, size: int) -> None:
+def check_laws(rank: int, text: str, nodes: int, size: int) -> None:
     sync = made(text, rank, nodes, size)
     for law in LAWS:
         if law not in LOWERED and applies(law, sync) and (law is not law_5_lossless_is_exact or text in EXACT):
             law(rank, sync, TREES["mixed"])
-
-
-def check_lowered(rank: int, text: str, nodes: int, size: int) -> None:
-    donation = DONATIONS[(len(text) + nodes) % len(DONATIONS)]
-    law_6_lowered_is_eager(rank, made(text, rank, nodes, size), few, donation=donation)
-    if text == LOSSY[1]:
-        law_7_resuming_an_engine_is_exact(rank, made(text, rank, nodes, size), few)
+    if nodes == size:
+        donation = DONATIONS[len(text) % len(DONATIONS)]
+        law_6_lowered_is_eager(rank, sync, few, donation=donation)
+        if text == LOSSY[1]:
+            law_7_resuming_an_engine_is_exact(rank, sync, few)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,14 @@ def check_lowered(rank: int, text: str, nodes: int, size: int) -> None:
     [(text, *shape) for i, text in enumerate(LOSSY + EXACT) for shape in (SHAPES[0], SHAPES[1 + i % 2])],
 )
 def test_laws(text, nodes, size):
-    run_threads(nodes * size, check_eager_laws, text, nodes, size, seconds=300)
-
-
-@pytest.mark.parametrize("text", LOSSY + EXACT)
-def test_lowered_is_eager(text):
-    run_threads(4, check_lowered, text, 2, 2, seconds=300)
+    run_threads(nodes * size, check_laws, text, nodes, size, seconds=300)
 
 
 @on_ranks(4)
 def test_on_gloo_processes(rank: int) -> None:
     """In groups of two, where a ring adds in one order, lowered is eager to the bit."""
     for text in (LOSSY[1], EXACT[0]):
-        check_eager_laws(rank, text, 2, 2)
-        check_lowered(rank, text, 2, 2)
+        check_laws(rank, text, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -178,24 +172,19 @@ def test_shards_are_rows_where_little_pads_them():
     assert run_threads(4, body) == [{"even": (6, 1), "odd": (6, 1)}] * 4  # the others' shards are vectors
 
 
-def test_bytes_across_nodes():
+@pytest.mark.parametrize(
+    ("inner", "shard", "want"),
+    [
+        ("all_reduce('across')", True, 4 * 64 * 32 // 2),
+        ("powersgd(all_reduce('across'), rank=2)", True, 4 * 2 * (32 + 32)),
+        ("powersgd(all_reduce('across'), rank=2)", False, 4 * 2 * (64 + 32)),
+    ],
+)
+def test_bytes_across_nodes(inner, shard, want):
     """In float32, of a leaf [64, 32]: a shard of half of it, of PowerSGD's matrix [32, 32], or the whole leaf."""
-
-    def body(rank: int) -> dict[str, int]:
-        pair = groups(rank, 2, 2)
-        across = pair["across"].group_name
-        sent = {}
-        for name, sync in {
-            "shard": hierarchical(allreduce.over(across), intra=pair["inside"]),
-            "powersgd": hierarchical(powersgd(allreduce, rank=2).over(across), intra=pair["inside"]),
-            "whole": hierarchical(powersgd(allreduce, rank=2).over(across), intra=pair["inside"], shard=False),
-        }.items():
-            plan = fnddp.lower(sync, {"w": torch.empty(64, 32)})
-            sent[name] = sum(c.wire_bytes for c in plan.collectives if c.group == across)
-        return sent
-
-    whole = 4 * 64 * 32
-    assert run_threads(4, body) == [{"shard": whole // 2, "powersgd": 4 * 2 * (32 + 32), "whole": 4 * 2 * 96}] * 4
+    sync = fnddp.parse(f"hierarchical({inner}, intra='inside', shard={shard})")
+    plan = fnddp.lower(sync, {"w": torch.empty(64, 32)}, world_size={"inside": 2, "across": 2})
+    assert sum(c.wire_bytes for c in plan.collectives if c.group == "across") == want
 
 
 @on_ranks(4)
@@ -204,22 +193,14 @@ def test_a_module_trains_over_two_levels(rank: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
     sync = hierarchical(allreduce.over((mesh, "across")), intra=(mesh, "inside"))
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
-    reference = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
-    wrapped = DistributedDataParallel(model, sync=sync)
-    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(rank))
-    for _ in range(3):
-        wrapped.zero_grad()
-        wrapped(x).square().sum().backward()
+    wrapped = [DistributedDataParallel(copy.deepcopy(model), sync=each) for each in (sync, allreduce)]
     fnddp.verify(sync, {"w": torch.empty(6, 2)})  # names of groups differ between ranks, pipelines do not
-    everyone = gather([torch.autograd.grad(_loss(reference, x), reference)])
-    for i, parameter in enumerate(model.parameters()):
-        want = torch.stack([grads[0][i] for grads in everyone]).mean(0)
-        torch.testing.assert_close(parameter.grad, want)
-
-
-def _loss(parameters: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    w, b, v, c = parameters
-    return (torch.tanh(x @ w.T + b) @ v.T + c).square().sum()
+    for _ in range(3):
+        for each in wrapped:
+            each.zero_grad()
+            each(torch.randn(8, 5, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        mean, want = ([p.grad for p in each.parameters()] for each in wrapped)
+        torch.testing.assert_close(mean, want)
 
 
 def test_what_a_shard_must_not_be_averaged_with_is_named():
@@ -243,8 +224,7 @@ def test_adapters_leave_named_groups_as_they_are():
 
 def test_weights_are_refused_by_name():
     def body(rank: int) -> None:
-        sync = made(EXACT[0], rank, 2, 1)
-        leaf = grads("one", rank) if "one" in TREES else {"w": torch.ones(2)}
+        sync, leaf = made(EXACT[0], rank, 2, 1), {"w": torch.ones(2)}
         sync(leaf, sync.init(leaf), weight=1.0)
 
     with pytest.raises(RankFailed, match="weight: .*reduces over several process groups"):

@@ -12,10 +12,10 @@ ROOT = Path(fnddp.__file__).parent
 
 # Reading order is data-flow order. A folder, or a file without its suffix.
 ORDER = [
-    *("version", "torch_private", "device", "columns", "wire", "core"),
-    *("reducers", "transforms", "codecs", "memory", "schedules"),
+    *("version", "torch_private", "device", "wire", "core"),
+    *("reducers", "transforms", "codecs", "schedules"),
     *("ir", "cost", "show", "plan", "run", "adapters"),
-    *("distributed", "simulate", "laws", "outer", "integrations", "__init__", "cli", "__main__"),
+    *("distributed", "simulate", "laws", "outer", "integrations", "api", "__init__", "cli", "__main__"),
 ]
 
 

@@ -1,14 +1,19 @@
-"""Ranks as processes: what rank 0 yields arrives, and a rank that fails is named."""
+"""Ranks that a command starts, whose failures are named, and ranks of launchers, which must be connected."""
 
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+import fnddp
+from fnddp import allreduce, distributed, fp16
 from fnddp.cli.launch import RankError, run_ranks
+from fnddp.wire import groups
 
 
 def talks(words: list[str]) -> Iterator[str]:
@@ -44,3 +49,44 @@ def test_what_rank_0_yields() -> None:
 def test_a_failed_rank_is_named(how: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         list(run_ranks(2, fails, how))
+
+
+# A forgotten init_process_group is noticed under every launcher; else each rank would train alone, silently.
+
+PARAMS = {"w": torch.ones(3, 2)}
+USES: dict[str, Callable[[], object]] = {
+    "call": lambda: allreduce(PARAMS, allreduce.init(PARAMS)),
+    "jit": lambda: fnddp.jit(fp16(allreduce))(PARAMS, fp16(allreduce).init(PARAMS)),
+    "value_and_grad": lambda: fnddp.value_and_grad(lambda p: p["w"].sum(), allreduce)(PARAMS, allreduce.init(PARAMS)),
+    "module": lambda: fnddp.DistributedDataParallel(nn.Linear(3, 2)),
+    "gather_all_tensors": lambda: distributed.gather_all_tensors(PARAMS["w"]),
+    "sync_ddp": lambda: distributed.sync_ddp(PARAMS["w"]),
+}
+
+
+@pytest.fixture
+def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*(size for _, size, _ in groups.LAUNCHERS.values()), "SLURM_PROCID", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_started_by_hand")
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_world_without_a_process_group(use: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "1")  # a world of one is no mistake
+    USES[use]()
+    monkeypatch.setenv(variable, "4")
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    message = f"the launcher started 4 ranks, but torch.distributed is not initialized ({variable}=4)"
+    with pytest.raises(RuntimeError, match=re.escape(message)) as raised:
+        USES[use]()
+    assert "call torch.distributed.init_process_group() first, or unset" in str(raised.value)
+
+
+@pytest.mark.usefixtures("_started_by_hand")
+@pytest.mark.parametrize("job", [{}, {"SLURM_PROCID": "0", "SLURM_JOB_NAME": "interactive"}])
+def test_a_shell_in_an_allocation_is_no_rank(job: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "4", **job}.items():
+        monkeypatch.setenv(name, value)
+    USES["call"]()

@@ -13,17 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fnddp
-from fnddp.core import tree as trees_of
 from fnddp.core.sync import registry
 from fnddp.laws import (
     DONATIONS,
     LAWS,
     LOWERED,
-    STEPS,
     Grads,
     Law,
     applies,
-    bits,
     engine_step,
     law_2_all_ranks_get_the_same_bits,
     law_4_sent_reduces_to_mean,
@@ -38,7 +35,6 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces
 from fnddp.simulate.ranks import run_threads
 from tests.pipelines import EXAMPLES, LOSSLESS, TREES, grads, nestings
-from tests.ranks import on_ranks
 from tests.traces import TracesOfThreads
 
 PARTS = 5  # of the registry: each test has a time limit
@@ -177,28 +173,6 @@ def test_lowered_on_gloo_processes(gloo, n, part):
     gloo(n, check_lowered, texts_on_gloo(n, part), "mixed" if n == 2 else "model")
 
 
-EXACT_SUMS = ["allreduce", "all_reduce(op='sum')", "fp16(allreduce)", "bf16(allreduce)", *LOSSLESS]
-
-
-@pytest.mark.thorough
-@on_ranks(3, 4)
-def test_lowered_sums_on_more_gloo_processes(rank: int) -> None:
-    """On gradients of which every dtype holds every partial sum, the order of summation does not matter."""
-    for i, text in enumerate(EXACT_SUMS):
-        sync = fnddp.parse(text)
-        example = grads("model", rank)
-        engine, order = make_engine(sync, example, DONATIONS[i % len(DONATIONS)]), random.Random(rank)
-        state, expected = sync.init(example), sync.init(example)
-        for step in range(STEPS):
-            # Multiples of 3 and 4 ranks, of a few bits.
-            mine = trees_of.map_leaves(lambda g: (2 * g).round().clamp(-8, 8) * 12, grads("model", rank, step))
-            mean, expected = sync(mine, expected)
-            done = engine_step(engine, state, mine, order)
-            state = engine.state
-            assert bits(done.mean) == bits(mean), text
-            assert bits(state) == bits(expected), text
-
-
 # Not laws for everyone: what the transforms of this package keep beyond them.
 
 
@@ -213,10 +187,3 @@ def test_channels_last_gradients_stay_channels_last(name):
         engine = make_engine(sync, example, donation, traces=traces)
         done = engine_step(engine, copy.deepcopy(start), example, random.Random(0))
         assert done.mean["conv.weight"].stride() == mean["conv.weight"].stride() == example["conv.weight"].stride()
-
-
-@given(sync=nestings())
-def test_nestings_keep_channels_last(sync):
-    example = grads("model", 0)
-    mean, _ = sync(example, sync.init(example))
-    assert mean["conv.weight"].stride() == example["conv.weight"].stride()

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, parse, powersgd
 from tests.peers import everyones, launched, residual, weights
 from tests.ranks import on_ranks
+from tests.test_huggingface import data
 
 # Imported where it is used: it takes seconds, and this file is collected by all workers.
 pytestmark = [
@@ -24,12 +25,6 @@ pytestmark = [
 ]
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(32, 6, generator=generator)
-    return TensorDataset(x, x @ torch.randn(6, 5, generator=generator))
 
 
 def loader() -> DataLoader:

@@ -55,11 +55,6 @@ def undisturbed(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_torchrun_static(undisturbed: str) -> None:
-    assert len(undisturbed) == 16
-
-
-@pytest.mark.timeout(2 * SECONDS)
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
     hosts: Hosts, undisturbed: str, tmp_path: Path
 ) -> None:

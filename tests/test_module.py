@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import allreduce, error_feedback, fp16
+from fnddp import CollectiveError, DistributedDataParallel, allreduce, error_feedback, fp16
 from fnddp.laws import bits, gather
+from fnddp.wire import control
 from tests.ranks import on_ranks
 from tests.test_register import COMPRESSED, batch, loss_of, make_model
 
@@ -24,111 +25,31 @@ def grads_of(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach() for p in model.parameters()]
 
 
-# As torch's DDP
-
-
-@pytest.mark.parametrize(("options", "set_to_none", "micro"), [({}, True, 3), (SMALL, False, 1), (SMALL, True, 3)])
-@on_ranks(2)
-def test_same_bits_as_torchs_ddp(rank: int, options: dict[str, Any], set_to_none: bool, micro: int) -> None:
-    ours, theirs = fnddp.DistributedDataParallel(make_model(), **options), TorchDDP(make_model(), **options)
-    models = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (ours, theirs)]
-    for step in range(5):
-        for model, optimizer in models:
-            optimizer.zero_grad(set_to_none=set_to_none)
-            for i in range(micro):
-                with model.no_sync() if i < micro - 1 else nullcontext():
-                    loss_of(model(batch(rank, micro * step + i))).backward()
-            optimizer.step()
-        assert bits(grads_of(ours)) == bits(grads_of(theirs)), f"step {step}"
-        assert bits(list(ours.parameters())) == bits(list(theirs.parameters())), f"step {step}"
-
-
-class Routed(nn.Module):
-    """Each call uses some of its experts: others on every rank and in every step, or several times the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
-
-    def forward(self, x: Tensor, route: list[int]) -> dict[str, Any]:
-        for i in route:
-            x = self.experts[i](x).tanh()
-        return {"out": [x], "route": route}
-
-
-@on_ranks(2)
-def test_control_flow_that_depends_on_the_rank(rank: int) -> None:
-    n = dist.get_world_size()
-    model = fnddp.DistributedDataParallel(Routed(), **SMALL)
-    for step in range(6):
-        routes = [[(r + step) % 4] * (1 + r) + [step % 4] for r in range(n)]
-        model.zero_grad()
-        model.module.experts[4].weight.grad = kept = torch.full((16, 16), 7.0)  # of an expert that no rank uses
-        loss_of(model(batch(rank, step), routes[rank])["out"][0]).backward()
-        assert model.module.experts[4].weight.grad is kept
-        assert bool((kept == 7).all())
-        plains = [Routed() for _ in range(n)]
-        for r, plain in enumerate(plains):
-            loss_of(plain(batch(r, step), routes[r])["out"][0]).backward()
-        for name, p in list(model.module.named_parameters())[:-2]:
-            each = [dict(plain.named_parameters())[name].grad for plain in plains]
-            if all(g is None for g in each):
-                assert p.grad is None
-            else:
-                want = sum((torch.zeros_like(p) if g is None else g) / n for g in each)
-                torch.testing.assert_close(p.grad, want, rtol=1e-6, atol=1e-7)  # the order of a sum of n ranks
-
-
-# Setting up
-
-
-def batch_norm_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-
-
 @on_ranks(2)
 def test_parameters_and_buffers_are_those_of_the_first_rank(rank: int) -> None:
-    module = batch_norm_model()
-    module[1].running_mean += rank
+    module = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    module[2].requires_grad_(False)
     with torch.no_grad():
-        module[2].bias.requires_grad_(False).add_(rank)
-        module[0].bias.add_(rank)
-    ours = fnddp.DistributedDataParallel(module)
-    assert bits(ours.state_dict()) == gather(bits(ours.state_dict()))[0]
-    ours, theirs = fnddp.DistributedDataParallel(batch_norm_model()), TorchDDP(batch_norm_model())
-    for step in range(3):
-        for each in (ours, theirs):
-            each.zero_grad()
-            loss_of(each(batch(rank, step))).backward()
-        assert bits(grads_of(ours)) == bits(grads_of(theirs))
-        assert bits(ours.state_dict()) == bits(theirs.state_dict())
-    for each in (ours, theirs):  # when torch makes buffers equal: in the first evaluation, not in what comes after it
-        each.eval()
-        with torch.no_grad():
-            each(batch(rank, 9))
-        assert bits(each.state_dict()) == gather(bits(each.state_dict()))[0]
-        if rank == 0:
-            each(batch(rank, 9))
-
-
-def test_nothing_to_train_is_an_error():
-    with pytest.raises(RuntimeError, match="no parameter of the module requires a gradient; use it unwrapped"):
-        fnddp.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match=r"device_ids must name one device, got \[0, 1\]"):
-        fnddp.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0, 1])
-
-
-# Steps that fail
+        for each in (*module.parameters(), module[1].running_mean):
+            each.add_(rank)
+    model = DistributedDataParallel(module)
+    assert bits(model.state_dict()) == gather(bits(model.state_dict()))[0]
+    loss_of(model(batch(rank, 0))).backward()
+    model.eval()
+    with torch.no_grad():
+        model(batch(rank, 9))
+    before = bits(model.state_dict())
+    assert before == gather(before)[0]  # made equal in the first evaluation, not in what comes after it
+    if rank == 0:
+        model(batch(rank, 9))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "fp16(allreduce, check=True)"])
 @on_ranks(2)
 def test_autograd_grad_is_synchronized(rank: int, text: str, create_graph: bool) -> None:
-    model = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
-    straight = fnddp.DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
+    model = DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
+    straight = DistributedDataParallel(make_model(), sync=fnddp.parse(text), **SMALL)
     for step in range(4):
         straight.zero_grad()
         loss_of(straight(batch(rank, step))).backward()
@@ -155,7 +76,7 @@ def mlp() -> nn.Module:
 def test_double_backward(rank: int) -> None:
     """Through gradients of inputs, as in a gradient penalty, and through those of parameters, as in MAML."""
     module = mlp()
-    model = fnddp.DistributedDataParallel(copy.deepcopy(module))
+    model = DistributedDataParallel(copy.deepcopy(module))
     batches = [batch(r, 0).double() for r in range(dist.get_world_size())]
 
     def penalty(net: nn.Module, x: Tensor) -> Tensor:
@@ -182,7 +103,7 @@ def test_double_backward(rank: int) -> None:
 @on_ranks(2)
 def test_functional_call_is_synchronized(rank: int, text: str) -> None:
     sync = fnddp.parse(text)
-    model = fnddp.DistributedDataParallel(mlp(), sync=sync)
+    model = DistributedDataParallel(mlp(), sync=sync)
     params = dict(mlp().named_parameters())
     state = sync.init(params)
     for step in range(3):
@@ -213,7 +134,7 @@ def test_functional_call_is_synchronized(rank: int, text: str) -> None:
 
 @on_ranks(2)
 def test_other_transforms_synchronize_or_raise(rank: int) -> None:
-    model = fnddp.DistributedDataParallel(mlp())
+    model = DistributedDataParallel(mlp())
     plain = mlp()
     x = batch(rank, 0).double()
     params = {n: p.detach() for n, p in model.named_parameters()}
@@ -247,11 +168,30 @@ def test_other_transforms_synchronize_or_raise(rank: int) -> None:
     assert bits([got[f"module.{n}"] for n in alone]) == bits(list(mean.values()))
 
 
+@on_ranks(2)
+def test_a_backward_from_within_after_one_that_broke_off(rank: int) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2))))
+    hidden: list[Tensor] = []
+    model.module[0].register_forward_hook(lambda *given: hidden.append(given[-1]))
+    for step in range(3):
+        model.zero_grad()
+        loss = model(torch.full((1, 2), 1.0 + rank)).sum()
+        if step < 2:
+            loss.backward()
+    hook = hidden[-1].register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    hidden[-1].sum().backward()
+    assert model.module[0].weight.grad.tolist() == [[1.5, 1.5]] * 2
+
+
 # State
 
 
 def test_a_state_of_another_pipeline_is_refused():
-    model = fnddp.DistributedDataParallel(make_model(), sync=error_feedback(fp16(allreduce)))
+    model = DistributedDataParallel(make_model(), sync=error_feedback(fp16(allreduce)))
     state = model.sync_state
     for wrong, message in (
         ((), r"has float32\[64, 16\] on cpu as 'residual.0.weight', got nothing"),
@@ -291,7 +231,7 @@ class Backwards(nn.Module):
 def test_one_rank_may_load_with_assign(rank: int, given: bool) -> None:
     group = dist.new_group(timeout=timedelta(seconds=20))
     options: Any = {"bucket_cap_mb": 1e-5, "process_group": group, "skip_all_reduce_unused_params": True}
-    models = [fnddp.DistributedDataParallel(Backwards(), **options) for _ in range(2)]
+    models = [DistributedDataParallel(Backwards(), **options) for _ in range(2)]
 
     def step() -> None:
         outs = []
@@ -315,3 +255,172 @@ def test_one_rank_may_load_with_assign(rank: int, given: bool) -> None:
     models[0].module.uses = True
     with pytest.raises(RuntimeError, match="one parameter is unused in first iteration, but then got used"):
         step()
+
+
+# Errors, after each of which it goes on as if nothing had been
+
+
+X = torch.ones(3, 4)
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(4, 2), **options)
+
+
+def require_mean(model: DistributedDataParallel, rank: int, ranks: int) -> None:
+    """A backward gives the mean over the ranks: of a loss that is as large as its number."""
+    model.zero_grad()
+    ((1 + rank) * model(X).sum()).backward()
+    mean = sum(range(1, ranks + 1)) / ranks
+    assert model.module.bias.grad is not None
+    assert model.module.bias.grad.tolist() == [3 * mean] * 2
+
+
+def stand_ins(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+
+
+@on_ranks(1)
+def test_a_pipeline_is_no_device_and_a_module_on_the_cpu_has_none(rank: int) -> None:
+    wrong: Any = fp16(allreduce)
+    with pytest.raises(TypeError, match=r"second argument is device_ids.*sync=fp16\(allreduce\)"):
+        DistributedDataParallel(nn.Linear(4, 2), wrong)
+    for given in ({"device_ids": [0]}, {"output_device": 0}):
+        with pytest.raises(ValueError, match=r"device_ids .* are for modules on one GPU, got parameters on \['cpu'\]"):
+            wrapped(**given)
+    with pytest.raises(ValueError, match=r"device_ids must name one device, got \[0, 1\]"):
+        wrapped(device_ids=[0, 1])
+    require_mean(wrapped(), rank, 1)
+
+
+@on_ranks(2)
+def test_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
+    model = wrapped()
+    with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(2):
+        model.join()
+    with model.join():
+        with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(1.0):
+            pass
+        with pytest.raises(RuntimeError, match=r"cannot follow torch.func or .*wrapped with: weight, bias"):
+            torch.func.functional_call(model, stand_ins(model), (X,))
+        for _ in range(2 + rank):
+            model(X).sum().backward()
+    require_mean(model, rank, 2)
+
+
+def test_a_backward_synchronizes_parameters_or_what_stands_for_them():
+    model = wrapped()
+    tensors = stand_ins(model)
+    other = torch.func.functional_call(model, tensors, (X,)).sum()
+    both = model(X).sum() + other
+    with pytest.raises(RuntimeError, match="tensors that stand for parameters cannot be a part of one that synchron"):
+        both.backward()
+    assert model.sync_stats()["steps"] == 0
+    require_mean(model, 0, 1)
+    assert model.sync_stats()["failed_steps"] == 1
+
+
+def test_a_backward_that_is_running_has_not_finished():
+    model = wrapped()
+    found: list[str] = []
+
+    def look(grad: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="has not finished"):
+            model._check_reducer_finalized()
+        found.append("open")
+
+    model.module.bias.register_post_accumulate_grad_hook(look)
+    require_mean(model, 0, 1)
+    model._check_reducer_finalized()
+    assert found == ["open"]
+
+
+@on_ranks(2)
+def test_without_its_hooks_gradients_are_the_ranks_own(rank: int) -> None:
+    model = wrapped()
+    require_mean(model, rank, 2)
+    model._remove_autograd_hooks()
+    model.zero_grad()
+    ((1 + rank) * model(X).sum()).backward()
+    assert model.module.bias.grad.tolist() == [3.0 * (1 + rank)] * 2
+
+
+def test_buffers_that_cannot_be_made_equal(monkeypatch):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.BatchNorm1d(4))
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("connection closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "broadcast", gone)
+        with pytest.raises(CollectiveError, match=r"could not be made equal in forward: connection closed\. Another"):
+            model(X)
+    with pytest.raises(RuntimeError, match=r"CollectiveError|connection closed"):
+        model(X)
+
+
+def test_a_state_dict_with_the_pipelines_state_takes_a_prefix():
+    model = wrapped(sync=error_feedback(fp16(fnddp.allreduce)))
+    names = ["sync_state.local/residual.weight", "sync_state.local/residual.bias"]
+    assert list(model.state_dict(sync_state=True, prefix="net.")) == [
+        *("net.module.weight", "net.module.bias"),
+        *(f"net.{name}" for name in names),
+    ]
+    assert list(model.state_dict(sync_state=True)) == ["module.weight", "module.bias", *names]
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+
+
+@on_ranks(2)
+def test_ranks_with_other_options(rank: int) -> None:
+    for options, rank_0, rank_1 in (
+        ({"bucket_cap_mb": 1 + rank}, "buckets of 1 MiB", "buckets of 2 MiB"),
+        ({"static_graph": rank == 1}, "static_graph=False", "static_graph=True"),
+        ({"skip_all_reduce_unused_params": rank == 1}, "unused_params=False", "unused_params=True"),
+    ):
+        match = f"ranks disagree about options: rank 0: .*{rank_0}.*; rank 1: .*{rank_1}"
+        with pytest.raises(fnddp.RankMismatchError, match=match):
+            wrapped(**options)
+    model = DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1 + rank, init_sync=False)  # nobody looks
+    assert gather(model.bucket_bytes_cap) == [2**20, 2**21]
+
+
+@on_ranks(2)
+def test_a_module_that_is_wrapped_in_torchs_class_too_is_refused(rank: int) -> None:
+    for inner in (TorchDDP(nn.Linear(2, 1)), nn.Sequential(TorchDDP(nn.Linear(2, 1)))):
+        with pytest.raises(RuntimeError, match="is wrapped in torch's DistributedDataParallel, too, .* one of the two"):
+            DistributedDataParallel(inner)
+    outer = TorchDDP(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(1, 1)))
+    with pytest.raises(RuntimeError, match=r"a module of which it is a part, is wrapped in torch's"):
+        outer(torch.ones(1, 2))
+
+
+@on_ranks(2)
+def test_what_is_a_sum_over_ranks_is_not_added_up_again(rank: int) -> None:
+    model = wrapped(sync=fnddp.all_reduce(op="sum"))
+    model(X).sum().backward()
+    before = model.module.bias.grad
+    assert before is not None
+    assert before.tolist() == [6.0, 6.0]
+    with pytest.raises(RuntimeError, match=r"'weight' has a gradient that is a sum over ranks .* within no_sync\(\)"):
+        model(X).sum().backward()
+    assert before.tolist() == [6.0, 6.0]
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none)
+        with model.no_sync():
+            model(X).sum().backward()
+        model(X).sum().backward()
+        assert model.module.bias.grad.tolist() == [12.0, 12.0]
+
+
+@on_ranks(2)
+def test_a_module_of_ours_may_run_in_the_forward_of_another_one_of_torchs_class(rank: int) -> None:
+    teacher = wrapped()
+
+    class Student(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return super().forward(x) - teacher(x)
+
+    assert TorchDDP(Student(4, 2))(X).shape == (3, 2)

@@ -101,25 +101,37 @@ def test_value_and_grad_has_the_sum_of_all_parts(rank, function):
             assert x.grad is None  # which is the caller's
 
 
+class Writes(Recomputes):
+    """One that writes the gradient of its parameter itself."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.run.parameters
+        w.grad = (grad * ctx.x).detach()
+        return None, grad * w.detach()
+
+
+def of_a_parameter(p, x, rank):
+    return Recomputes.apply(Product(p["w"]), Remembers.apply(Product(p["w"]), x * p["v"])).sum()
+
+
+def on_one_rank(p, x, rank):
+    return ((Recomputes.apply(Product(p["w"]), x) if rank else x * p["w"]) + p["v"]).sum()
+
+
+def written(p, x, rank):
+    return loss_of(p, x, Writes, "i")
+
+
+@pytest.mark.parametrize(
+    ("loss", "w", "v"),
+    [(of_a_parameter, [2, 3], [1, 1.5]), (on_one_rank, [1, 1.5], [1, 1]), (written, [1, 1.5], [1, 1])],
+)
 @on_ranks(2)
-def test_value_and_grad_is_right_where_the_input_of_the_function_depends_on_a_parameter(rank):
-    def loss(p, x):
-        return Recomputes.apply(Product(p["w"]), Remembers.apply(Product(p["w"]), x * p["v"])).sum()
-
+def test_value_and_grad_is_right_whatever_the_function_does(rank, loss, w, v):
     p = {name: torch.ones(2) for name in "wv"}
-    _, grads, _ = fnddp.value_and_grad(loss, allreduce)(p, (), batch(rank))
-    assert (grads["w"].tolist(), grads["v"].tolist()) == ([2.0, 3.0], [1.0, 1.5])
-
-
-@on_ranks(2)
-def test_a_function_that_one_rank_alone_runs_is_right(rank):
-    def loss(p, x):
-        y = Recomputes.apply(Product(p["w"]), x) if rank else x * p["w"]
-        return (y + p["v"]).sum()
-
-    p = {name: torch.ones(2) for name in "wv"}
-    _, grads, _ = fnddp.value_and_grad(loss, allreduce)(p, (), batch(rank))
-    assert (grads["w"].tolist(), grads["v"].tolist()) == ([1.0, 1.5], [1.0, 1.0])
+    _, grads, _ = fnddp.value_and_grad(loss, allreduce)(p, (), batch(rank), rank)
+    assert (grads["w"].tolist(), grads["v"].tolist()) == (w, v)
 
 
 @on_ranks(2)
@@ -134,20 +146,6 @@ def test_a_gradient_that_follows_one_that_was_sent_is_an_error_on_all_ranks_and_
     with pytest.raises(kind, match=text):
         step(p, (), batch(rank), rank == 1)
     assert step(p, (), batch(rank), rank == 1)[1]["w"].tolist() == [6.0, 6.5]
-
-
-@on_ranks(2)
-def test_a_gradient_that_a_function_writes_itself_is_synchronized(rank):
-    class Writes(Recomputes):
-        @staticmethod
-        def backward(ctx, grad):
-            (w,) = ctx.run.parameters
-            w.grad = (grad * ctx.x).detach()
-            return None, grad * w.detach()
-
-    p = {name: torch.ones(2) for name in "wv"}
-    _, grads, _ = fnddp.value_and_grad(loss_of, allreduce)(p, (), batch(rank), Writes, "i")
-    assert grads["w"].tolist() == [1.0, 1.5]
 
 
 def through_torch(p, x):
@@ -177,14 +175,6 @@ def test_torchs_reentrant_checkpoint_is_an_error_on_all_ranks(rank, loss):
 
 def plain(p, x):
     return checkpoint(lambda x: x * p["w"], x, use_reentrant=False).sum() + p["v"].sum()
-
-
-def test_leaves_of_the_caller_are_left_alone():
-    x, teacher = batch(1), nn.Linear(2, 2)
-    step = fnddp.value_and_grad(lambda p: (Recomputes.apply(torch.sin, teacher(x)) * p["w"]).sum(), allreduce)
-    _, grads, _ = step({"w": torch.ones(2)}, ())
-    torch.testing.assert_close(grads["w"], teacher(x).sin().detach())
-    assert x.grad is teacher.weight.grad is None
 
 
 def test_a_backward_within_the_loss_function_is_an_error():
@@ -267,19 +257,19 @@ def test_a_registered_model_is_right_with_a_reentrant_checkpoint(rank):
     dist.barrier()
 
 
-def test_the_graph_of_a_callers_batch_is_left_alone():
-    """Nothing in it runs, so the caller can go through it, and no gradient is written to what it uses."""
-    layer = nn.Linear(2, 2)
+def test_what_a_batch_of_the_callers_was_made_of_is_left_alone():
+    """Nothing in its graph runs, so the caller can go through it, and no gradient is written to what it uses."""
+    layer, teacher = nn.Linear(2, 2), nn.Linear(2, 2)
     through = [
         Recomputes.apply(layer, torch.ones(2, 2, requires_grad=True)),
         checkpoint(layer, torch.ones(2, 2, requires_grad=True), use_reentrant=True),
     ]
-    step = fnddp.value_and_grad(lambda params, x: (x * params["w"]).sum(), allreduce)
+    step = fnddp.value_and_grad(lambda p, x: (Recomputes.apply(torch.sin, teacher(x)) * p["w"]).sum(), allreduce)
     for x in through:
         assert x is not None
         _, grads, _ = step({"w": torch.ones(2)}, (), x)
-        assert torch.equal(grads["w"], x.detach().sum(0))
-        assert layer.weight.grad is None
+        torch.testing.assert_close(grads["w"], teacher(x).sin().detach().sum(0))
+        assert layer.weight.grad is teacher.weight.grad is None
         x.sum().backward()
         assert layer.weight.grad is not None
         layer.weight.grad = None

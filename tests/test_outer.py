@@ -431,15 +431,6 @@ def test_an_optimizer_for_all_ranks_is_one_for_each(optimizer: Any):
     torch.testing.assert_close(one.losses, each.losses, rtol=1e-5, atol=1e-6)
 
 
-def test_training_apart_with_an_exchange_in_every_step_is_training_together():
-    apart = simulated(outer.diloco(two_shot, every=1, lr=1, momentum=0), 20, elementwise=True)
-    together = fnddp.simulate_training(
-        loss_fn, {"w": torch.zeros(3)}, batches(4, 20), two_shot, world_size=4, optimizer=SGD
-    )
-    torch.testing.assert_close(apart.losses, together.losses, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(apart.params["w"][0], together.params["w"], rtol=1e-5, atol=1e-6)
-
-
 def test_post_local_sgd_trains_together_and_then_apart():
     step = outer.post_local_sgd(start=3, every=2, before=two_shot)
     done = [simulated(step, steps, n=2, sync=step.gradients).params["w"] for steps in (3, 4, 5, 6)]

@@ -4,8 +4,8 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +18,12 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import Sync, allreduce, outer
-from fnddp.core.sync import Exchange, State
-from fnddp.core.tree import Leaves, Tree
+from fnddp import allreduce, outer
+from fnddp.core.tree import Leaves
 from fnddp.laws import bits, gather
 from fnddp.run.vote import StepFailedError
 from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.wire.c10d import C10d
-from fnddp.wire.kinds import Kind
 from fnddp.wire.protocol import Work
 from tests.ranks import on_ranks
 
@@ -133,35 +131,31 @@ def test_streaming_on_gloo(rank: int):
 # What travels, and when
 
 
+class Trouble(Exception):
+    pass
+
+
 class Watched(C10d):
     """torch.distributed, which notes in which call of the outer step a message begins and is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.call = 0
-        self.began: list[int] = []
-        self.waited: list[int] = []
-        self.votes: list[int] = []
+        self.call, self.has_trouble = 0, False
+        self.began, self.waited, self.votes = list[int](), list[int](), list[int]()
 
-    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
+    def start(self, *given: Any, **options: Any) -> Work:
+        if self.has_trouble:
+            self.has_trouble = False
+            raise Trouble("on the wire")
         self.began.append(self.call)
-        return _WatchedWork(self, super().start(kind, send, receive, op, group))
+        work = super().start(*given, **options)
+        return SimpleNamespace(
+            is_completed=work.is_completed, wait=lambda: (self.waited.append(self.call), work.wait())[1]
+        )
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         self.votes.append(self.call)
         return super().vote(flags, group)
-
-
-class _WatchedWork:
-    def __init__(self, wire: Watched, work: Work) -> None:
-        self.wire, self.work = wire, work
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> object:
-        self.wire.waited.append(self.wire.call)
-        return self.work.wait()
 
 
 def watched(rank: int, text: str, calls: int) -> tuple[list[int], list[int], list[int]]:
@@ -229,104 +223,52 @@ def test_a_state_of_another_step_is_refused():
 # Failures
 
 
-class Trouble(Exception):
-    pass
-
-
-TROUBLED: set[int] = set()
-
-
-@torch.library.custom_op("fnddp_tests::trouble", mutates_args=())
-def trouble(x: Tensor) -> Tensor:
-    """A copy, but on ranks in trouble."""
-    if dist.get_rank() in TROUBLED:
-        raise Trouble("in my encoding")
-    return x.clone()
-
-
-@trouble.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@dataclass(frozen=True, repr=False)
-class flaky(Sync):
-    """`inner`, whose plan has a step that raises on some ranks. (Not registered: it is not for the laws.)"""
-
-    inner: Sync
-
-    def init(self, grads: Tree) -> State:
-        return self.inner.init(grads)
-
-    def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        return self.inner.exchange({path: trouble(leaf) for path, leaf in leaves.items()}, state)
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(delay: int):
     def body(rank: int) -> None:
-        step = outer.streaming_diloco(flaky(allreduce), every=3, fragments=1, delay=delay, lr=1, momentum=0)
+        step = outer.streaming_diloco(allreduce, every=3, fragments=1, delay=delay, lr=1, momentum=0)
         prepare = None if delay else (lambda: None)  # with which it is known what a step will exchange
-        model, optimizer, attached = attached_model(step, init_sync=False, prepare=prepare)
+        wire = Watched()
+        model, optimizer, attached = attached_model(step, prepare=prepare, wire=wire)
         train(model, optimizer, rank, range(2))
-        gather(None)
-        TROUBLED.add(1)
+        wire.has_trouble = rank == 1
         train(model, optimizer, rank, range(2, 2 + delay))  # where it starts, nothing is raised yet
         state, before = bits(attached.state), parameters(model)
         with pytest.raises(Trouble if rank == 1 else StepFailedError):
             train(model, optimizer, rank, range(2 + delay, 3 + delay))
         assert bits(attached.state) == state
         assert any(not torch.equal(p, before[name]) for name, p in parameters(model).items())  # by the local step
-        gather(None)
-        TROUBLED.clear()
-        gather(None)
         train(model, optimizer, rank, range(3 + delay, 4 + delay))
         assert agree(parameters(model))
 
     run_threads(2, body)
 
 
-def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges():
+@pytest.mark.parametrize("has_trouble", [False, True])
+def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(has_trouble: bool):
+    """Where the caller commits, it is no error that another rank has failed, but for that rank itself."""
+
     def body(rank: int) -> None:
         calls: list[str] = []
-        answers = iter([False, True])
+        answers, wire = iter([False, True]), Watched()
 
         def commit() -> bool:
             calls.append("commit")
             return next(answers)
 
-        options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit}
+        options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit, "wire": wire}
         model, optimizer, attached = attached_model("diloco(allreduce, every=2)", **options)
         train(model, optimizer, rank, range(1))
         assert calls == []
-        state = bits(attached.state)
-        train(model, optimizer, rank, range(1, 2))
+        state, fails = bits(attached.state), has_trouble and rank == 1
+        wire.has_trouble = fails
+        with pytest.raises(Trouble) if fails else nullcontext():
+            train(model, optimizer, rank, range(1, 2))
         assert calls == ["prepare", "commit"]
         assert bits(attached.state) == state
         assert not agree(parameters(model))
         train(model, optimizer, rank, range(2, 3))
         assert calls == ["prepare", "commit"] * 2
-        assert agree(parameters(model))
-
-    run_threads(2, body)
-
-
-def test_a_rank_that_others_wait_for_in_vain_is_no_error_where_steps_are_committed():
-    """But for that rank itself."""
-
-    def body(rank: int) -> None:
-        step = outer.diloco(flaky(allreduce), every=1)
-        model, optimizer, attached = attached_model(step, init_sync=False, commit=lambda: not TROUBLED)
-        gather(None)
-        TROUBLED.add(1)
-        state = bits(attached.state)
-        with pytest.raises(Trouble) if rank == 1 else nullcontext():
-            train(model, optimizer, rank, range(1))
-        assert bits(attached.state) == state
-        gather(None)
-        TROUBLED.clear()
-        gather(None)
-        train(model, optimizer, rank, range(1, 2))
         assert agree(parameters(model))
 
     run_threads(2, body)
@@ -465,49 +407,29 @@ def test_frozen_parameters_and_buffers_stay():
 # torch's own
 
 
-def _pair(rank: int, size: int = 2) -> tuple[Any, Any]:
-    """This rank's group of so many neighbours: one for torch's class, and one for ours."""
-    groups: list[Any] = []
-    for _ in range(2):
-        of_all = [dist.new_group(list(range(i, i + size))) for i in range(0, dist.get_world_size(), size)]
-        groups.append(of_all[rank // size])
-    return groups[0], groups[1]
-
-
-def _both(
-    rank: int, theirs: nn.Module, ours: nn.Module, average: Callable[[], None], step: outer.Outer, steps: int
-) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["post_local_sgd", "hierarchical_local_sgd"])
+@on_ranks(4)
+def test_local_sgd_is_torchs(rank: int, kind: str):
+    """The same parameters, equal on all ranks after the same steps."""
+    group, own = ([dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] for _ in range(2))
+    theirs, ours = make_model(), make_model()
+    if kind == "post_local_sgd":
+        theirs = TorchDDP(theirs)
+        theirs.register_comm_hook(PostLocalSGDState(None, group, start_localSGD_iter=3), post_localSGD_hook)
+        averager: Any = PeriodicModelAverager(period=2, warmup_steps=3)
+        step: outer.Outer = outer.post_local_sgd(start=3, every=2, intra=fnddp.all_reduce(own))
+        ours = fnddp.DistributedDataParallel(ours, sync=step.gradients)
+    else:
+        averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=3)
+        averager.step = 1  # it counts from 0: here it has stepped once before
+        step = outer.hierarchical_local_sgd({2: fnddp.all_reduce(own), 4: allreduce}, start=2)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in (theirs, ours)]
     outer.attach(ours, optimizers[1], step)
-    for call in range(steps):
+    for call in range(9):
         train(theirs, optimizers[0], rank, range(call, call + 1))
-        average()
+        averager.average_parameters(theirs.parameters())
         train(ours, optimizers[1], rank, range(call, call + 1))
         # Four ranks add in another order in buckets of another layout.
         torch.testing.assert_close(parameters(ours), parameters(theirs), rtol=1e-5, atol=1e-6)
         assert agree(parameters(ours)) == agree(parameters(theirs))
-
-
-@pytest.mark.thorough
-@on_ranks(4)
-def test_post_local_sgd_is_torchs(rank: int):
-    """Its hook and its PeriodicModelAverager: the same parameters, equal on all ranks after the same steps."""
-    group, own = _pair(rank)
-    theirs = TorchDDP(make_model())
-    theirs.register_comm_hook(PostLocalSGDState(None, group, start_localSGD_iter=3), post_localSGD_hook)
-    averager = PeriodicModelAverager(period=2, warmup_steps=3)
-    step = outer.post_local_sgd(start=3, every=2, intra=fnddp.all_reduce(own))
-    ours = fnddp.DistributedDataParallel(make_model(), sync=step.gradients)
-    _both(rank, theirs, ours, lambda: averager.average_parameters(theirs.parameters()), step, 8)
-
-
-@pytest.mark.thorough
-@on_ranks(4)
-def test_hierarchical_local_sgd_is_torchs(rank: int):
-    """Its HierarchicalModelAverager, which counts from 0: here it has stepped once before."""
-    _, own = _pair(rank)
-    theirs, ours = make_model(), make_model()
-    averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=3)
-    averager.step = 1
-    step = outer.hierarchical_local_sgd({2: fnddp.all_reduce(own), 4: allreduce}, start=2)
-    _both(rank, theirs, ours, lambda: averager.average_parameters(theirs.parameters()), step, 9)

@@ -13,8 +13,7 @@ import torch
 
 from fnddp import outer
 from fnddp.laws import bits
-from tests.replica import Network, Training, digest_of, new_manager, read, wait_together, write
-from tests.replicas import Job, on_processes
+from tests.replicas import Job, Network, Training, digest_of, new_manager, on_processes, read, wait_together, write
 
 pytestmark = pytest.mark.thorough
 

@@ -1,6 +1,5 @@
 """Lowering, pass by pass: each keeps the numbers, and each does what it is for. Plans are data: most need no ranks."""
 
-import gc
 import random
 from collections import Counter
 from functools import partial
@@ -8,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch import Tensor
 
 import fnddp
 from fnddp import (
-    LoweringError,
     WireCounter,
     allreduce,
     error_feedback,
     fp16,
-    from_hook,
     lower,
     partition,
     powersgd,
@@ -31,8 +27,7 @@ from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step, law_6_lowere
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import tensor_nodes
 from fnddp.plan.lower import Traces, lower_leaves
-from fnddp.plan.passes.fuse import fuse
-from fnddp.plan.passes.simplify import simplify
+from fnddp.plan.passes.simplify import fuse, simplify
 from fnddp.plan.passes.trace import trace
 from fnddp.plan.plan import Plan
 from fnddp.simulate.ranks import run_threads
@@ -55,14 +50,10 @@ def operations(draft: Draft) -> Counter:
     return Counter(node.target for node in tensor_nodes(draft.graph))
 
 
-def request_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Request:
+def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
     nbytes = {path: leaves[path].nbytes for path in reversed(leaves)}
     buckets = assign_buckets(nbytes, caps=(200, 500))
-    return Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World(), None)
-
-
-def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
-    return trace(request_of(sync, leaves, state))
+    return trace(Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World(), None))
 
 
 # Trace
@@ -187,17 +178,6 @@ def test_groups_and_operations_travel_apart():
     }
 
 
-def test_powersgd_takes_two_rounds():
-    sync = error_feedback(powersgd(fp16(allreduce), rank=2))
-    plan = lower(sync, params(w1=(64, 32), b1=(64,), w2=(48, 64), b2=(48,)), world_size=8)
-    assert plan.rounds == 2
-    first, second = plan.collectives
-    assert (first.depth, first.slot, second.depth, second.slot) == (0, 0, 1, 1)
-    assert first.numel == 2 * 64 + 64 + 2 * 48 + 48  # p and the uncompressed leaves
-    assert second.numel == 2 * 32 + 2 * 64  # q
-    assert first.dtype == second.dtype == torch.float16
-
-
 def test_leaves_without_elements_do_not_travel():
     plan = lower(allreduce, params(empty=(0, 3), w=(3,)), world_size=2)
     assert [[payload.label for payload in c.payloads] for c in plan.collectives] == [["w"]]
@@ -294,15 +274,6 @@ def test_the_algebra_of_many_factors_does_not_grow_with_them():
     assert many <= few + 32  # rows to fill blocks of 32 up, of each number once
 
 
-def test_what_many_operations_write_is_no_part_of_the_result():
-    """Memory that persists across steps is not returned: a mean that is held stays what it is."""
-    leaves = {f"p{i}": torch.full((8, 8), 1.0 + i) for i in range(6)}
-    step = fnddp.jit(fp16(fp16(allreduce)))
-    first, state = step(leaves, step.init(leaves))
-    step({path: leaf + 1 for path, leaf in leaves.items()}, state)
-    assert bits(list(first.values())) == bits(list(leaves.values()))
-
-
 # One plan for each phase
 
 
@@ -314,6 +285,9 @@ def test_what_many_operations_write_is_no_part_of_the_result():
         ("warmup(powersgd(allreduce, warm_start=False), steps=3)", 2),
         ("warmup(warmup(powersgd(allreduce), steps=1, before=fp16(allreduce)), steps=2)", 3),
         ("warmup(allreduce, steps=0)", 1),
+        ("powersgd(allreduce, alternate=True)", 2),
+        ("powersgd(allreduce, refresh=3)", 2),
+        ("powersgd(allreduce, alternate=True, refresh=4)", 3),
     ],
 )
 def test_a_plan_for_each_phase(text, plans):
@@ -381,112 +355,7 @@ def test_wire_bytes_are_what_is_sent(rank: int) -> None:
             assert counter.collectives <= eager.collectives
 
 
-# Reuse
-
-
-def make_module() -> nn.Module:
-    module = nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 4))
-    generator = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's own
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
-    return module
-
-
-def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step))
-    return module(x).square().mean()
-
-
-def drive_jit(rank: int, sync: fnddp.Sync):
-    run, module = fnddp.jit(sync), make_module()
-    state = run.init(dict(module.named_parameters()))
-    for step in range(13):
-        local = torch.autograd.grad(loss_of(module, rank, step), list(module.parameters()))
-        mean, state = run(dict(zip(dict(module.named_parameters()), local, strict=True)), state)
-        yield mean, state
-        del mean
-
-
-def drive_value_and_grad(rank: int, sync: fnddp.Sync):
-    module = make_module()
-    values = {name: p.detach() for name, p in module.named_parameters()}
-    run = fnddp.value_and_grad(
-        lambda p, step: loss_of(lambda x: torch.func.functional_call(module, p, (x,)), rank, step), sync
-    )
-    state = sync.init(values)
-    for step in range(13):
-        _, mean, state = run(values, state, step)
-        yield mean, state
-        del mean
-
-
-def drive_module(rank: int, sync: fnddp.Sync):
-    ddp = fnddp.DistributedDataParallel(make_module(), sync=sync)
-    for step in range(13):
-        loss_of(ddp, rank, step).backward()
-        yield {name: p.grad for name, p in ddp.module.named_parameters()}, ddp.sync_state
-        ddp.zero_grad()
-
-
-DRIVERS = [drive_jit, drive_value_and_grad, drive_module]
-
-
-def check_what_is_held_stays(rank: int, drive: Any, text: str) -> None:
-    """Means and states that somebody holds are not written over by later steps, however few or many."""
-    held: list[tuple[Any, Any]] = []
-    for step, (mean, state) in enumerate(drive(rank, fnddp.parse(text))):
-        if step in (0, 2, 3, 6):
-            held.append((mean, bits(mean)))
-        if step in (1, 2, 4, 6):
-            held.append((state, bits(state)))
-        if step == 5:  # parts of them alone
-            name = "0.weight"
-            held.append(([mean[name]], bits([mean[name]])))
-            held.append(([mean[name][3:5].t()], bits([mean[name][3:5].t()])))
-        del mean, state
-        for value, before in held:
-            assert bits(value) == before, f"step {step}"
-        if step == 7:
-            held = held[-1:]  # the others' memory may come back
-            gc.collect()
-
-
-@pytest.mark.parametrize("text", ["allreduce", EXAMPLES["error_feedback"], EXAMPLES["warmup"]])
-@pytest.mark.parametrize("drive", DRIVERS)
-def test_what_is_held_is_not_written_over(drive, text):
-    run_threads(2, check_what_is_held_stays, drive, text)
-
-
-# What cannot be lowered
-
-
-UNLOWERABLE = {
-    "check": fp16(allreduce, check=True),
-    "hook": from_hook(allreduce_hook),
-    "inside": warmup(error_feedback(fp16(allreduce, check=True)), steps=1),
-}
-
-
-def check_runs_eagerly(rank: int, drive: Any, name: str) -> None:
-    sync = UNLOWERABLE[name]
-    run = drive(rank, sync)
-    plain = make_module()
-    values = dict(plain.named_parameters())
-    expected = sync.init(values)
-    for step, (mean, state) in zip(range(3), run, strict=False):
-        local = torch.autograd.grad(loss_of(plain, rank, step), list(values.values()))
-        want, expected = sync(dict(zip(values, local, strict=True)), expected)
-        assert bits(mean) == bits(want)
-        assert bits(state) == bits(expected)
-
-
-@pytest.mark.parametrize("name", UNLOWERABLE)
-@pytest.mark.parametrize("drive", DRIVERS)
-def test_what_reads_values_has_no_plan_and_runs_eagerly(drive, name):
-    with pytest.raises(LoweringError, match=r"cannot be lowered: it reads values or runs foreign code"):
-        lower(UNLOWERABLE[name], params(w=(3,)), world_size=2)
-    run_threads(2, check_runs_eagerly, drive, name)
+# Traces
 
 
 def test_a_plan_for_the_learnt_order_needs_no_other_trace(monkeypatch):

@@ -19,29 +19,22 @@ TWO_LEVELS = "hierarchical(fp16(all_reduce('across')), intra='node')"
 
 
 @pytest.fixture
-def planned(capsys: pytest.CaptureFixture[str]) -> Any:
-    """`fnddp plan ... --json`, read."""
-
-    def run(*arguments: str, model: str = MODEL) -> dict[str, Any]:
-        assert main.main(["plan", *arguments, "--model", model, "--json"]) == 0
-        out, errors = capsys.readouterr()
-        assert errors == ""
-        return json.loads(out)
-
-    return run
-
-
-@pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> Any:
     """What `fnddp plan` prints."""
 
-    def run(*arguments: str) -> str:
-        assert main.main(["plan", *arguments, "--model", MODEL]) == 0
+    def run(*arguments: str, model: str = MODEL) -> str:
+        assert main.main(["plan", *arguments, "--model", model]) == 0
         out, errors = capsys.readouterr()
         assert errors == ""
         return out
 
     return run
+
+
+@pytest.fixture
+def planned(printed: Any) -> Any:
+    """`fnddp plan ... --json`, read."""
+    return lambda *arguments, **model: json.loads(printed(*arguments, "--json", **model))
 
 
 def test_bytes_and_times_are_arithmetic(planned: Any) -> None:

@@ -1,6 +1,7 @@
 """`register` on torch's DDP: the numbers of the pipeline, whatever DDP's options and buckets."""
 
 import gc
+import re
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
@@ -76,18 +76,6 @@ def test_same_numbers_as_the_pipeline(rank: int, options: dict[str, Any]) -> Non
         mean, state = sync({name: p.grad for name, p in plain.named_parameters()}, state)
         assert bits({name: p.grad for name, p in model.module.named_parameters()}) == bits(mean)
         assert bits(handle.state) == bits(state)
-
-
-@on_ranks(2)
-def test_allreduce_is_torchs_allreduce_hook(rank: int) -> None:
-    ours, theirs = (DistributedDataParallel(make_model(), bucket_cap_mb=0.01) for _ in range(2))
-    fnddp.register(ours, allreduce)
-    theirs.register_comm_hook(None, allreduce_hook)
-    for step in range(3):
-        for model in (ours, theirs):
-            model.zero_grad()
-            loss_of(model(batch(rank, step))).backward()
-        assert bits([p.grad for p in ours.parameters()]) == bits([p.grad for p in theirs.parameters()])
 
 
 @on_ranks(2)
@@ -206,23 +194,6 @@ def test_a_backward_that_breaks_off_fails_the_step_on_all(rank: int) -> None:
     assert bits(handle.state) == before
 
 
-@on_ranks(2)
-def test_a_forward_within_a_backward_does_not_end_its_step(rank: int) -> None:
-    model, straight = (DistributedDataParallel(Hooked(), bucket_cap_mb=0.01) for _ in range(2))
-    handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
-
-    def run_again(_: torch.Tensor) -> None:
-        with torch.no_grad():  # with gradients DDP allows none
-            model(batch(rank, 9))
-
-    for step in range(3):  # DDP has several buckets from the second step on
-        for each, fn in ((model, run_again), (straight, None)):
-            each.zero_grad()
-            loss_of(each(batch(rank, step), fn)).backward()
-        assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
-        assert bits(handle.state) == bits(of_straight.state)
-
-
 class Halves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -233,22 +204,37 @@ class Halves(nn.Module):
         return self.first(x), self.second(x)
 
 
-@on_ranks(2)
-def test_a_forward_between_two_backwards_that_share_a_step_does_not_end_it(rank: int) -> None:
-    model, straight = (DistributedDataParallel(Halves(), bucket_cap_mb=0.001) for _ in range(2))
-    handle, of_straight = (fnddp.register(each, fnddp.parse(COMPRESSED)) for each in (model, straight))
-    for step in range(3):
-        for each in (model, straight):
-            each.zero_grad()
-        first, second = model(batch(rank, step))
-        loss_of(second).backward()
-        with torch.no_grad():
-            model(batch(rank, 9))
-        loss_of(first).backward()
-        first, second = straight(batch(rank, step))
+def within_a_backward(model: nn.Module, x: torch.Tensor, forward: Any) -> None:
+    loss_of(model(x, forward)).backward()
+
+
+def between_two_backwards(model: nn.Module, x: torch.Tensor, forward: Any) -> None:
+    first, second = model(x)
+    if forward is None:
         (loss_of(first) + loss_of(second)).backward()
-        assert bits([p.grad for p in model.parameters()]) == bits([p.grad for p in straight.parameters()])
-        assert bits(handle.state) == bits(of_straight.state)
+    else:
+        loss_of(second).backward()
+        forward(x)
+        loss_of(first).backward()
+
+
+@pytest.mark.parametrize(("make", "step"), [(Hooked, within_a_backward), (Halves, between_two_backwards)])
+@on_ranks(2)
+def test_a_forward_without_gradients_does_not_end_a_step(rank: int, make: Any, step: Any) -> None:
+    models = [DistributedDataParallel(make(), bucket_cap_mb=0.001) for _ in range(2)]
+    handles = [fnddp.register(model, fnddp.parse(COMPRESSED)) for model in models]
+
+    def run_again(_: torch.Tensor) -> None:
+        with torch.no_grad():  # with gradients DDP allows none
+            models[0](batch(rank, 9))
+
+    for i in range(3):  # DDP has several buckets from the second step on
+        for model, forward in zip(models, (run_again, None), strict=True):
+            model.zero_grad()
+            step(model, batch(rank, i), forward)
+        one, other = ([p.grad for p in model.parameters()] for model in models)
+        assert bits(one) == bits(other)
+        assert bits(handles[0].state) == bits(handles[1].state)
 
 
 @on_ranks(1)
@@ -288,15 +274,6 @@ def test_bad_use(rank: int) -> None:
         fnddp.register(model, allreduce)
 
 
-def disagreement(rank: int, what: str) -> str:
-    ddp = DistributedDataParallel(make_model())
-    if rank == 1 and what == "frozen":
-        ddp.module[0].weight.requires_grad_(False)
-    with pytest.raises(RankMismatchError) as caught:
-        fnddp.register(ddp, fnddp.parse("fp16(allreduce)" if rank == 1 and what == "pipeline" else COMPRESSED))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -305,15 +282,19 @@ def disagreement(rank: int, what: str) -> str:
     ],
 )
 def test_disagreement_at_set_up_raises_on_all_ranks(what, message):
-    messages = run_threads(3, disagreement, what)
-    assert len(set(messages)) == 1
-    assert f"ranks disagree about {message}" in messages[0]
+    def body(rank: int) -> None:
+        ddp = DistributedDataParallel(make_model())
+        ddp.module[0].weight.requires_grad_(rank != 1 or what != "frozen")
+        with pytest.raises(RankMismatchError, match=re.escape(f"ranks disagree about {message}")):
+            fnddp.register(ddp, fnddp.parse("fp16(allreduce)" if rank == 1 and what == "pipeline" else COMPRESSED))
+
+    run_threads(3, body)
 
 
-def check_new_world(rank: int) -> None:
+@on_ranks(2)
+def test_another_process_group_than_when_registered(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     fnddp.register(model, fp16(allreduce))
-    loss_of(model(batch(rank, 0))).backward()
     late = loss_of(model(batch(rank, 0)))
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -321,10 +302,6 @@ def check_new_world(rank: int) -> None:
     for run in (lambda: model(batch(rank, 1)), late.backward):
         with pytest.raises(RuntimeError, match=error):
             run()
-
-
-def test_another_process_group_than_when_registered(gloo):
-    gloo(2, check_new_world)
 
 
 @pytest.mark.parametrize(("text", "looks"), [("fp16(allreduce)", False), (COMPRESSED, True)])

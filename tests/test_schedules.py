@@ -1,6 +1,5 @@
 """Schedules: which pipeline runs when, what a step without an update leaves alone, and what is measured on the way."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,78 +29,48 @@ from fnddp import (
     switch,
     topk,
 )
-from fnddp.core.state import at_step
 from fnddp.laws import bits, gather
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 from tests.test_register import Branches, batch, loss_of, make_model
 
-MIXED = "partition({'0.*': error_feedback(every(2, allreduce)), '*': fp16(allreduce)})"
+# A leaf without an update, in the adapters (see also test_adapters.py)
 
 
-# A leaf without an update, in every adapter
-
-
-def wrapped(kind: str, sync: fnddp.Sync, **options: Any) -> tuple[nn.Module, Any]:
-    """A model with either adapter, and what holds its `state`."""
+def wrapped(kind: str, module: nn.Module, sync: fnddp.Sync, **options: Any) -> tuple[nn.Module, Any]:
+    """The module with either adapter, and what returns its state."""
     if kind == "module":
-        model = fnddp.DistributedDataParallel(make_model(), sync=sync, bucket_cap_mb=0.01)
+        model = fnddp.DistributedDataParallel(module, sync=sync, bucket_cap_mb=0.01)
         return model, lambda: model.sync_state
-    model = TorchDDP(make_model(), bucket_cap_mb=0.01, **options)
+    model = TorchDDP(module, bucket_cap_mb=0.01, **options)
     handle = fnddp.register(model, sync)
     return model, lambda: handle.state
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "batches", "set_to_none"),
+    ("kind", "options", "set_to_none"),
     [
-        ("module", {}, 1, True),
-        ("module", {}, 2, False),
-        ("register", {}, 2, True),
-        ("register", {"gradient_as_bucket_view": True}, 2, False),
-        ("register", {"static_graph": True}, 1, False),  # in which torch's own DDP has no no_sync
-        ("register", {"find_unused_parameters": True}, 1, True),
+        ("module", {}, False),
+        ("register", {"gradient_as_bucket_view": True}, False),
+        ("register", {"static_graph": True}, True),
     ],
     ids=str,
 )
 @on_ranks(2)
 def test_adam_does_not_move_what_has_no_update(
-    rank: int, kind: str, options: dict[str, Any], batches: int, set_to_none: bool
+    rank: int, kind: str, options: dict[str, Any], set_to_none: bool
 ) -> None:
-    """Neither weight decay nor moments: bit for bit, and the same on all ranks. The n-th step has the sum."""
-    model, _ = wrapped(kind, error_feedback(every(3, allreduce)), **options)
+    """Neither weight decay nor moments."""
+    model, _ = wrapped(kind, make_model(), error_feedback(every(3, allreduce)), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    reference = make_model()
-    for step in range(7):
+    for step in range(6):
         optimizer.zero_grad(set_to_none=set_to_none)
-        before = [p.detach().clone() for p in model.parameters()]
-        for i in range(batches):
-            with model.no_sync() if i < batches - 1 else nullcontext():
-                loss_of(model(batch(rank, batches * step + i))).backward()
-        has_update = step % 3 == 2
-        assert [p.grad is not None for p in model.parameters()] == [has_update] * len(before)
-        optimizer.step()
-        assert (bits(before) != bits(list(model.parameters()))) == has_update
-        assert all(other == bits(list(model.parameters())) for other in gather(bits(list(model.parameters()))))
-        if step == 2:  # the sum over three steps of the mean over ranks
-            for r in range(2):
-                for i in range(3 * batches):
-                    (loss_of(reference(batch(r, i))) / 2).backward()
-            for p, name in zip(reference.parameters(), dict(model.named_parameters()), strict=True):
-                got = dict(model.named_parameters())[name].grad
-                torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["module", "register"])
-@on_ranks(2)
-def test_only_some_leaves_may_have_no_update(rank: int, kind: str) -> None:
-    model, state = wrapped(kind, fnddp.parse(MIXED))
-    for step in range(4):
-        model.zero_grad()
+        before = bits(list(model.parameters()))
         loss_of(model(batch(rank, step))).backward()
-        missing = {name for name, p in model.module.named_parameters() if p.grad is None}
-        assert missing == (set() if step % 2 else {"0.weight", "0.bias"})
-        assert state().rules["0.*"].inner.step == (step + 1) % 2
+        has_update = step % 3 == 2
+        assert [p.grad is not None for p in model.parameters()] == [has_update] * 6
+        optimizer.step()
+        assert (before != bits(list(model.parameters()))) == has_update
 
 
 class Sometimes(nn.Module):
@@ -129,11 +98,7 @@ class Sometimes(nn.Module):
 @on_ranks(2)
 def test_what_comes_later_comes_for_leaves_that_no_rank_uses_then(rank: int, kind: str, text: str) -> None:
     sync = fnddp.parse(text)
-    if kind == "module":
-        model: Any = fnddp.DistributedDataParallel(Sometimes(), sync=sync)
-    else:
-        model = TorchDDP(Sometimes(), find_unused_parameters=True)
-        fnddp.register(model, sync)
+    model, _ = wrapped(kind, Sometimes(), sync, find_unused_parameters=True)
     state = sync.init({"always": torch.zeros(3), "sometimes": torch.zeros(3)})
     for gradient in (1.0, 0.0, 0.0, 4.0, 0.0):
         model.zero_grad()
@@ -147,11 +112,15 @@ def test_what_comes_later_comes_for_leaves_that_no_rank_uses_then(rank: int, kin
                 assert torch.equal(got, want)
 
 
-@on_ranks(2, 3)
-def test_unused_leaves_keep_what_they_have_and_others_have_none(rank: int) -> None:
+@on_ranks(2)
+def test_unused_leaves_keep_what_they_have_and_what_cannot_return_none_refuses(rank: int) -> None:
     model = fnddp.DistributedDataParallel(Branches(), sync=every(2, allreduce))
-    kept = torch.ones_like(model.module.never.weight)
-    model.module.never.weight.grad = kept
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad cannot express that; use backward\(\)"):
+        torch.autograd.grad(loss_of(model(batch(rank, 0), rank)), list(model.module.used.parameters()))
+    with pytest.raises(RuntimeError, match=r"torch.func.* cannot express that"):
+        torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (batch(rank, 0), rank))))(params)
+    model.module.never.weight.grad = kept = torch.ones(8, 16)
     for step in range(4):
         loss_of(model(batch(rank, step), rank)).backward()
         assert model.module.never.weight.grad is kept
@@ -159,76 +128,23 @@ def test_unused_leaves_keep_what_they_have_and_others_have_none(rank: int) -> No
         assert [p.grad is None for p in others] == [step % 2 == 0] * len(others)
 
 
-@on_ranks(2)
-def test_what_cannot_say_no_update_refuses_and_the_next_step_works(rank: int) -> None:
-    model = fnddp.DistributedDataParallel(make_model(), sync=every(2, allreduce))
-    loss = loss_of(model(batch(rank, 0)))
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad cannot express that; use backward\(\)"):
-        torch.autograd.grad(loss, list(model.parameters()))
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"torch.func.* cannot express that"):
-        torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (batch(rank, 0),))))(params)
-    for step in range(2):
-        loss_of(model(batch(rank, step))).backward()
-        assert [p.grad is None for p in model.parameters()] == [step == 0] * 6
-
-
-@on_ranks(2)
-def test_functional_adapters_say_none(rank: int) -> None:
-    sync = partition({"a": error_feedback(every(2, allreduce)), "*": allreduce})
-    params = {"a": torch.ones(4), "rest": [torch.ones(3)]}
-    steps = [fnddp.value_and_grad(lambda p, x: x * (p["a"].sum() + p["rest"][0].sum()), sync), fnddp.jit(sync)]
-    states = [sync.init(params) for _ in range(3)]
-    for step in range(4):
-        x = torch.tensor(float(rank + step))
-        grads = {"a": x.expand(4).clone(), "rest": [x.expand(3).clone()]}
-        want, states[0] = sync(grads, states[0])
-        _, got, states[1] = steps[0](params, states[1], x)
-        jitted, states[2] = steps[1](grads, states[2])
-        assert (want["a"] is None) == (step % 2 == 0)
-        for each, state in ((got, states[1]), (jitted, states[2])):
-            assert (each["a"] is None) == (want["a"] is None)
-            assert bits(each) == bits(want)
-            assert bits(state) == bits(states[0])
-
-
 @pytest.mark.parametrize("kind", ["module", "register"])
 @on_ranks(2)
-def test_resuming_amid_a_cycle_is_exact(rank: int, kind: str) -> None:
-    def steps(model: nn.Module, numbers: range) -> list[Any]:
-        seen: list[Any] = []
-        for step in numbers:
-            model.zero_grad()
-            loss_of(model(batch(rank, step))).backward()
-            seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        return seen
-
-    def saved(model: nn.Module) -> Any:
-        return model.sync_state if kind == "module" else handles[model].state
-
-    def make() -> nn.Module:
-        if kind == "module":
-            return fnddp.DistributedDataParallel(make_model(), sync=sync)
-        model = TorchDDP(make_model())
-        handles[model] = fnddp.register(model, sync)
-        return model
-
-    handles: dict[nn.Module, Any] = {}
-    sync = error_feedback(every(3, fp16(allreduce)))
-    model = make()
-    steps(model, range(4))
-    half = {key: v.clone() if isinstance(v, Tensor) else v for key, v in fnddp.state_dict(saved(model)).items()}
-    straight = steps(model, range(4, 7))
-    again = make()
-    loaded = fnddp.load_state_dict(saved(again), half)
-    if kind == "module":
-        again.sync_state = loaded
-    else:
-        handles[again].state = loaded
-    assert saved(again).inner.step == 1
-    resumed = steps(again, range(4, 7))
-    assert [g is None for g in resumed] == [g is None for g in straight]
-    assert bits([g for g in resumed if g is not None]) == bits([g for g in straight if g is not None])
+def test_a_delayed_mean_is_the_users_and_a_kept_state_is_not(rank: int, kind: str) -> None:
+    sync = delayed(partition({"0.*": fnddp.none, "*": allreduce}))
+    model, state = wrapped(kind, make_model(), sync, gradient_as_bucket_view=True)
+    own = []
+    for step in range(3):
+        model.zero_grad()
+        plain = make_model()
+        loss_of(plain(batch(rank, step))).backward()
+        own.append(plain[0].weight.grad)
+        loss_of(model(batch(rank, step))).backward()
+        kept = state().last["0.weight"]
+        if step:
+            torch.testing.assert_close(model.module[0].weight.grad, own[step - 1])
+            model.module[0].weight.grad.mul_(0)
+        torch.testing.assert_close(kept, own[step])
 
 
 # every
@@ -261,13 +177,6 @@ def test_memory_outside_of_every_adds_up_what_it_skips_and_without_memory_it_is_
     run_threads(2, body)
 
 
-def test_both_phases_of_every_are_lowered_and_only_one_sends():
-    inner, params = powersgd(fp16(allreduce), rank=2), draws(0, 0)
-    sync = error_feedback(every(4, inner))
-    bytes_sent = [lower(sync, params, state=at_step(s, sync.init(params)), world_size=8).wire_bytes for s in range(4)]
-    assert bytes_sent == [0, 0, 0, lower(inner, params, world_size=8).wire_bytes]
-
-
 def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
     @dataclass(frozen=True)
     class forgetful(fnddp.Sync):
@@ -288,34 +197,14 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
 # switch
 
 
-def test_switch_carries_a_residual_over_and_holds_it_once():
-    sync = switch({2: error_feedback(powersgd(allreduce, rank=1)), 0: error_feedback(powersgd(allreduce, rank=2))})
-    assert [step for step, _ in sync.stages] == [0, 2]
-
-    def body(rank: int) -> None:
-        state = sync.init(draws(rank, 0))
-        keys = [key for key in fnddp.state_dict(state) if "residual" in key]
-        assert keys == ["local/stages.0.residual.w", "local/stages.0.residual.b"]
-        total = {name: np.zeros(leaf.shape) for name, leaf in draws(0, 0).items()}
-        for step in range(5):
-            mean, state = sync(draws(rank, step), state)
-            for name in total:
-                total[name] += mean[name].double().numpy() - mean_of(2, step, name)
-            assert np.linalg.matrix_rank(mean["w"].numpy(), tol=1e-3) == (2 if step < 2 else 1)
-            for name, residuals in state.stages["0"].residual.items():  # nothing is lost where it switches
-                left = np.mean([each.numpy() for each in gather(residuals)], axis=0)
-                np.testing.assert_allclose(total[name] + left, 0, atol=1e-4)
-        assert state.step == 2
-
-    run_threads(2, body)
-
-
-def test_switch_there_and_back_goes_on_with_what_fits_the_stage_before():
+def test_switch_carries_a_residual_over_holds_it_once_and_goes_on_with_what_fits_the_stage_before():
     lossy = [error_feedback(powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
-    sync = switch(dict(zip((0, 1, 2), lossy, strict=True)))
+    sync = switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})
     state = sync.init(draws(0, 0))
-    shapes = {key: list(v.shape) for key, v in fnddp.state_dict(state).items() if ".q." in key}
+    shapes = {key: list(v.shape) for key, v in fnddp.state_dict(state).items() if "step" not in key}
     assert shapes == {
+        "local/stages.0.residual.w": [24, 16],
+        "local/stages.0.residual.b": [24],
         "replicated/stages.0.inner.q.w": [16, 2],
         "replicated/stages.1.inner.q.w": [16, 1],
         "replicated/stages.2.inner.q.w": [16, 2],
@@ -330,6 +219,7 @@ def test_switch_there_and_back_goes_on_with_what_fits_the_stage_before():
         memory = expected[stage].residual
         assert bits(mean) == bits(want)
         assert bits(state.stages["0"].residual) == bits(memory)
+    assert state.step == 2
 
 
 # delayed
@@ -353,25 +243,6 @@ def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late():
             np.testing.assert_allclose(have, sum(mean_of(2, each, "w") for each in range(step + 1)), atol=1e-5)
 
     run_threads(2, body)
-
-
-@on_ranks(2)
-def test_a_delayed_mean_is_the_users_and_a_kept_state_is_not(rank: int) -> None:
-    sync = delayed(partition({"0.*": fnddp.none, "*": allreduce}))
-    for kind in ("module", "register"):
-        model, state = wrapped(kind, sync, gradient_as_bucket_view=True) if kind == "register" else wrapped(kind, sync)
-        own = []
-        for step in range(3):
-            model.zero_grad()
-            plain = make_model()
-            loss_of(plain(batch(rank, step))).backward()
-            own.append(plain[0].weight.grad)
-            loss_of(model(batch(rank, step))).backward()
-            kept = state().last["0.weight"]
-            if step:
-                torch.testing.assert_close(model.module[0].weight.grad, own[step - 1])
-                model.module[0].weight.grad.mul_(0)
-            torch.testing.assert_close(kept, own[step])
 
 
 # skip_nonfinite
@@ -426,55 +297,32 @@ def test_a_loss_scaler_skips_where_the_wire_overflows_as_with_plain_ddp(rank: in
     assert all(scale == scaler.get_scale() for scale in gather(scaler.get_scale()))
 
 
-def with_nan_in(at: int, rank: int, step: int) -> dict[str, Tensor]:
-    grads = {"w": torch.full((2,), float(step + 1))}
-    if step == at and rank == 1:
-        grads["w"][0] = torch.nan
-    return grads
-
-
-@pytest.mark.parametrize(("at", "want"), [(0, [None, "nan", 0, 2, 3]), (2, [None, 1, "nan", 2, 4])])
-def test_a_delayed_mean_comes_after_the_step_that_was_skipped(at: int, want: list[Any]):
+@pytest.mark.parametrize(
+    ("text", "bad", "want"),
+    [
+        ("delayed(allreduce)", {0: torch.nan}, [None, 0, 2, 3, 4]),  # a step without an update has nothing to spoil
+        ("delayed(allreduce)", {2: torch.nan}, [None, 1, "nan", 2, 4]),
+        ("delayed(fp16(allreduce))", {2: 1e6}, [None, 1, "nan", 2, 4]),  # beyond float16: it is not held either
+        ("error_feedback(delayed(fp16(two_shot)))", {2: 1e6}, [None, 1, "nan", 2, 4]),
+        ("every(3, delayed(measure(allreduce)))", {}, [None] * 5),  # what is NaN as nothing was measured yet
+    ],
+)
+def test_a_delayed_mean_comes_after_the_step_that_was_skipped(text: str, bad: dict[int, float], want: list[Any]):
     """The mean that was held back is held once more; that of the step itself never comes."""
-    sync = skip_nonfinite(delayed(allreduce))
-    want = want if at else [None, 0, 2, 3, 4]  # a step without an update has nothing to spoil
+    sync = skip_nonfinite(fnddp.parse(text))
 
     def body(rank: int) -> None:
         for run in (sync, fnddp.jit(sync)):
-            state, got = sync.init(with_nan_in(at, rank, 0)), []
+            state, got = sync.init({"w": torch.ones(2)}), []
             for step in range(5):
-                mean, state = run(with_nan_in(at, rank, step), state)
-                got.append(None if mean["w"] is None else "nan" if mean["w"].isnan().all() else mean["w"][0].item())
+                leaf = torch.full((2,), float(step + 1))
+                leaf[0] = bad.get(step, leaf[0]) if rank else leaf[0]
+                mean, state = run({"w": leaf}, state)
+                got.append(None if mean["w"] is None else "nan" if mean["w"].isnan().all() else mean["w"][1].item())
             assert got == want
-            assert state.skipped.item() == 1
-            assert state.inner.last["w"].tolist() == [5.0, 5.0]
+            assert state.skipped.item() == len(bad)
 
     run_threads(2, body)
-
-
-@pytest.mark.parametrize("inner", ["delayed(fp16(allreduce))", "error_feedback(delayed(fp16(two_shot)))"])
-def test_a_delayed_mean_that_overflows_is_not_held(inner: str):
-    """It would come in all later steps, each of which would be undone for it."""
-    sync = skip_nonfinite(fnddp.parse(inner))
-
-    def body(rank: int) -> None:
-        state = sync.init({"w": torch.ones(2)})
-        for step in range(5):
-            size = 1e6 if (step, rank) == (2, 1) else 1.0  # beyond float16
-            mean, state = sync({"w": torch.full((2,), size)}, state)
-            assert state.skipped.item() == (step >= 2)
-            assert step == 0 or mean["w"].isnan().all().item() == (step == 2)
-
-    run_threads(2, body)
-
-
-def test_skipping_leaves_alone_what_was_no_number_before():
-    """What `every` holds back, `measure` has not measured yet: its state is NaN."""
-    sync = fnddp.parse("skip_nonfinite(every(3, delayed(measure(allreduce))))")
-    state = sync.init({"w": torch.ones(2)})
-    for _ in range(4):
-        _, state = sync({"w": torch.ones(2)}, state)
-    assert state.skipped.item() == 0
 
 
 # clip_by_global_norm

@@ -14,7 +14,7 @@ from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 from fnddp.show import drawing
-from fnddp.show.timeline import CHARACTER, MARGIN, WIDEST
+from fnddp.show.drawing import CHARACTER, MARGIN, WIDEST
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}

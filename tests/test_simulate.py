@@ -10,70 +10,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
-from fnddp import Exchange, Local, Replicated, laws
+from fnddp import Local, Replicated, laws
 from fnddp.core import collectives, tree
 from fnddp.laws import bits
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.simulate import simulate
-from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import KINDS
 from fnddp.wire.simulated import Ranks
 from tests.pipelines import EXAMPLES
 
-STEPS = 2
 
-# Over carriers everything is in rank order, and in our own code.
-CARRIED = [
-    "allgather",
-    "two_shot",
-    "fp16(two_shot)",
-    "bf16(allgather)",
-    "topk(allgather, ratio=0.1)",
-    "error_feedback(topk(fp16(two_shot), k=3))",
-    "quantize(two_shot)",
-    "error_feedback(quantize(bf16(allgather), bits=4, rounding='stochastic', seed=3))",
-    "error_feedback(quantize(two_shot(server_memory=True), bits=2, block=16))",
-    "bucketize(error_feedback(sign(two_shot, chunk=16)))",
-    "sign(topk(allgather, k=5), scale='max')",
-    "warmup(quantize(two_shot), steps=1, before=two_shot)",
-    "partition({'*weight': error_feedback(topk(allgather, k=4)), '*': none})",
-]
-
-
-def real(rank: int) -> dict[tuple[str, str], list[Exchange]]:
-    """Return the exchange of this rank in each step."""
-    found: dict[tuple[str, str], list[Exchange]] = {}
-    for text in CARRIED:
-        sync = fnddp.parse(text)
-        for name in ("model",) if "*weight" in text else ("model", "mixed"):
-            state = sync.init(laws.TREES[name](rank, 0))
-            for step in range(STEPS):
-                leaves, _ = tree.flatten(laws.TREES[name](rank, step))
-                found.setdefault((text, name), []).append(sync.exchange(leaves, state))
-                state = found[text, name][-1].state
-    return found
-
-
-def stacked(name: str, n: int, step: int = 0) -> dict[str, Tensor]:
-    each = [tree.flatten(laws.TREES[name](rank, step))[0] for rank in range(n)]
+def stacked(name: str, n: int) -> dict[str, Tensor]:
+    each = [tree.flatten(laws.TREES[name](rank, 0))[0] for rank in range(n)]
     return {path: torch.stack([leaves[path] for leaves in each]) for path in each[0]}
-
-
-@pytest.mark.thorough  # law 10 does this on threads, and for what is equal up to rounding
-def test_carriers_and_codecs_are_simulated_to_the_bit(gloo):
-    by_rank = gloo(3, real)
-    for text, name in by_rank[0]:
-        simulation = simulate(fnddp.parse(text), 3)
-        state, shapes = simulation.init(stacked(name, 3)), tree.flatten(laws.TREES[name](0, 0))[0]
-        for step in range(STEPS):
-            done = simulation.exchange(stacked(name, 3, step), state)
-            state = done.state
-            for rank in range(3):
-                want = by_rank[rank][text, name][step]
-                mean = {path: m if m.shape == shapes[path].shape else m[rank] for path, m in done.mean.items()}
-                sent = {path: sent[rank] for path, sent in done.sent.items()}
-                got = Exchange(mean, sent, simulation.of_rank(state, rank))
-                assert bits(got) == bits(want), f"{text} of {name}, step {step}, rank {rank}"
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -170,18 +119,6 @@ def test_groups_divide_ranks():
     torch.testing.assert_close(mean["w"], torch.stack([*of_nodes, *of_nodes]))
     mean, _ = simulate(fnddp.two_shot(group="rail"), 4, groups=NODES)(grads, ())
     torch.testing.assert_close(mean["w"], grads["w"].view(2, 2, 5).mean(1).repeat_interleave(2, 0))
-
-
-def test_two_levels_are_a_mean_over_all():
-    def of_a_rank(rank: Tensor, leaf: Tensor) -> Tensor:
-        with within(World(simulated=Ranks(4, rank, NODES))):
-            part = collectives.reduce_scatter(leaf.view(2, -1), "node")
-            part = collectives.all_reduce({"": part}, "sum", "rail")[""]
-            return collectives.all_gather(part, "node").flatten() / 4
-
-    leaf = torch.randn(4, 6)
-    got = torch.func.vmap(of_a_rank)(torch.arange(4), leaf)
-    torch.testing.assert_close(got, leaf.mean(0).expand(4, 6))
 
 
 class SeenState(NamedTuple):

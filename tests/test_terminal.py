@@ -1,44 +1,36 @@
 """Output on terminals of several widths: names fold, columns give way, numbers stay whole."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fnddp.cli import main
 from fnddp.cli.terminal import Table
-from tests import terminals
-from tests.terminals import Command
+from tests.workloads import WIDE
 
-MODEL = """
-import torch
-from torch import nn
-
-def small():
-    return nn.Linear(640, 480), torch.ones(2, 640), lambda output: output.square().mean()
-"""
 LOW_RANK = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 NUMBERS = ("1,230,720", "17.23 ms", "1.723 ms", "5,440")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STYLES = re.compile(r"\x1b\[[0-9;]*m")
+PLAN = ("plan", "allreduce", LOW_RANK, "--model", WIDE, "--link", "1gbit", "--link", "10gbit")
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What commands wrote, by a name for each."""
-    folder: Path = tmp_path_factory.mktemp("terminal")
-    (folder / "model.py").write_text(MODEL)
-    model = ["--model", f"{folder / 'model.py'}:small"]
-    plan = ["plan", "allreduce", LOW_RANK, *model, "--link", "1gbit", "--link", "10gbit"]
-    demo = ["demo", "--pipelines", LOW_RANK, "--ranks", "1", "--steps", "11", *model, "--out", str(folder)]
-    commands = {
-        "plan 40": Command(40, {}, plan),
-        "plan 80": Command(80, {}, plan),
-        "plan 200": Command(200, {}, plan),
-        "plan NO_COLOR": Command(80, {"NO_COLOR": "1"}, plan),
-        "demo 60": Command(60, {}, demo),
-        "demo dumb": Command(60, {"TERM": "dumb"}, demo),
-    }
-    return dict(zip(commands, terminals.run(*commands.values()), strict=True))
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """`said(columns, *arguments, **environment)`: what a command writes to a terminal, and its errors."""
+
+    def run(columns: int, *arguments: str, **environment: str) -> tuple[str, str]:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns), **environment}.items():
+            monkeypatch.setenv(name, value)
+        for stream in ("stdout", "stderr"):
+            monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+        assert main.main(list(arguments)) == 0
+        return capsys.readouterr()
+
+    return run
 
 
 def names_of(lines: list[str]) -> str:
@@ -48,25 +40,34 @@ def names_of(lines: list[str]) -> str:
     return "".join(re.split(r"\s{2,}", line.strip())[0] for line in below[: below.index("")]).replace(" ", "")
 
 
-@pytest.mark.thorough
-def test_what_is_printed_fits_and_numbers_stay_whole(said: dict[str, str]) -> None:
-    for what in ("plan 40", "plan 80", "plan 200", "demo 60"):
-        lines = [line.rpartition("\r")[2].rstrip() for line in ESCAPES.sub("", said[what]).split("\n")]
-        words = [line for line in lines if "/" not in line.split(" ")[0] and not line.startswith("Wrote ")]
-        assert max(map(len, words)) <= int(what.split()[1]), "\n".join(words)
-        assert LOW_RANK.replace(" ", "") in names_of(lines)
-    for what, numbers in (("plan 40", NUMBERS[1:2]), ("plan 80", NUMBERS), ("plan 200", NUMBERS)):
-        for number in numbers:
-            assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,.])", ESCAPES.sub("", said[what])), (what, number)
-        assert ("Not shown" in said[what]) == (what != "plan 200")
+def require_fit(text: str, columns: int) -> None:
+    lines = [line.rstrip() for line in ESCAPES.sub("", text).split("\n")]
+    words = [line for line in lines if "/" not in line.split(" ")[0] and not line.startswith("Wrote ")]
+    assert max(map(len, words)) <= columns, "\n".join(words)
+    assert LOW_RANK.replace(" ", "") in names_of(lines)
+
+
+@pytest.mark.parametrize(("columns", "numbers"), [(40, NUMBERS[1:2]), (80, NUMBERS), (200, NUMBERS)])
+def test_what_is_printed_fits_and_numbers_stay_whole(
+    said: Callable[..., tuple[str, str]], columns: int, numbers: tuple[str, ...]
+) -> None:
+    text, _ = said(columns, *PLAN)
+    require_fit(text, columns)
+    for number in numbers:
+        assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,.])", ESCAPES.sub("", text)), number
+    assert ("Not shown" in text) == (columns < 200)
+    assert STYLES.search(text)
+    assert STYLES.findall(said(columns, *PLAN, NO_COLOR="1")[0]) == []
 
 
 @pytest.mark.thorough
-def test_no_color_takes_all_styles_away_and_a_dumb_terminal_gets_text_alone(said: dict[str, str]) -> None:
-    assert STYLES.search(said["plan 80"])
-    assert "\r" in said["demo 60"]  # progress
-    assert STYLES.findall(said["plan NO_COLOR"]) == []
-    assert not {"\x1b", "\r"} & set(said["demo dumb"])
+def test_a_dumb_terminal_gets_text_alone(said: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    demo = ["demo", "--pipelines", LOW_RANK, "--ranks", "1", "--steps", "11", "--model", WIDE, "--out", str(tmp_path)]
+    text, progress = said(60, *demo)
+    require_fit(text, 60)
+    assert "\r" in progress
+    assert max(map(len, re.split(r"[\r\n]|lowered .*", ESCAPES.sub("", progress)))) <= 60
+    assert not {"\x1b", "\r"} & set("".join(said(60, *demo, TERM="dumb")))
 
 
 @pytest.mark.parametrize("width", [8, 33, 40, 80])

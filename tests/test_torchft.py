@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fnddp[torchft]'")
 
@@ -21,21 +25,24 @@ from torchft.coordination import LighthouseServer
 import fnddp
 from fnddp import RankMismatchError, fp16
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
+from fnddp.laws import bits
 from fnddp.reducers.all_reduce import allreduce
-from tests.replica import (
+from tests.replicas import (
     POINTS,
+    Job,
     Network,
     Record,
     Training,
     Trap,
     digest_of,
+    meet,
     new_manager,
+    on_processes,
     read,
     wait_together,
     wrap,
     write,
 )
-from tests.replicas import Job, on_processes
 
 LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 AT = 3  # the step in which something befalls a replica
@@ -143,35 +150,31 @@ def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.
 
 
 BOTH = {"r0", "r1"}
-SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None, int, set[str]]] = {
-    "all_gather": ({"sync": "error_feedback(topk(allgather, ratio=0.3))"}, Trap("collective 1", AT), AT, {"r0"}),
-    "all_to_all": (
-        {"sync": "error_feedback(quantize(two_shot, bits=8, block=16))"},
-        Trap("collective 0", AT),
-        AT,
-        {"r0"},
-    ),
-    "no plan": ({"sync": "error_feedback(fp16(allreduce, check=True))"}, Trap("collective 0", AT), AT, {"r0"}),
-    "warmup": (
-        {"sync": "warmup(error_feedback(powersgd(fp16(allreduce), rank=1)), steps=5)"},
-        Trap("backward", AT),
-        AT,
-        {"r0"},
-    ),
-    "accumulated gradients": ({"accumulates": True}, Trap("collective 1", AT), AT, {"r0"}),
-    "accumulated gradients, an error": ({"accumulates": True}, Trap("collective 1", AT, "raise"), AT, BOTH),
-    "a weight": ({"weighs": True}, Trap("vote", AT), AT, {"r0"}),  # the first vote is of weights
-    "two modules, and the simple class": ({"wrap": two_halves}, Trap("backward", AT), AT, {"r0"}),
-    "not healed": ({"wrap": fails_to_heal, "sync": "allreduce"}, None, 0, BOTH),
-    "an error reported to the manager": ({"wrap": reports}, None, 1, BOTH),
+SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
+    "all_gather": ({"sync": "error_feedback(topk(allgather, ratio=0.3))"}, Trap("collective 1", AT)),
+    "all_to_all": ({"sync": "error_feedback(quantize(two_shot, bits=8, block=16))"}, Trap("collective 0", AT)),
+    "no plan": ({"sync": "error_feedback(fp16(allreduce, check=True))"}, Trap("collective 0", AT)),
+    "warmup": ({"sync": "warmup(error_feedback(powersgd(fp16(allreduce))), steps=5)"}, Trap("backward", AT)),
+    "accumulated gradients": ({"accumulates": True}, Trap("collective 1", AT)),
+    "accumulated gradients, an error": ({"accumulates": True}, Trap("collective 1", AT, "raise")),
+    "a weight": ({"weighs": True}, Trap("vote", AT)),  # the first vote is of weights
+    "two modules, and the simple class": ({"wrap": two_halves}, Trap("backward", AT)),
+    "not healed": ({"wrap": fails_to_heal, "sync": "allreduce"}, None),
+    "an error reported to the manager": ({"wrap": reports}, None),
+}
+DISCARDED = {  # by whom, and in which step, if not by the survivor in that of the trap
+    "accumulated gradients, an error": (AT, BOTH),
+    "not healed": (0, BOTH),
+    "an error reported to the manager": (1, BOTH),
 }
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_step_ends_for_all_that_are_left_and_leaves_nothing(situation):
-    options, trap, step, whose = SITUATIONS[situation]
+    options, trap = SITUATIONS[situation]
     with Job(2, **{"sync": LOSSY, **options}) as job:
         records = job.run({} if trap is None else {"r1": trap})
+    step, whose = DISCARDED.get(situation, (AT, {"r0"}))
     assert {r.replica for r in discarded(records, step)} == whose
     assert "wrap" in options or all(r.is_planned == (situation != "no plan") for r in records)
 
@@ -282,6 +285,95 @@ def begin_with_another(name: str, address: str, folder: Path, options: Mapping[s
 
 def test_replicas_begin_with_different_pipelines():
     on_processes(2, begin_with_another)
+
+
+# Replicas of several ranks, of which each has its own part of the model, as with tensor or pipeline parallel. If one
+# rank is lost, so is its replica: what started it starts all of its ranks again.
+
+
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        ("r2", "forward"),  # with which the replica's server dies
+        ("r2", "collective 1"),
+        ("r2", "commit"),
+        ("r3", "backward"),
+        ("r3", "vote"),
+        ("r3", "stepped"),
+    ],
+)
+def test_one_rank_of_a_replica_is_killed(victim, point):
+    with Job(2, ranks=2, sync=LOSSY) as job:
+        records = job.run({victim: Trap(point, AT)})
+    assert job.incarnations == {"r0": 0, "r1": 0, "r2": 1, "r3": 1}
+    for rank in range(2):
+        assert any(r.participants == 1 and r.committed and r.rank == rank for r in records), "one replica went on alone"
+    if point in ("forward", "collective 1", "backward", "vote"):
+        # The ranks that had not lost anybody had means: they are gone as well.
+        assert {r.replica for r in records if r.step == AT and not r.committed} == {"r0", "r1"}
+
+
+class Sharded:
+    """A network of which each rank of a replica has shards."""
+
+    def __init__(self) -> None:
+        self.net = Network(0)
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (self.net[0], self.net[2], self.net):
+            fully_shard(layer, mesh=mesh)
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        return {name: p.to_local().detach() for name, p in self.net.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: shard.clone() for name, shard in self.shards().items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for name, shard in self.shards().items():
+            shard.copy_(saved[name])
+
+
+def train_sharded(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    replica, rank, together = meet(name, folder, 2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / replica), 2), rank=rank, world_size=2)
+    training = Sharded()
+    manager = new_manager(replica, address, training, init_sync=False, **together)
+    with pytest.raises(TypeError, match="DTensor"):
+        DistributedDataParallel(manager, nn.Sequential(training.net))
+    sync = fnddp.parse(LOSSY)
+    step, state = fnddp.jit(sync, wire=ManagerWire(manager)), sync.init(training.shards())
+    wait_together(name, folder, 4)
+    lost = 0
+    while manager.current_step() < AT + 3:
+        manager.start_quorum()
+        number = manager.current_step()
+        if name == "r3" and number == AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * int(name[1]) + number))
+        training.net(x).square().mean().backward()
+        grads = {path: p.grad.to_local() for path, p in training.net.named_parameters()}
+        training.net.zero_grad()
+        try:
+            mean, after = step(grads, state)
+        except fnddp.CollectiveError:
+            mean, after = {}, state
+        if not manager.should_commit():  # the other rank may have lost somebody, and this one nobody
+            lost += 1
+            continue
+        state = after
+        for path, shard in training.shards().items():
+            shard.sub_(0.1 * mean[path])
+        write(folder / f"{name}-{number}", str(bits(training.shards())))
+        other = folder / f"r{int(name[1]) ^ 2}-{number}"  # the same rank of the other replica
+        assert number >= AT or read(other) == str(bits(training.shards()))
+    assert lost == 1
+    assert manager.num_participants() == 1
+    read(*(folder / f"r{i}-{number}" for i in range(2)))  # rank 0 serves both of them until then
+
+
+def test_shards_over_the_wire():
+    """FSDP2 within a replica: each rank synchronizes its own shards with those of the other replica."""
+    on_processes(2, train_sharded, ranks=2)
 
 
 def test_the_example():

@@ -12,7 +12,7 @@ from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, Pur
 from fnddp.laws import bits
 from fnddp.reducers.all_reduce import all_reduce, allreduce
 from fnddp.wire.kinds import KINDS, REDUCE_SCATTER
-from tests.replica import Network
+from tests.replicas import Network
 
 
 class Backend:

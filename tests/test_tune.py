@@ -15,11 +15,10 @@ from fnddp import Compute, Link, parse
 from fnddp.cli import main, models, picture, tune_report
 from fnddp.cli.checks import check_share
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.problem import problem as asked
+from fnddp.cli.models import to_tune as asked
 from fnddp.cost.step import MeanStep, Span, Step
 from fnddp.simulate.ranks import run_threads
-from fnddp.simulate.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, cost, final_loss, tune
-from fnddp.simulate.tune.problem import functional, trained
+from fnddp.simulate.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, cost, final_loss, trained, tune
 from tests.workloads import SMALL
 
 
@@ -97,22 +96,15 @@ def test_losses_that_do_not_distinguish_pipelines_are_doubted() -> None:
 def line_problem() -> Problem:
     """A line through points without noise."""
 
-    def batches(n: int, seed: int, steps: int):
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(steps):
-            x = torch.randn(n, 4, 3, generator=generator)
-            yield x, x @ torch.tensor([[1.0], [-2.0], [3.0]])
-
-    def make(seed: int) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return nn.Linear(3, 1)
+    def batch(rank: int, n: int, generator: torch.Generator):
+        x = torch.randn(4, 3, generator=generator)
+        return x, x @ torch.tensor([[1.0], [-2.0], [3.0]])
 
     return Problem(
-        make,
+        partial(nn.Linear, 3, 1),
         lambda forward, batch: (forward(batch[0]) - batch[1]).square().mean(),
-        batches,
-        lambda params: torch.optim.SGD(params, lr=0.1),
+        batch,
+        partial(torch.optim.SGD, lr=0.1),
     )
 
 
@@ -123,7 +115,7 @@ def test_the_simulated_loss_is_that_of_real_ranks(text: str) -> None:
 
     def train(rank: int) -> list[float]:
         params = trained(model)
-        step = fnddp.value_and_grad(functional(model, problem.loss), parse(text))
+        step = fnddp.value_and_grad(problem.loss_of(model), parse(text))
         state, losses = parse(text).init(params), []
         for batch in problem.batches(n, 5, steps):
             loss, grads, state = step(params, state, *(part[rank] for part in batch))
@@ -144,7 +136,7 @@ def test_tune_trains_and_costs_everything_once() -> None:
         ranks=4,
         steps=3,
         seeds=(0, 1),
-        tell=lambda at: seen.append((at.done, at.of)),
+        tell=lambda *at: seen.append(at),
     )
     assert {each.pipeline for each in found.outcomes} == {MEAN, *SIXTEEN_BITS, "sign(allgather)"}
     assert seen[-1] == (10, 10)
@@ -204,15 +196,15 @@ def test_a_model_is_judged_in_eval_mode() -> None:
         judged.append(forward(torch.ones(64, 3)))
         return judged[-1].mean().item()
 
-    def make(seed: int) -> nn.Module:
+    def build() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5))
 
-    final_loss(replace(line_problem(), make=make, quality=quality), parse("allreduce"), 2, 0, 1)
+    final_loss(replace(line_problem(), build=build, quality=quality), parse("allreduce"), 2, 0, 1)
     assert judged[0].unique().numel() == 1  # dropout would have made zeros
 
 
 def test_candidates_are_pipelines() -> None:
-    parameters = models.load("transformer").parameters()
+    parameters = models.parameters("transformer")
     for text in (MEAN, *SIXTEEN_BITS, *CANDIDATES):
         parse(text).init(parameters)
     assert [repr(parse(text)) for text in (MEAN, *SIXTEEN_BITS)] == [MEAN, *SIXTEEN_BITS]  # outcomes go by these

@@ -12,8 +12,10 @@ import torch.distributed.nn as dist_nn
 from torch import nn
 
 import fnddp
+from fnddp import allreduce
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import DONATIONS, bits, gather, model
+from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
@@ -117,14 +119,33 @@ def test_where_works_are_always_ready_launches_are_the_programs(text):
     assert ours[0] < logs[0].index(f"user's after {next(iter(grads))}")  # among the user's, not behind them all
 
 
+def test_engines_that_wait_for_each_other():
+    """One that has ended a step and begun another is behind those that have waited, and they are not behind it."""
+
+    def body(rank: int) -> list[float]:
+        leaves = {"w": LeafSpec.of(torch.ones(1))}
+        first, second = (Engine(allreduce, leaves, state=(), donation=Donation(), learns_order=False) for _ in range(2))
+        grad = torch.tensor([float(rank)])
+        early, late = first.begin(), second.begin()
+        early.feed("w", grad)
+        means = [early.finish().mean["w"]]
+        last = first.begin()
+        last.feed("w", grad)
+        late.feed("w", 10 * grad)
+        means += [late.finish().mean["w"], last.finish().mean["w"]]
+        return [mean.item() for mean in means]
+
+    assert run_threads(2, body) == [[0.5, 5.0, 0.5]] * 2
+
+
 @pytest.mark.thorough
 @on_ranks(3)
 def test_live_objects_follow_the_world(rank):
     (folder,) = set(gather(tempfile.mkdtemp() if rank == 0 else None)) - {None}
     x = torch.full((3,), float(rank + 1))
     params = {"w": torch.ones(3)}
-    jitted = fnddp.jit(fnddp.allreduce)
-    grad_of = fnddp.value_and_grad(lambda p, x: (p["w"] * x).sum(), fnddp.allreduce)
+    jitted = fnddp.jit(allreduce)
+    grad_of = fnddp.value_and_grad(lambda p, x: (p["w"] * x).sum(), allreduce)
 
     def require(expected):
         for _ in range(2):
@@ -149,16 +170,11 @@ def test_live_objects_follow_the_world(rank):
 
 def test_from_a_world_of_one_to_two():
     """Stepped before there is any process group."""
-    jitted = fnddp.jit(fnddp.allreduce)
-    assert jitted({"w": torch.ones(2)}, ())[0]["w"].tolist() == [1.0, 1.0]
-
-    def body(rank):
-        return jitted_of_rank[rank]({"w": torch.full((2,), float(rank))}, ())[0]["w"].tolist()
-
-    jitted_of_rank = [fnddp.jit(fnddp.allreduce) for _ in range(2)]
-    for each in jitted_of_rank:
-        each({"w": torch.ones(2)}, ())
-    assert run_threads(2, body) == [[0.5, 0.5]] * 2
+    steps = [fnddp.jit(allreduce) for _ in range(2)]
+    for step in steps:
+        assert step({"w": torch.ones(2)}, ())[0]["w"].tolist() == [1.0, 1.0]
+    means = run_threads(2, lambda rank: steps[rank]({"w": torch.full((2,), float(rank))}, ())[0])
+    assert [mean["w"].tolist() for mean in means] == [[0.5, 0.5]] * 2
 
 
 class Synchronizing(torch.autograd.Function):
@@ -189,7 +205,7 @@ class Scale(nn.Module):
 @on_ranks(2)
 def test_messages_of_two_pipelines_under_way_on_one_group(rank: int) -> None:
     """Rings in float16, whose later messages are posted when earlier ones have come."""
-    sync, n, seen = fnddp.fp16(fnddp.allreduce), 2_000_000, []
+    sync, n, seen = fnddp.fp16(allreduce), 2_000_000, []
     other, first, last = fnddp.jit(sync), Scale(n), Scale(n)
 
     class Net(nn.Sequential):

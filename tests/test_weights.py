@@ -53,27 +53,14 @@ def test_equal_weights_change_no_bit(n):
         run_threads(n, check_equal_weights, text)
 
 
-@pytest.mark.parametrize(
-    ("weights", "match"), [([0.0, 0.0], "all of 2 ranks gave 0"), ([1.0, float("nan")], "rank 1 gave nan")]
-)
-def test_what_is_no_weight_is_an_error_on_all_ranks(weights, match):
+def test_weights_that_are_all_0_are_an_error_on_all_ranks():
     def body(rank):
         grads = {"w": torch.full((3,), float(rank + 1))}
         for run in (fnddp.allreduce, fnddp.jit(fnddp.allreduce)):
-            with pytest.raises(ValueError, match=match):
-                run(grads, (), weight=weights[rank])
+            with pytest.raises(ValueError, match="all of 2 ranks gave 0"):
+                run(grads, (), weight=0.0)
             mean, _ = run(grads, (), weight=float(rank))
             assert mean["w"].tolist() == [2.0] * 3  # the next step works
-
-    run_threads(2, body)
-
-
-def test_weight_zero_ignores_what_is_no_number():
-    def body(rank):
-        grads = {"w": torch.tensor([float("nan"), float("inf")]) if rank else torch.tensor([1.0, 2.0])}
-        for run in (fnddp.allreduce, fnddp.jit(fnddp.allreduce)):
-            mean, _ = run(grads, (), weight=1.0 - rank)
-            assert mean["w"].tolist() == [1.0, 2.0]
 
     run_threads(2, body)
 
@@ -99,11 +86,6 @@ def test_what_knows_no_weights_says_so(text, grads, match):
     if "7" not in text:
         with pytest.raises(ValueError, match=match):
             fnddp.jit(sync)(grads, sync.init(grads), weight=2.0)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def test_law_11_finds_a_pipeline_that_forgets_weights():
@@ -158,7 +140,7 @@ def test_weights_over_a_group_that_a_hook_does_not_name_are_refused(rank):
     hook = fnddp.from_hook(allreduce_hook, groups[rank])
     with pytest.raises(ValueError, match="from_hook.* does not say over which process group"):
         hook({"w": torch.ones(2)}, (), weight=1.0 + rank)
-    model = fnddp.DistributedDataParallel(network(), sync=hook)
+    model = fnddp.DistributedDataParallel(nn.Linear(8, 4), sync=hook)
     with pytest.raises(ValueError, match="does not say over which process group"), model.weight(1 + rank):
         model(torch.ones(1, 8)).sum().backward()
     model.zero_grad()

@@ -196,23 +196,25 @@ def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
             raise ZeroDivisionError("no data")
 
 
+def raises(of_this_rank: bool, error: type[Exception], match: str, told: str = "") -> Any:
+    """The error of this rank, or of rank 1 as this one is told of it."""
+    return pytest.raises(error, match=match) if of_this_rank else pytest.raises(StepFailedError, match=told or match)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("misuse", ["no_sync", "nothing", "no_grad", "nested", "raises"])
 @on_ranks(2)
 def test_a_weight_for_no_step_is_an_error_on_all_ranks(rank: int, misuse: str, alone: bool) -> None:
     model = wrapped()
+    error, match = {
+        "nested": (RuntimeError, f"the weight 7 is given within a block of the weight {rank + 1}"),
+        "raises": (ZeroDivisionError, "no data"),
+    }.get(misuse, (RuntimeError, f"the weight {rank + 1} was given for nothing"))
+    told = "rank 1 failed with (RuntimeError: .*weight|ZeroDivisionError)"
     for _ in range(2):  # in the second round steps begin with an exchange of weights
-        before = model.sync_stats()["failed_steps"]
-        if rank == 1 or not alone:
-            error, match = {
-                "nested": (RuntimeError, f"the weight 7 is given within a block of the weight {rank + 1}"),
-                "raises": (ZeroDivisionError, "no data"),
-            }.get(misuse, (RuntimeError, f"the weight {rank + 1} was given for nothing"))
-            with pytest.raises(error, match=match):
-                misused(model, rank, misuse)
-        else:
-            with pytest.raises(StepFailedError, match="rank 1 failed with (RuntimeError: .*weight|ZeroDivisionError)"):
-                loss(model, rank).backward()
+        before, does = model.sync_stats()["failed_steps"], rank == 1 or not alone
+        with raises(does, error, match, told):
+            misused(model, rank, misuse) if does else loss(model, rank).backward()
         assert model.sync_stats()["failed_steps"] == before + 1
         require_steps(model, rank)
 
@@ -264,18 +266,13 @@ def test_what_is_no_weight_on_one_rank_is_named_on_all(rank: int, text: str) -> 
 def test_a_backward_through_forwards_of_two_weights_is_an_error_on_all_ranks(
     rank: int, weights: tuple[int | None, int | None], alone: bool
 ) -> None:
-    model = wrapped()
+    model, does = wrapped(), rank == 1 or not alone
     made = []
-    for weight in weights:
-        if alone and rank == 0:
-            weight = 3
+    for weight in weights if does else (3, 3):
         with nullcontext() if weight is None else model.weight(weight):
             made.append(loss(model, rank))
-    if alone and rank == 0:
-        expected: Any = pytest.raises(StepFailedError, match="rank 1 failed with RuntimeError: .* was given the weight")
-    else:
-        expected = pytest.raises(RuntimeError, match="a backward was given the weights? ")
-    with expected:
+    told = "rank 1 failed with RuntimeError: .* was given the weight"
+    with raises(does, RuntimeError, "a backward was given the weights? ", told):
         sum(made).backward()
     require_steps(model, rank)
     with model.weight(rank + 1):  # the backward's own is for all forwards outside of blocks
@@ -286,13 +283,12 @@ def test_a_backward_through_forwards_of_two_weights_is_an_error_on_all_ranks(
 @pytest.mark.parametrize("alone", [True, False])
 @on_ranks(2)
 def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int, alone: bool) -> None:
-    model = wrapped("all_reduce(op='sum')")
-    gives = rank == 1 or not alone
-    if gives:
-        expected: Any = pytest.raises(ValueError, match="takes a sum, which knows no weights")
-    else:
-        expected = pytest.raises(StepFailedError, match="rank 1 failed with ValueError: weight: .*knows no weights")
-    with expected, model.weight(1) if gives else nullcontext():
+    model, does = wrapped("all_reduce(op='sum')"), rank == 1 or not alone
+    told = "rank 1 failed with ValueError: weight: .*knows no weights"
+    with (
+        raises(does, ValueError, "takes a sum, which knows no weights", told),
+        model.weight(1) if does else nullcontext(),
+    ):
         loss(model, rank).backward()
     model.zero_grad()
     loss(model, rank).backward()
@@ -304,14 +300,11 @@ def test_a_rank_that_fails_on_its_own_names_its_error_where_weights_are_exchange
     model = wrapped()
     require_steps(model, rank)
     model.zero_grad()
+    made = loss(model, rank)
     if rank:
-        made = loss(model, rank)
         made.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError), model.weight(2):
-            made.backward()
-    else:
-        with pytest.raises(StepFailedError, match="rank 1 failed with"), model.weight(1):
-            loss(model, rank).backward()
+    with raises(rank == 1, ZeroDivisionError, "", "rank 1 failed with"), model.weight(1 + rank):
+        made.backward()
     require_steps(model, rank)
 
 

@@ -1,7 +1,9 @@
-"""What takes longest on ranks that are threads, once for all of them."""
+"""Ranks that are threads share a core, and what takes longest is done once for all of them."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +17,22 @@ from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import rank, within
 from fnddp.wire.protocol import Wire
+
+
+class OnOneCore(threading.Thread):
+    """A thread that stays on a core, with the processes it starts: each session, and worker of xdist, has its own.
+
+    Of ranks one computes at a time, and across cores they wake each other at every operation, which takes longer.
+    """
+
+    def run(self) -> None:
+        if hasattr(os, "sched_setaffinity"):
+            worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw"))
+            with suppress(OSError):  # it is only for speed
+                cores = sorted(os.sched_getaffinity(os.getpid()))
+                os.sched_setaffinity(0, {cores[worker % len(cores)]})  # of this thread alone
+        super().run()
+
 
 Pass = Callable[[Draft], Draft]
 

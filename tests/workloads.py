@@ -1,10 +1,16 @@
 """Models that commands take with `--model`: SMALL and its neighbours, as a user's file has them."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
+from fnddp.simulate.tune import Problem
+
 SMALL = f"{__file__}:small"
 """A layer of 64 x 32, with a batch and a loss."""
+
+WIDE = f"{__file__}:wide"
 
 module = nn.Linear(8, 4)
 
@@ -16,6 +22,18 @@ class Network(nn.Linear):
 
 def small():
     return nn.Linear(64, 32), torch.ones(2, 64), lambda output: output.square().mean()
+
+
+def own_problem():
+    return Problem(
+        partial(nn.Linear, 20, 1),
+        lambda forward, batch: forward(*batch).square().mean(),
+        lambda rank, ranks, generator: (torch.randn(4, 20, generator=generator),),
+    )
+
+
+def wide():
+    return nn.Linear(640, 480), torch.ones(2, 640), lambda output: output.square().mean()
 
 
 def alone():

@@ -1,17 +1,19 @@
-"""A pipeline's state in torch.distributed.checkpoint, also for another number of ranks."""
+"""A pipeline's state in checkpoints: torch's distributed ones, the first rank's file, or a file of each rank."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fnddp.core.agreement import agree
 from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
 from fnddp.core.tree import is_inexact
-from fnddp.wire import groups
+from fnddp.wire import control, groups
 
-WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
+_WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
 _PARTS = "parts"
 _PIPELINE = "pipeline"
 
@@ -43,19 +45,20 @@ class Checkpoint:
     def __init__(
         self, owner: HasSync, group: str | None, saved_world_size: int | None = None, prefix: str = ""
     ) -> None:
-        self._owner, self._prefix = owner, prefix
-        size = groups.world_size(group)
+        self._owner, self._prefix, size = owner, prefix, groups.world_size(group)
         self._saved_size = saved_world_size or size
         self._shares = shares(groups.rank(group), size, self._saved_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, ints and lists of text to save, or to load into, in memory of their own."""
         saved = state_dict(self._owner.sync_state)
-        kinds = {part.key: part.kind for part in parts(self._owner.sync_state)}
-        replicated = {key: value for key, value in saved.items() if kinds[key] != LOCAL}
-        local = {key: value for key, value in saved.items() if kinds[key] == LOCAL}
-        keyed = {of_rank(r, key): value for r in self._shares for key, value in local.items()}
-        everything = {**replicated, **keyed, **self._about(list(saved))}
+        local = {part.key for part in parts(self._owner.sync_state) if part.kind == LOCAL}
+        keyed = {of_rank(r, key): value for r in self._shares for key, value in saved.items() if key in local}
+        everything = {
+            **{key: value for key, value in saved.items() if key not in local},
+            **keyed,
+            **self._about(list(saved)),
+        }
         return {self._prefix + key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
 
     def about(self) -> dict[str, Any]:
@@ -64,7 +67,7 @@ class Checkpoint:
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
         """Return the number of ranks that saved it."""
-        return saved[self._prefix + WORLD_SIZE]
+        return saved[self._prefix + _WORLD_SIZE]
 
     def require_fitting(self, saved: Mapping[str, Any]) -> None:
         """Raise a ValueError if it is of another pipeline or other parameters."""
@@ -88,19 +91,19 @@ class Checkpoint:
             )
         self.require_fitting(state_dict)
         saved = {key.removeprefix(self._prefix): value for key, value in state_dict.items()}
-        merged: dict[str, Any] = {}
-        for part in parts(self._owner.sync_state):
-            if part.kind == LOCAL:
-                merged[part.key] = combined({r: saved[of_rank(r, part.key)] for r in self._shares}, self._shares)
-            else:
-                merged[part.key] = saved[part.key]
+        merged = {
+            part.key: combined({r: saved[of_rank(r, part.key)] for r in self._shares}, self._shares)
+            if part.kind == LOCAL
+            else saved[part.key]
+            for part in parts(self._owner.sync_state)
+        }
         try:
             self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
         except ValueError as error:
             raise self._unfitting(state_dict, str(error)) from error
 
     def _about(self, saved: list[str]) -> dict[str, Any]:
-        return {WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}
+        return {_WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}
 
     def _unfitting(self, saved: Mapping[str, Any], why: str) -> ValueError:
         return ValueError(
@@ -134,3 +137,81 @@ def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
 def of_rank(rank: int, key: str) -> str:
     """Return the key of a local part of `rank`."""
     return f"rank{rank}/{key}"
+
+
+def gathered(owner: HasSync, group: str | None) -> dict[str, Any]:
+    """Return the state of all ranks in one flat dict on the CPU, on the first rank; on the others an empty one.
+
+    All ranks must call it. Only local parts travel. The wrong choice where they do not fit into the first rank's
+    memory, as many times as there are ranks: let `torch.distributed.checkpoint` write a `Checkpoint`.
+    """
+    mine = _on_cpu(owner, group)
+    everyone = [mine]
+    if any(part.kind == LOCAL for part in parts(owner.sync_state)):
+        everyone = control.gather_object(mine, group)
+    if groups.rank(group) != 0:
+        return {}
+    return {key: value for each in everyone for key, value in each.items()}
+
+
+def load_gathered(owner: HasSync, group: str | None, saved: Mapping[str, Any]) -> None:
+    """Set the state of `owner` to the result of `gathered`, on as many ranks or on others: see `shares`.
+
+    Raises:
+        ValueError: It is of another pipeline or other parameters.
+    """
+    Checkpoint(owner, group, saved[_WORLD_SIZE]).load_state_dict(saved)
+
+
+def save_file(owner: HasSync, group: str | None, folder: str | Path, name: str) -> None:
+    """Write this rank's state to `folder/name-rank<r>.pt`. All ranks call it; nothing is sent."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    torch.save(_on_cpu(owner, group), _path(folder, name, groups.rank(group)))
+
+
+def load_files(owner: HasSync, group: str | None, folder: str | Path, name: str) -> bool:
+    """Set the state of `owner` to what as many ranks, or others, have written with `save_file`; see `shares`.
+
+    All ranks call it. As many ranks need each its own file; others need a folder that all of them see.
+
+    Returns:
+        False if there is no file, on any rank.
+
+    Raises:
+        FileNotFoundError, ValueError: A file is missing or of another pipeline; the other ranks raise a
+            RankMismatchError.
+    """
+    saved: dict[str, Any] = {}
+
+    def read() -> dict[str, str]:
+        mine = _path(folder, name, groups.rank(group))
+        first = _read(mine if mine.exists() else _path(folder, name, 0))
+        wanted = shares(groups.rank(group), groups.world_size(group), first[_WORLD_SIZE])
+        saved.update({key: value for r in wanted for key, value in _read(_path(folder, name, r)).items()})
+        Checkpoint(owner, group).require_fitting(saved)
+        return {"the number of ranks that saved": str(first[_WORLD_SIZE])}
+
+    found = any(Path(folder).glob(f"{name}-rank*.pt"))
+    if b"\1" not in control.all_gather_bytes(bytes([found]), group):
+        return False
+    agree(read, group)  # before any state is set
+    load_gathered(owner, group, saved)
+    return True
+
+
+def _path(folder: str | Path, name: str, rank: int) -> Path:
+    return Path(folder) / f"{name}-rank{rank}.pt"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no {path}: each rank has written a file of its own, and another number of ranks reads them all; "
+            "put them into a folder that all ranks see"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _on_cpu(owner: HasSync, group: str | None) -> dict[str, Any]:
+    saved = Checkpoint(owner, group).state_dict()
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in saved.items()}

@@ -39,10 +39,9 @@ class Handle(PipelineHandle):
         named = model.module.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-        leaves = {name: LeafSpec.of(p) for name, p in self._parameters.items()}
         engine = Engine(
             sync,
-            leaves,
+            {name: LeafSpec.of(p) for name, p in self._parameters.items()},
             state=sync.init(self._parameters),
             donation=Donation(gradients="at_end", state=True),
             learns_order=False,
@@ -68,7 +67,8 @@ class Handle(PipelineHandle):
                 self._engine.begin()
                 self._look_between()
             if self._failure is None and self._engine.step is not None:
-                self._engine.step.feed_all({self._name_of(p): grad for p, grad in arrived.gradients()})
+                grads = arrived.gradients()
+                self._engine.step.feed_all({self._names[p]: grad for p, grad in grads if p in self._names})
             if bucket.is_last():
                 self._finish()
         except Exception as error:
@@ -110,28 +110,30 @@ class Handle(PipelineHandle):
             return
         if step is None:
             raise RuntimeError("register: the step ended with that of another model, which failed in the same backward")
-        self._check_all_arrived()
+        self._require_known()
         mean, _ = step.finish()
         mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}
         for bucket in self._pending:
             bucket.complete(mean_of)
-        if len(mean_of) < len(self._names):
-            self._clear([p for p in self._names if p not in mean_of])
-        if self._writes_all and torch_private.is_within_backward():
-            _behind_ddp(partial(_write, mean_of))
+        # Not where DDP's join runs hooks: that rank has no gradients.
+        if (self._writes_all or len(mean_of) < len(self._names)) and torch_private.is_within_backward():
+            _behind_ddp(partial(self._write, mean_of))
         # DDP's buckets, and their order, are the same on all ranks.
-        self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters])
+        self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters if p in self._names])
         self._pending = []
 
-    def _clear(self, parameters: Sequence[Tensor]) -> None:
-        """Leaves `.grad` None, of parameters without an update, when DDP has written its buckets there."""
-
-        def clear() -> None:
-            for parameter in parameters:
+    def _write(self, mean_of: Mapping[Tensor, Tensor]) -> None:
+        """Set `.grad` where DDP does not: None without an update, and means of parameters that no rank has used."""
+        for parameter in self._names:
+            if parameter not in mean_of:
                 parameter.grad = None
-
-        if torch_private.is_within_backward():  # not where DDP's join runs hooks: that rank has no gradients
-            _behind_ddp(clear)
+        for parameter, mean in mean_of.items() if self._writes_all else ():
+            if not parameter.requires_grad:  # frozen since
+                continue
+            if parameter.grad is None:
+                parameter.grad = mean.clone() if mean.any() else None
+            elif not parameter.grad.is_sparse:
+                parameter.grad.detach().copy_(mean)
 
     def _give_up(self, error: Exception) -> None:
         self._engine.fail(error)
@@ -139,26 +141,23 @@ class Handle(PipelineHandle):
         for bucket in self._pending:
             bucket.complete({})
         self._pending = []
-        _raise_after_backward(error)
+        if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
+            raise error
 
-    def _name_of(self, parameter: Tensor) -> str:
-        if parameter in self._names:
-            return self._names[parameter]
-        name = next(name for name, p in self._module.named_parameters() if p is parameter)
-        raise _thawed(name, frozen_before="register")
+        def raise_error() -> None:
+            raise error
 
-    def _check_all_arrived(self) -> None:
+        _behind_ddp(raise_error)
+
+    def _require_known(self) -> None:
+        """Raise a ValueError if a parameter has a gradient that DDP, or the pipeline, does not know."""
         arrived = {p for bucket in self._pending for p in bucket.parameters}
         for name, p in self._module.named_parameters():
-            if p.requires_grad and p not in arrived and name not in self._ignored:
-                raise _thawed(name, frozen_before="DistributedDataParallel")
-
-
-def _thawed(name: str, frozen_before: str) -> ValueError:
-    return ValueError(
-        f"parameter {name!r} was frozen when {frozen_before} was called, and is not now; "
-        "wrap the module and register the pipeline again"
-    )
+            if p.requires_grad and name not in self._ignored and not (p in arrived and p in self._names):
+                raise ValueError(
+                    f"parameter {name!r} was frozen when {'register' if p in arrived else 'DistributedDataParallel'} "
+                    "was called, and is not now; wrap the module and register the pipeline again"
+                )
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
@@ -216,9 +215,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
     Args:
         model: The wrapped module.
         sync: The pipeline. Reducers that name no group use the model's.
-        wire: Who moves gradients between ranks; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
-            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
+        wire, backend: See `value_and_grad`.
 
     Returns:
         A handle whose `state` can be saved (`fnddp.state_dict(handle.state)`) and set.
@@ -254,10 +251,9 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
         require_sync("register: sync", sync)
-        handle = Handle(model, sync.over(group, unnamed_only=True), wire, backend)
-        handles.append(handle)
-        described = description(sync, handle._parameters, handle.state)  # pyright: ignore[reportPrivateUsage]
-        return {"the backend": str(backend), **described}
+        handles.append(Handle(model, sync.over(group, unnamed_only=True), wire, backend))
+        parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
+        return {"the backend": str(backend), **description(sync, parameters, handles[0].state)}
 
     agree(set_up, group)
     (handle,) = handles
@@ -270,27 +266,6 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
 def fnddp_hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The function in DDP's hook slot; DDP wants a plain function with these parameters."""
     return handle._feed(bucket)  # pyright: ignore[reportPrivateUsage]
-
-
-def _raise_after_backward(error: Exception) -> None:
-    def raise_error() -> None:
-        raise error
-
-    if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
-        raise_error()
-    _behind_ddp(raise_error)
-
-
-def _write(mean_of: Mapping[Tensor, Tensor]) -> None:
-    """Means to `.grad`, where DDP leaves those of parameters alone that no rank has used."""
-    with torch.no_grad():
-        for parameter, mean in mean_of.items():
-            if not parameter.requires_grad:  # frozen since
-                continue
-            if parameter.grad is None:
-                parameter.grad = mean.clone() if mean.any() else None
-            elif not parameter.grad.is_sparse:
-                parameter.grad.copy_(mean)
 
 
 def _behind_ddp(run: Callable[[], None]) -> None:

@@ -1,6 +1,8 @@
-"""Functional training loops: value, synchronized gradients and state from one call."""
+"""Functional training loops: `value_and_grad`, and a pipeline as a function that runs its plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -10,15 +12,16 @@ from torch.autograd.graph import GradientEdge
 from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync, require_sync
-from fnddp.core.tree import Leaves
+from fnddp.core.tree import Leaves, Tree
 from fnddp.plan.draft import Donation
+from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
 from fnddp.run.step import Step
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
 from fnddp.wire.c10d import C10D, over
 from fnddp.wire.protocol import Wire
 
-T = TypeVar("T")  # the tree of parameters
+T = TypeVar("T")  # the tree of parameters or gradients
 V = TypeVar("V")  # what a loss function returns
 P = ParamSpec("P")  # of a batch
 
@@ -104,7 +107,7 @@ def value_and_grad(
         with engines.alone(leaves, state) as engine:
             step = engine.begin(state)
             try:
-                value, aux = _backward(loss_of, leaves, batch, has_aux, step, engine.positions, nested)
+                value, aux = _backward(loss_of, leaves, batch, has_aux, step, nested)
                 done = step.finish()
             except BaseException as error:
                 step.fail(error)
@@ -115,20 +118,16 @@ def value_and_grad(
     return run
 
 
+@dataclass
 class _Nested:
-    """Knowledge of custom autograd functions whose backward runs one of its own, learned from earlier steps.
-
-    A parameter that is used inside such a function gets a gradient from each backward that reaches it, and only at the
-    end of the outermost one is their sum complete.
+    """Leaves whose gradients custom functions make in a backward of their own, learned from earlier steps.
 
     Attributes:
-        paths: Leaves that have had such a gradient.
         is_known: Whether a step with custom functions has ended, so that `paths` can be relied on.
     """
 
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
-        self.is_known = False
+    paths: set[str] = field(default_factory=set[str])
+    is_known: bool = False
 
 
 def _backward(
@@ -137,11 +136,9 @@ def _backward(
     batch: tuple[Any, ...],
     has_aux: bool,
     step: Step,
-    positions: Mapping[str, int],
     nested: _Nested,
 ) -> tuple[Tensor, Any]:
     """Return value and auxiliary data; gradients go to the step as they come, or at the end if more may follow."""
-
     task: int | None = None  # autograd's number for the backward of the loss
     functions: list[GradientEdge] = []
     held: dict[str, Tensor] = {}
@@ -163,26 +160,24 @@ def _backward(
         if step.put(positions[path], grad):
             step.advance()
 
-    def on_grad(path: str) -> Callable[[Tensor], None]:
-        def arrives(leaf: Tensor) -> None:
-            if task is None:
-                raise RuntimeError(
-                    f"value_and_grad: loss_fn itself runs a backward that reaches leaf {path!r}; return that loss, or "
-                    "use torch.autograd.grad"
-                )
-            if current_backward() != task:
-                nested.paths.add(path)
-            if path in nested.paths or (functions and not nested.is_known):
-                held[path] = leaf
-            else:
-                take(path, leaf)
-
-        return arrives
+    def arrives(path: str, leaf: Tensor) -> None:
+        if task is None:
+            raise RuntimeError(
+                f"value_and_grad: loss_fn itself runs a backward that reaches leaf {path!r}; return that loss, or use "
+                "torch.autograd.grad"
+            )
+        if current_backward() != task:
+            nested.paths.add(path)
+        if path in nested.paths or (functions and not nested.is_known):
+            held[path] = leaf
+        else:
+            take(path, leaf)
 
     with torch.enable_grad(), refuse_reentrant_checkpoints(_OWNER):
         variables = {path: leaf.requires_grad_() for path, leaf in leaves.items()}
+        positions = {path: position for position, path in enumerate(variables)}
         for path, variable in variables.items():
-            variable.register_post_accumulate_grad_hook(on_grad(path))
+            variable.register_post_accumulate_grad_hook(partial(arrives, path))
         first = next_node_number()  # older ones are of the caller's graph, which is not to run
         result = loss_of(variables, *batch)
     loss, aux = result if has_aux else (result, None)
@@ -216,3 +211,59 @@ def _checked(path: str, leaf: Tensor) -> Tensor:
             "complex: pass other tensors as part of the batch"
         )
     return leaf
+
+
+class jit:
+    """Runs a pipeline through its plan: combined collectives, reused buffers, the same numbers as `sync` itself.
+
+    For gradients that are all there. It is called as the pipeline is; plans are made at the first call for leaves of
+    given shapes, for each phase. The wrong choice where gradients are still being computed: `value_and_grad`,
+    `register` and `DistributedDataParallel` overlap the same plan with backward. Within torch.compile it is `sync`.
+
+    Args:
+        sync: The pipeline. One that cannot be lowered runs as it is.
+        wire, backend: See `value_and_grad`.
+
+    >>> from fnddp import allreduce, fp16
+    >>> step = jit(fp16(allreduce))
+    >>> grads = {"w": torch.tensor([1.0, 1 / 3])}
+    >>> step(grads, step.init(grads))
+    ({'w': tensor([1.0000, 0.3333])}, ())
+    """
+
+    def __init__(self, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> None:
+        self._sync = require_sync("jit: sync", sync)
+        self._eager = over(wire, sync)
+        self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
+
+    @property
+    def sync(self) -> Sync:
+        """The pipeline that runs."""
+        return self._sync
+
+    def init(self, grads: Tree) -> State:
+        """See `Sync.init`."""
+        return self.sync.init(grads)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last call; None before the first, and for a pipeline that cannot be lowered."""
+        return None if self._engines.last is None else self._engines.last.plan
+
+    def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
+        """See `Sync.__call__`.
+
+        Raises:
+            RuntimeError: It is called by two threads at once, for such leaves.
+            StepFailedError: Another rank has failed in this step.
+        """
+        if torch.compiler.is_compiling() or is_transforming():
+            return self._eager(grads, state, weight=weight)
+        leaves, spec = tree.flatten(grads)
+        # Plans, and the memory that they keep, outlive inference mode.
+        with torch.inference_mode(False), self._engines.alone(leaves, state) as engine:
+            done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)
+            return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+
+    def __repr__(self) -> str:
+        return f"jit({self.sync!r})"

@@ -1,8 +1,11 @@
-"""The base class of objects that own a pipeline and its state."""
+"""The base classes of objects that own a pipeline and its state, and their numbers for a log."""
+
+from typing import Any, Protocol
 
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.core.agreement import agree_on_state
 from fnddp.core.sync import State, Sync
+from fnddp.device import device_of
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.run.stats import SyncStats, stats
@@ -10,15 +13,12 @@ from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import Wire
 
 
-class PipelineHandle:
-    """A pipeline that synchronizes the gradients of a model, with its state.
+class HasPipeline:
+    """A pipeline that synchronizes the gradients of a model, with its state."""
 
-    Attributes:
-        group: Name of the model's process group; None for the default one.
-    """
-
-    def __init__(self, engine: Engine, group: str | None, wire: Wire = C10D) -> None:
-        self._engine, self.group, self._wire = engine, group, wire
+    _engine: Any  # an `Engine`
+    _group: str | None  # name of the model's process group; None for the default one
+    _wire: Wire
 
     @property
     def sync(self) -> Sync:
@@ -29,26 +29,25 @@ class PipelineHandle:
         return self._engine.sync
 
     @property
-    def state(self) -> State:
+    def sync_state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the names of the model's parameters.
 
-        Set it on all ranks: see `fnddp.DistributedDataParallel.sync_state`.
+        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks, which compare
+        what is replicated in it if that changes.
+
+        Raises:
+            CollectiveError: Another rank has not set it within the timeout of the process group.
+            RankMismatchError: On all ranks: some set a state with other replicated parts.
+            RuntimeError: A step is under way.
+            ValueError: It is of another pipeline or other parameters.
         """
         return self._engine.state
 
-    @state.setter
-    def state(self, state: State) -> None:
-        agree_on_state(self.sync, self._engine.state, state, self.group, self._wire)
-        self._engine.state = state
-
-    @property
-    def sync_state(self) -> State:
-        """`state`, by the name that it has in `fnddp.DistributedDataParallel`."""
-        return self.state
-
     @sync_state.setter
     def sync_state(self, state: State) -> None:
-        self.state = state
+        with device_of(self._engine.device).selected():
+            agree_on_state(self.sync, self._engine.state, state, self._group, self._wire)
+        self._engine.state = state
 
     @property
     def plan(self) -> Plan | None:
@@ -56,9 +55,68 @@ class PipelineHandle:
         return self._engine.plan
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """Return the state for torch.distributed.checkpoint: see `fnddp.DistributedDataParallel.sync_checkpoint`."""
-        return Checkpoint(self, self.group, saved_world_size)
+        """The pipeline's state for torch.distributed.checkpoint.
+
+        Args:
+            saved_world_size: To load what another number of ranks has saved.
+        """
+        return Checkpoint(self, self._group, saved_world_size)
 
     def sync_stats(self) -> SyncStats:
-        """Return the statistics of the last step: see `fnddp.DistributedDataParallel.sync_stats`."""
+        """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
+
+        Times are measured from the first call on, so they are None in it: call it once before training. It waits for an
+        accelerator. Of a pipeline that has another state from now on, steps are counted anew.
+        """
         return stats(self._engine)
+
+
+class PipelineHandle(HasPipeline):
+    """A pipeline in a model of another class.
+
+    Attributes:
+        group: Name of the model's process group; None for the default one.
+    """
+
+    state = HasPipeline.sync_state
+
+    def __init__(self, engine: Engine, group: str | None, wire: Wire = C10D) -> None:
+        self._engine, self._group, self._wire = engine, group, wire
+        self.group = group
+
+
+class Writer(Protocol):
+    """A writer of scalars: `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> Any: ...
+
+
+def log_sync_stats(writer: Writer, model: HasPipeline, *, step: int | None = None, prefix: str = "fnddp/") -> SyncStats:
+    """Write the statistics of `model` to TensorBoard, or to anything with its `add_scalar`, and return them.
+
+    Call it on one rank: reading them waits for the device. For other loggers: `logger.log(model.sync_stats())`.
+
+    Args:
+        writer: A `SummaryWriter`.
+        model: The model, or the handle of `register`.
+        step: The number to write them under; None for the number of committed steps.
+        prefix: Of each name.
+
+    >>> import torch, fnddp
+    >>> class Printer:
+    ...     def add_scalar(self, tag, scalar_value, global_step=None): print(tag, scalar_value, global_step)
+    >>> model = fnddp.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> written = log_sync_stats(Printer(), model)
+    fnddp/steps 1 1
+    fnddp/failed_steps 0 1
+    fnddp/wire_bytes 0 1
+    fnddp/link_bytes 0 1
+    fnddp/collectives 0 1
+    """
+    stats = model.sync_stats()
+    at = stats["steps"] if step is None else step
+    for name, value in stats.items():
+        if value is not None:
+            writer.add_scalar(f"{prefix}{name}", value, at)
+    return stats

@@ -84,7 +84,8 @@ class from_hook(Sync):
     def _run(self, leaves: Leaves, index: int, is_last: bool) -> Leaves:
         shapes = [leaf.shape for leaf in leaves.values()]
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])  # hooks write to it; the gradients stay
-        result = self.hook(self.state, Bucket(flat, shapes, index, is_last, self._parameters_of(leaves))).wait()
+        parameters = None if self.parameters is None else [self.parameters[path] for path in leaves]
+        result = self.hook(self.state, Bucket(flat, shapes, index, is_last, parameters)).wait()
         tensor = result[0] if isinstance(result, list) else result
         if tensor.numel() != flat.numel():
             raise ValueError(f"{self!r} returned {tensor.numel()} elements for a bucket of {flat.numel()}")
@@ -93,9 +94,6 @@ class from_hook(Sync):
             path: in_format_of(leaf, view.to(leaf.dtype))
             for (path, leaf), view in zip(leaves.items(), views, strict=True)
         }
-
-    def _parameters_of(self, leaves: Leaves) -> list[Tensor] | None:
-        return None if self.parameters is None else [self.parameters[path] for path in leaves]
 
     def __repr__(self) -> str:
         # Without addresses, so that equal ranks print equal text.
@@ -109,12 +107,7 @@ class Bucket:
     """A duck-typed `dist.GradBucket`, which Python cannot construct."""
 
     def __init__(
-        self,
-        buffer: Tensor,
-        shapes: list[torch.Size],
-        index: int,
-        is_last: bool,
-        parameters: list[Tensor] | None = None,
+        self, buffer: Tensor, shapes: list[torch.Size], index: int, is_last: bool, parameters: list[Tensor] | None
     ) -> None:
         self._buffer, self._shapes, self._index, self._is_last = buffer, shapes, index, is_last
         self._parameters = parameters

@@ -54,20 +54,11 @@ def accumulates(nodes: Iterable[Any]) -> bool:
     return has_leaves
 
 
-def _no_step() -> None:
-    return None
-
-
 class FastPath:
     """The step that gradients go to in the hook itself.
 
     The long way is for a gradient that is added to an earlier one, is sparse, belongs to another backward, or is seen
-    by a hook of the user.
-
-    Attributes:
-        step: Returns the step; None where each gradient takes the long way.
-        task: autograd's number for its backward.
-        excluded: Positions of leaves whose gradients take the long way all the same.
+    by a hook of the user; and for those of leaves at `excluded` positions.
     """
 
     __slots__ = ("excluded", "step", "task")
@@ -82,17 +73,15 @@ class FastPath:
 
     def close(self) -> None:
         """Let each gradient take the long way."""
-        self.step, self.task, self.excluded = _no_step, -2, set[int]()  # outside of a backward the task is -1
+        # Outside of a backward the task is -1.
+        self.step, self.task, self.excluded = (lambda: None), -2, set[int]()
 
     def hook(
         self, position: int, take: Callable[[Tensor], Any], advance: Callable[[], Callable[[], None] | None]
     ) -> Callable[[Tensor], None]:
-        """Return a hook of a parameter whose gradient has been accumulated.
+        """Return a hook of a parameter whose gradient has been accumulated; `take` is the long way.
 
-        Args:
-            position: Of the leaf.
-            take: The long way.
-            advance: A weak reference to the method that is called when a segment is complete.
+        `advance` is a weak reference to the method that is called when a segment is complete.
         """
 
         def accumulated(parameter: Tensor) -> None:
@@ -135,18 +124,13 @@ class Ending:
 
     def __init__(self, task: int) -> None:
         self._task = task
-        self._steps: list[tuple[Engine, Callable[[], None]]] = []
+        self.steps: list[tuple[Engine, Callable[[], None]]] = []
         self.engines: list[Engine] = []  # of the steps, for those that outlive a backward that has raised
-
-    def add(self, engine: Engine, end: Callable[[], None]) -> None:
-        """Have `end` called for the open step of `engine`."""
-        self._steps.append((engine, end))
-        self.engines.append(engine)
 
     def __call__(self) -> None:
         with _lock:
             _endings.pop(self._task, None)  # what runs now may begin another one
-        waiting = sorted(self._steps, key=lambda step: step[0].number)
+        waiting = sorted(self.steps, key=lambda step: step[0].number)
         failure: BaseException | None = None
         while waiting:
             # On one process group, the step that began first goes first.
@@ -168,8 +152,8 @@ def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref
     """Have `end` called at the end of the backward that is running, for the open step of `engine`.
 
     Returns:
-        A reference that is dead once it is known that `end` will not be called, because the backward has raised; and
-        the engines that have a step in that backward.
+        A reference that is dead once it is known that the backward has raised, and `end` will not be called; and the
+        engines that have a step in that backward.
     """
     with _lock:
         task = torch_private.current_backward()
@@ -177,7 +161,8 @@ def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref
         if ending is None:
             ending = _endings[task] = Ending(task)
             torch_private.at_end_of_backward(ending)
-        ending.add(engine, end)
+        ending.steps.append((engine, end))
+        ending.engines.append(engine)
     return weakref.ref(ending), ending.engines
 
 

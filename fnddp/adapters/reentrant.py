@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 # torch looks the class up in its module at each checkpoint, for all threads; ranks may be threads.
 _torchs: Any = checkpoint.CheckpointFunction
 _lock = threading.Lock()
-_refusing: dict[int, list[str]] = {}
+_refusing: list[tuple[int, str]] = []  # threads, and who refuses in them
 
 
 @contextmanager
@@ -28,30 +28,28 @@ def refuse_reentrant_checkpoints(owner: str) -> Generator[None]:
     Args:
         owner: Who refuses them, for the error.
     """
-    me = threading.get_ident()
+    entry = threading.get_ident(), owner
     with _lock:
-        _refusing.setdefault(me, []).append(owner)
+        _refusing.append(entry)
         checkpoint.CheckpointFunction = _Refusing
     try:
         yield
     finally:
         with _lock:
-            _refusing[me].pop()
-            if not _refusing[me]:
-                del _refusing[me]
+            _refusing.remove(entry)
             if not _refusing:
                 checkpoint.CheckpointFunction = _torchs
 
 
 def refuses_reentrant_checkpoints(owner: str) -> bool:
     """Return whether `owner` refuses them in this thread."""
-    return owner in _refusing.get(threading.get_ident(), ())
+    return (threading.get_ident(), owner) in _refusing
 
 
 class _Refusing:
     @staticmethod
     def apply(*arguments: Any) -> Any:
-        owners = _refusing.get(threading.get_ident())
+        owners = [owner for thread, owner in [*_refusing] if thread == threading.get_ident()]
         if owners and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{owners[-1]}: torch.utils.checkpoint with use_reentrant=True hides the parameters inside it from "

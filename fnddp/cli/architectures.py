@@ -9,43 +9,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, relu
 
-from fnddp.cli.models import Batch, Loss, Task, Workload, class_loss
+from fnddp.cli.models import class_loss
+from fnddp.simulate.tune import Batch, Loss, Problem
 
 
-def transformer() -> Workload:
+def transformer() -> Problem:
     """Return 4 encoder layers of width 384 over embeddings, 10.3 million parameters; 4 sentences of 64 tokens."""
-    return _workload(lambda: Transformer(4096, 384, 4, 6, 64), lambda random: _tokens(4, 64, 4096, random))
+    return _problem(lambda: Transformer(4096, 384, 4, 6, 64), lambda random: _tokens(4, 64, 4096, random))
 
 
-def deep() -> Workload:
+def deep() -> Problem:
     """Return 32 encoder layers of width 128, 4.2 million parameters in 384 leaves: it shows the cost of a leaf."""
-    return _workload(
+    return _problem(
         lambda: nn.Sequential(*(_layer(128, 4, 256) for _ in range(32))),
         lambda random: (torch.randn(2, 32, 128, generator=random),),
         lambda forward, batch: forward(*batch).square().mean(),
     )
 
 
-def gpt2() -> Workload:
+def gpt2() -> Problem:
     """Return GPT-2 small; one sentence of 64 tokens."""
-    return _workload(GPT2, lambda random: _tokens(1, 64, GPT2.VOCABULARY, random))
+    return _problem(GPT2, lambda random: _tokens(1, 64, GPT2.VOCABULARY, random))
 
 
-def resnet18() -> Workload:
+def resnet18() -> Problem:
     """Return the ResNet18 for CIFAR; 8 images."""
-    return _workload(
+    return _problem(
         ResNet18,
         lambda random: (torch.randn(8, 3, 32, 32, generator=random), torch.randint(10, (8,), generator=random)),
     )
 
 
-def _workload(
+def _problem(
     build: Callable[[], nn.Module], batch: Callable[[torch.Generator], Batch], loss: Loss = class_loss
-) -> Workload:
-    def always(rank: int, ranks: int, generator: torch.Generator) -> Batch:
-        return batch(torch.Generator().manual_seed(rank))
-
-    return Workload(build, lambda size: Task(always, loss))
+) -> Problem:
+    return Problem(build, loss, lambda rank, ranks, generator: batch(torch.Generator().manual_seed(rank)))
 
 
 def _tokens(size: int, context: int, vocabulary: int, random: torch.Generator) -> Batch:

@@ -52,8 +52,8 @@ def bench(
     within rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root). Writes
     ratios.png and results.json.
     """
-    from fnddp.cli import bench_arms, bench_codecs, bench_report, checks, launcher, picture
-    from fnddp.cli.bench_rank import measure
+    from fnddp.cli import bench_codecs, bench_rank, bench_report, checks, launch, picture
+    from fnddp.cli.bench_run import Setup
 
     if codecs:
         flags = {str(each.name): each.opts[0] for each in context.command.params}
@@ -65,19 +65,19 @@ def bench(
         return bench_codecs.run(pipelines or ())
     if not pipelines:
         raise WrongArgument("name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")
-    at, shaped = launcher.rank_info(), checks.check_shaped(link)
-    count = launcher.check_ranks(ranks, at, shaped)
+    at, shaped = launch.rank_info(), checks.check_shaped(link)
+    count = launch.check_ranks(ranks, at, shaped)
     imported = checks.check_imports(imports)
     parameters = checks.check_model(model)
     syncs = [checks.check_pipeline(text, parameters) for text in pipelines]
-    bench_arms.check_machine(device, shaped, backend, compiled)
+    bench_rank.check_machine(device, shaped, backend, compiled)
     if device == "cuda" and at is not None:
-        launcher.check_device(device, count, at)
-    peers, left_out = bench_arms.check_peers(against, device, count)
-    if launcher.reports(at):
+        launch.check_device(device, count, at)
+    peers, left_out = bench_rank.check_peers(against, device, count)
+    if launch.reports(at):
         checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
-    setup = bench_arms.Setup(
+    setup = Setup(
         model=model,
         pipelines=syncs,
         peers=peers,
@@ -94,8 +94,8 @@ def bench(
         launcher=at and at.launcher,
     )
     wire = "nccl" if device == "cuda" else "gloo"
-    found = launcher.run_on(at, count, measure, setup, at, link=shaped, backend=wire, imports=imported)
-    if launcher.reports(at):
+    found = launch.run_on(at, count, bench_rank.measure, setup, at, link=shaped, backend=wire, imports=imported)
+    if launch.reports(at):
         (run,) = found
         bench_report.show(run)
         picture.write(out, bench_report.RATIOS, lambda: bench_report.draw(run), bench_report.as_json(run))

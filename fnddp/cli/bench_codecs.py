@@ -17,6 +17,7 @@ from fnddp.cost.step import Compute
 from fnddp.ir.program import LoweringError
 from fnddp.plan.lower import lower
 from fnddp.run.measure import measure_segments
+from fnddp.simulate.tune import on_threads
 
 CODECS: tuple[str, ...] = (
     "allgather",
@@ -52,19 +53,12 @@ def run(pipelines: Sequence[str]) -> int:
     """Print a table, a row for each of `pipelines`: codecs around a carrier; without any, for all codecs."""
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
     syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    rows: list[tuple[str, ...]] = []
+    with on_threads(1), progress() as show:
         copy = _seconds_of_a_copy(grads)
-        with progress() as show:
-            rows: list[tuple[str, ...]] = []
-            for i, sync in enumerate(syncs):
-                show(repr(sync), i, len(syncs))
-                rows.append(_row(sync, grads, copy))
-    except LoweringError as error:
-        raise WrongArgument.of(error) from error
-    finally:
-        torch.set_num_threads(threads)
+        for i, sync in enumerate(syncs):
+            show(repr(sync), i, len(syncs))
+            rows.append(_row(sync, grads, copy))
     caption = CAPTION.format(leaves=LEAVES, elements=ELEMENTS, copy=1e3 * copy)
     weights = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
     Table("codec", weights, rows, caption).show()
@@ -73,7 +67,10 @@ def run(pipelines: Sequence[str]) -> int:
 
 def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> tuple[str, ...]:
     state = sync.init(grads)
-    plan = lower(sync, grads, state=state, world_size=1)
+    try:
+        plan = lower(sync, grads, state=state, world_size=1)
+    except LoweringError as error:
+        raise WrongArgument.of(error) from error
     step = plan.predict(Link(math.inf), Compute(segments=measure_segments(plan, state)))
     bits = 8 * plan.wire_bytes / (LEAVES * ELEMENTS)
     return (repr(sync), f"{bits:.2f}", *_times(step.encode_seconds, copy), *_times(step.decode_seconds, copy))

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fnddp.cli.bench_profile import OPERATIONS, PARTS
+from fnddp.cli.bench_rank import OPERATIONS, PARTS
 from fnddp.cli.bench_run import Run
 from fnddp.cli.picture import COLOURS, dress
 from fnddp.cli.terminal import Table, echo

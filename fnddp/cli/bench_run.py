@@ -1,4 +1,4 @@
-"""A benchmark that was run: times of all arms on all ranks, and what follows from them."""
+"""A benchmark as it was asked for, and as it was run: times of all arms on all ranks, and what follows from them."""
 
 import platform
 import shlex
@@ -11,10 +11,41 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fnddp.cli.bench_arms import Setup
+from fnddp.core.sync import Sync
 
 # DDP rebuilds its buckets after the first step, and torch's PowerSGD starts in the third.
 WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A benchmark as it was asked for."""
+
+    model: str  # as `fnddp.cli.models.load` takes it
+    pipelines: list[Sync]  # ours
+    peers: list[str]  # to compare with, of `PEERS`
+    ranks: int
+    parameters: int  # elements that are trained
+    engine: str = "ddp"  # how a pipeline is run: "ddp", "register" or "value_and_grad"
+    compiled: bool = False  # compile the step. Ours are then functional, whatever the engine
+    device: str = "cpu"  # "cpu" or "cuda"
+    pairs: int = 30  # timed rounds; each runs every arm once
+    seed: int = 0  # of the parameters and of the order of arms in a round
+    is_profiled: bool = False  # measure where the time of a step goes, too
+    backend: str | None = None  # that runs the segments of our plans
+    link: str | None = None  # rate of each rank's link; None for loopback
+    launcher: str | None = None  # that has started the ranks; None if they were started here
+
+    @property
+    def names(self) -> list[str]:
+        """The arms, in order: ours, then the peers. One that occurs twice is numbered."""
+        texts = [*map(repr, self.pipelines), *self.peers]
+        return [f"{text} #{n}" if (n := texts[: i + 1].count(text)) > 1 else text for i, text in enumerate(texts)]
+
+    @property
+    def functional(self) -> bool:
+        """True where ours are functions of parameters, and not modules."""
+        return self.compiled or self.engine == "value_and_grad"
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """The help texts that ship with Python, character by character: data for language models."""
 
+from collections.abc import Callable
 from pydoc_data.topics import topics
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fnddp.cli.models import Batch, Forward, Task, class_loss
+from fnddp.cli.models import class_loss
+from fnddp.simulate.tune import Batch, Forward, Problem
 
 CONTEXT = 64  # as many as the transformer takes
 HELD_OUT = 0.1
 
 
-def task(size: int) -> Task:
+def problem(size: int, build: Callable[[], nn.Module]) -> Problem:
     """Return batches of `size` random windows, and the loss of predicting each next character."""
     whole = characters()
     train, held_out = whole.split([len(whole) - (kept := int(HELD_OUT * len(whole))), kept])
@@ -23,7 +25,7 @@ def task(size: int) -> Task:
     def quality(forward: Forward) -> float:
         return class_loss(forward, judged).item()
 
-    return Task(batch, class_loss, quality)
+    return Problem(build, class_loss, batch, quality=quality)
 
 
 def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> tuple[Tensor, Tensor]:

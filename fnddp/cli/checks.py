@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fnddp.cli import models, modules
+from fnddp.cli import models
 from fnddp.cli.failures import WrongArgument
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
+from fnddp.cost.estimate import Links
 from fnddp.cost.link import Link
-from fnddp.cost.queue import Links
 from fnddp.show.text import count
 from fnddp.wire.groups import DEFAULT_GROUP, WorldSize
 
@@ -25,10 +25,9 @@ RANKS_PER_CORE = 8
 
 def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
     """Return the parameters of the model `name`, without values."""
-    workload = models.load(name)
     if trains:
-        workload.task(models.BATCH_SIZE)
-    parameters = workload.parameters()
+        models.load(name)
+    parameters = models.parameters(name)
     if not parameters:
         raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
     return parameters
@@ -48,7 +47,7 @@ def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
     """Import the modules `names` and return them."""
     for name in names or ():
         try:
-            modules.load(name)
+            models.imported(name)
         except WrongArgument as error:
             raise WrongArgument(f"--import: {error}") from error
     return tuple(names or ())
@@ -109,27 +108,17 @@ def _by_group(option: str, text: str, read: Callable[[str], T]) -> "T | dict[str
 
 
 def check_groups(option: str, text: str, given: object, syncs: Sequence[Sync]) -> None:
-    """Raise a WrongArgument unless what is `given` by group has all groups of `syncs`, and no other.
-
-    One link is that of all groups; one number of ranks is that of one group.
-    """
-    if not isinstance(given, Mapping):
-        several = next((sync for sync in syncs if len(sync.groups or ()) > 1), None)
-        if several is not None and isinstance(given, int) and given > 1:
-            groups = sorted(several.groups or (), key=str)
-            example = ",".join(f"{group}=N" if group else "N" for group in groups)
-            raise WrongArgument(
-                f"{option} {text}: {several!r} reduces over {' and '.join(map(_named, groups))}; give the number of "
-                f"ranks of each: {option} {example}"
-            )
+    """Raise a WrongArgument unless `given` is for all groups of `syncs` and for no other."""
+    wanted = sorted({group for sync in syncs for group in sync.groups or ()}, key=str)
+    if isinstance(given, Mapping):
+        fits = given.keys() == set(wanted)
+    else:  # one link is that of all groups, but one number of ranks that of one group
+        fits = not isinstance(given, int) or given == 1 or all(len(sync.groups or ()) < 2 for sync in syncs)
+    if fits:
         return
-    wanted = {group for sync in syncs for group in sync.groups or ()}
-    if other := [group for group in given if group not in wanted]:
-        there = ", ".join(map(_named, sorted(wanted, key=str))) or "none"
-        raise WrongArgument(f"{option} {text}: no pipeline here reduces over {_named(other[0])}; there are {there}")
-    if missing := sorted(wanted - set(given), key=str):
-        example = "a part without a name, such as 1024,node=8" if missing[0] is None else f"{missing[0]}=..."
-        raise WrongArgument(f"{option} {text}: nothing is given for {_named(missing[0])}; add {example}")
+    names = " and ".join(map(_named, wanted)) or "no group"
+    parts = ",".join(f"{group}=..." if group else "..." for group in wanted)
+    raise WrongArgument(f"{option} {text}: the pipelines reduce over {names}; give {option} {parts}")
 
 
 def _named(group: str | None) -> str:

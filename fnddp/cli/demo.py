@@ -26,21 +26,21 @@ def demo(
     """
     import torch
 
-    from fnddp.cli import checks, launcher, picture, report, terminal
+    from fnddp.cli import checks, launch, picture, report, terminal
     from fnddp.cli.models import BATCH_SIZE
     from fnddp.cli.train import train
 
-    at = launcher.rank_info()
-    count = launcher.check_ranks(ranks, at)
+    at = launch.rank_info()
+    count = launch.check_ranks(ranks, at)
     imported = checks.check_imports(imports)
     parameters = checks.check_model(model)
     texts = [*(pipelines or ()), *(more or ())] or DEFAULT_PIPELINES
     syncs = [checks.check_pipeline(text, parameters) for text in texts]
-    if launcher.reports(at):
+    if launch.reports(at):
         checks.check_writable(out, "--out", is_folder=True)
         terminal.echo(f"{report.title(model)}; ranks: {count}, steps with each pipeline: {steps}, seed: {seed}\n")
-    results = launcher.run_on(at, count, train, syncs, model, steps, seed, imports=imported)
-    if launcher.reports(at):
+    results = launch.run_on(at, count, train, syncs, model, steps, seed, imports=imported)
+    if launch.reports(at):
         found = {
             "model": model,
             "data": "scikit-learn digits" if model == "digits" else "the model's own batch",

@@ -1,8 +1,9 @@
-"""Real handwritten digits and a small network for them: a workload for commands, pure functions for the examples.
+"""Real handwritten digits and a small network for them: a problem for commands, pure functions for the examples.
 
 scikit-learn ships the data (1,797 images of 8 x 8 pixels, from the UCI repository), so nothing is downloaded.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.models import BATCH_SIZE, Batch, Forward, Task, Workload, class_loss
+from fnddp.cli.models import BATCH_SIZE, class_loss
+from fnddp.simulate.tune import Batch, Forward, Problem, standing_for
 
 TEST_FRACTION = 0.3
 SPLIT_SEED = 0  # the test set is the same in every run, whatever the run's seed
@@ -44,12 +46,12 @@ def load() -> tuple[Digits, Digits]:
     return Digits(x_train.float(), y_train), Digits(x_test.float(), y_test)
 
 
-def workload() -> Workload:
-    """Return the network and its data."""
-    return Workload(_network, task)
+def _network() -> nn.Module:
+    hidden = (nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, 10))
 
 
-def task(size: int = BATCH_SIZE) -> Task:
+def problem(size: int = BATCH_SIZE, build: Callable[[], nn.Module] = _network) -> Problem:
     """Return batches of `size` random images of each rank's own share, the loss, and the test set's score."""
     train, test = load()
 
@@ -61,12 +63,15 @@ def task(size: int = BATCH_SIZE) -> Task:
     def quality(forward: Forward) -> float:
         return class_loss(forward, test).item()
 
-    return Task(batch, class_loss, quality, partial(_recognized, test), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return Problem(build, class_loss, batch, sgd, quality, partial(_recognized, test))
 
 
 def make_model(seed: int) -> nn.Module:
     """Make an MLP 64-256-256-10 (85,002 parameters), torch's default initialization, a function of `seed` alone."""
-    return workload().make(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _network()
 
 
 def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -76,14 +81,9 @@ def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> T
 
 def accuracy(model: nn.Module, params: dict[str, Tensor], data: Digits) -> float:
     """Return the share of images in `data` that `model` with the parameters `params` recognizes."""
-    return _recognized(data, partial(functional_call, model, params))
+    return _recognized(data, standing_for(model, params))
 
 
 def _recognized(data: Digits, forward: Forward) -> float:
     with torch.no_grad():
         return (forward(data.x).argmax(dim=1) == data.y).float().mean().item()
-
-
-def _network() -> nn.Module:
-    hidden = (nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    return nn.Sequential(*hidden, nn.Linear(WIDTH, 10))

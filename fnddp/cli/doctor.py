@@ -23,24 +23,23 @@ def doctor(
     checks that they compute the same means to the bit, measures the links between them, and predicts a step of the
     model with several pipelines. Prints what can pay here, and exits with 1 if ranks disagree.
     """
-    from fnddp.cli import checks, diagnosis, launcher, terminal
-    from fnddp.cli.examination import examine
+    from fnddp.cli import checks, examination, launch, terminal
     from fnddp.cli.launch import RankError
 
-    at = launcher.rank_info()
+    at = launch.rank_info()
     checks.check_model(model)
-    count = launcher.check_ranks(ranks, at)
-    on = launcher.check_device(device, count, at)
-    if launcher.reports(at) and not as_json:
-        terminal.echo("\n".join(diagnosis.installed()))
+    count = launch.check_ranks(ranks, at)
+    on = launch.check_device(device, count, at)
+    if launch.reports(at) and not as_json:
+        terminal.echo("\n".join(examination.installed()))
     try:
-        found = launcher.run_on(at, count, examine, model, on, backend="nccl" if on == "cuda" else "gloo")[0]
+        found = launch.run_on(at, count, examination.examine, model, on, backend="nccl" if on == "cuda" else "gloo")[0]
     except RankError:
         raise
     except (OSError, RuntimeError) as error:
-        raise RankError(f"{error}\n{launcher.HINT}") from error
-    if launcher.reports(at) and as_json:
-        print(json.dumps(diagnosis.as_json(found, on), indent=1))
-    elif launcher.reports(at):
-        diagnosis.show(found, at, model, on)
+        raise RankError(f"{error}\n{launch.HINT}") from error
+    if launch.reports(at) and as_json:
+        print(json.dumps(examination.as_json(found, on), indent=1))
+    elif launch.reports(at):
+        examination.show(found, at, model, on)
     return 0 if found.is_sound else FAILED

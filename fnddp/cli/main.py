@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from typing import Annotated, Literal
 
 import typer
@@ -50,6 +51,7 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
     def run(*arguments: object, **options: object) -> int:
         try:
             try:
+                import_module("fnddp.core")  # and so all of it: torch may be too old
                 return command(*arguments, **options)
             finally:
                 sys.stdout.flush()  # here, and not at exit, where nothing could catch the error
@@ -60,11 +62,14 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
             code, message = INTERRUPTED, "interrupted; all ranks are ended"
         except (Failure, OSError) as error:
             code, message = getattr(error, "code", FAILED), error
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in EXTRA:
+        except ImportError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing == "torch":
+                return stop(f"fnddp {command.__name__}", FAILED, error)
+            if missing not in EXTRA:
                 raise
             code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
-        from fnddp.cli.launcher import stopped  # imports torch, which completion and --version need not wait for
+        from fnddp.cli.launch import stopped  # imports torch, which completion and --version need not wait for
 
         return stopped(f"fnddp {command.__name__}", code, message)
 

@@ -58,10 +58,6 @@ def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
     While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. The next run
     removes what a killed one has left behind.
     `Link.parse` reads the link, such as "200mbit". A latency needs the kernel's module sch_netem.
-
-    Raises:
-        NetworkError: Not Linux, not root, or iproute2 is missing or was refused.
-        ValueError: `link` is no link, or there are too many hosts.
     """
     parsed = Link.parse(link)
     if not 1 <= n <= MAX_HOSTS:

@@ -7,13 +7,13 @@ from typing import Annotated, TypeAlias
 import typer
 
 MODELS = {
-    "digits": "fnddp.cli.digits:workload",
+    "digits": "fnddp.cli.digits:problem",
     "transformer": "fnddp.cli.architectures:transformer",
     "deep": "fnddp.cli.architectures:deep",
     "gpt2": "fnddp.cli.architectures:gpt2",
     "resnet18": "fnddp.cli.architectures:resnet18",
 }
-"""Functions that return workloads, by the names that `--model` takes."""
+"""Functions that return problems, by the names that `--model` takes."""
 
 DEFAULT_PIPELINES = (
     "allreduce",
@@ -45,8 +45,8 @@ Model: TypeAlias = Annotated[
     typer.Option(
         metavar="NAME",
         autocompletion=_models,
-        help=f"{', '.join(MODELS)}, or FILE.py:fn or module:fn, whose fn() returns a module (for plan), or (module, "
-        "inputs, loss_fn)",
+        help=f"{', '.join(MODELS)}, or FILE.py:fn or module:fn, whose fn() returns (module, inputs, loss_fn); for "
+        "plan a module is enough",
     ),
 ]
 Ranks: TypeAlias = Annotated[

@@ -11,12 +11,11 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.terminal import Table, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
+from fnddp.cost.estimate import Links
 from fnddp.cost.link import duration
-from fnddp.cost.queue import Links
-from fnddp.plan.lower import lower
+from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
-from fnddp.plan.world import planned_world
 from fnddp.show.text import count, size
 from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
 
@@ -72,11 +71,7 @@ class Planned:
 
 
 def planned(sync: Sync, setting: Setting) -> Planned:
-    """Lower `sync` for ranks that need not exist.
-
-    Raises:
-        WrongArgument: It cannot be lowered.
-    """
+    """Lower `sync` for ranks that need not exist."""
     ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
     try:
         if setting.step is None:

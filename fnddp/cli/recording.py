@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,51 +14,35 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
 from fnddp.cli.launch import Stage
-from fnddp.cli.models import BATCH_SIZE, functional, load, trained
+from fnddp.cli.models import load
 from fnddp.cli.terminal import Table
 from fnddp.core.sync import Sync
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
-from fnddp.cost.step import Step
 from fnddp.run.measure import measure_backward, measure_segments
-from fnddp.run.stats import SyncStats
 from fnddp.show.beside import STEP, beside
+from fnddp.simulate.tune import trained
 
 WARM_UP = 3  # steps: the first one learns the order of gradients, the second one follows it
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A step, measured and predicted."""
-
-    trace: str  # both timelines, as JSON
-    seconds: float  # what the step took, under torch's profiler
-    stats: SyncStats  # what its synchronization took of that
-    link: Link | None  # as measured; None in a world of one
-    predicted: Step  # the step on that link
-
-
-def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:
-    """Train a few steps of the workload `name`, and record one. All ranks must do so.
-
-    Raises:
-        TypeError: `sync` has no plan.
-    """
+def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Table]]:
+    """Train a few steps of the problem `name`, and yield one, measured and predicted, as JSON and as a table."""
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    workload = load(name)
-    network, task = workload.make(seed), workload.task(BATCH_SIZE)
+    problem = load(name)
+    network = problem.make(seed)
     generator = torch.Generator().manual_seed(seed * world_size + rank)
     yield Stage("measuring the link")
     link = measure_link() if world_size > 1 else None
     yield Stage("timing backward")
-    batch = task.batch(rank, world_size, generator)
-    compute = measure_backward(functional(network, task.loss), trained(network), *batch)
+    batch = problem.batch(rank, world_size, generator)
+    compute = measure_backward(problem.loss_of(network), trained(network), *batch)
     model = fnddp.DistributedDataParallel(network, sync=sync)
     model.sync_stats()  # from now on it measures
 
     def step() -> None:
-        task.loss(model, task.batch(rank, world_size, generator)).backward()
+        problem.loss(model, problem.batch(rank, world_size, generator)).backward()
         model.zero_grad()
 
     yield Stage("warming up")
@@ -71,8 +55,20 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | Recorded]:
     dist.barrier()
     measured, seconds = _profiled(step)
     on = link or Link(math.inf)
-    trace = beside(measured, model.plan.to_trace(on, compute))
-    yield Recorded(trace, seconds, model.sync_stats(), link, model.plan.predict(on, compute))
+    stats, predicted = model.sync_stats(), model.plan.predict(on, compute)
+    pairs = {
+        "step": (seconds, predicted.seconds),
+        "encode": (stats["encode_seconds"], predicted.encode_seconds),
+        "decode": (stats["decode_seconds"], predicted.decode_seconds),
+        "exposed": (stats["exposed_seconds"], predicted.exposed_seconds),
+    }
+    rows = [(name, *(duration(each or 0.0) for each in pair)) for name, pair in pairs.items()]
+    caption = (
+        "predicted: from what all ranks have measured at once, before that step\n"
+        f"{f'link {link}' if link else 'one rank'}; wire {stats['wire_bytes']:,} B"
+    )
+    table = Table("part", {"measured": 2, "predicted": 1}, rows, caption)
+    yield beside(measured, model.plan.to_trace(on, compute)), table
 
 
 def _profiled(step: Callable[[], None]) -> tuple[str, float]:
@@ -86,19 +82,3 @@ def _profiled(step: Callable[[], None]) -> tuple[str, float]:
         file = Path(folder, "step.json")
         profiler.export_chrome_trace(str(file))
         return file.read_text(), seconds
-
-
-def show(recorded: Recorded) -> None:
-    """Print what was measured and predicted."""
-    stats, step = recorded.stats, recorded.predicted
-    pairs = {
-        "step": (recorded.seconds, step.seconds),
-        "encode": (stats["encode_seconds"], step.encode_seconds),
-        "decode": (stats["decode_seconds"], step.decode_seconds),
-        "exposed": (stats["exposed_seconds"], step.exposed_seconds),
-    }
-    rows = [(name, duration(measured or 0.0), duration(predicted)) for name, (measured, predicted) in pairs.items()]
-    link = "one rank" if recorded.link is None else f"link {recorded.link}"
-    predicted = "predicted: from what all ranks have measured at once, before that step"
-    caption = f"{predicted}\n{link}; wire {stats['wire_bytes']:,} B"
-    Table("part", {"measured": 2, "predicted": 1}, rows, caption).show()

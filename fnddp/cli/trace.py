@@ -23,16 +23,17 @@ def trace(
     first rank with torch's profiler, and predicts the same step from its plan, with the link, backward, encoding and
     decoding measured just before. Both are in one file, from the same moment on.
     """
-    from fnddp.cli import checks, launcher, recording
+    from fnddp.cli import checks, launch, recording
 
-    at, shaped = launcher.rank_info(), checks.check_shaped(link)
-    count = launcher.check_ranks(ranks, at, shaped)
+    at, shaped = launch.rank_info(), checks.check_shaped(link)
+    count = launch.check_ranks(ranks, at, shaped)
     imported = checks.check_imports(imports)
     sync = checks.check_pipeline(pipeline, checks.check_model(model))
     checks.check_writable(out, "--out")
-    recorded = launcher.run_on(at, count, recording.record, sync, model, seed, link=shaped, imports=imported)
-    if launcher.reports(at):
-        out.write_text(recorded[0].trace)
-        recording.show(recorded[0])
+    found = launch.run_on(at, count, recording.record, sync, model, seed, link=shaped, imports=imported)
+    if launch.reports(at):
+        timelines, table = found[0]
+        out.write_text(timelines)
+        table.show()
         print(f"Wrote {out}: open it at https://ui.perfetto.dev")
     return 0

@@ -10,13 +10,13 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.func import functional_call
 
 from fnddp.adapters.functional import value_and_grad
 from fnddp.cli.launch import Stage
-from fnddp.cli.models import BATCH_SIZE, Params, functional, load, trained
+from fnddp.cli.models import Params, load
 from fnddp.core.agreement import agree, digest_of, verify
 from fnddp.core.sync import Sync
+from fnddp.simulate.tune import standing_for, trained
 from fnddp.wire.counter import WireCounter
 
 LEARNING_RATE = 0.1  # falls linearly to zero
@@ -41,15 +41,12 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
     """Train `model` once with each pipeline, from the same parameters and on the same batches.
 
     Every rank of the default process group must run it, to its end.
-
-    Raises:
-        RankMismatchError: On all ranks: the final parameters are not equal to the bit on all of them.
     """
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    workload = load(model)
-    network, task = workload.make(seed), workload.task(BATCH_SIZE)
-    initial, loss_fn = trained(network), functional(network, task.loss)
+    problem = load(model)
+    network = problem.make(seed)
+    initial, loss_fn = trained(network), problem.loss_of(network)
 
     for index, sync in enumerate(pipelines):
         place = f"{index + 1} of {len(pipelines)}"
@@ -61,9 +58,9 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
         generator = torch.Generator().manual_seed(seed * world_size + rank)
         losses: list[Tensor] = []
         sent: list[int] = []
-        batch = task.batch(rank, world_size, generator)
+        batch = problem.batch(rank, world_size, generator)
         for done in range(steps):
-            batch = task.batch(rank, world_size, generator)
+            batch = problem.batch(rank, world_size, generator)
             with WireCounter() as counter:
                 loss, grads, state = step(params, state, *batch)
             params, velocity = sgd(params, grads, velocity, LEARNING_RATE * (1 - done / steps))
@@ -89,7 +86,7 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
             bytes_per_step=sent[-1],
             reduction=4 * elements / sent[-1] if sent[-1] else None,
             bytes_total=sum(sent),
-            test_accuracy=None if task.accuracy is None else task.accuracy(partial(functional_call, network, params)),
+            test_accuracy=problem.accuracy and problem.accuracy(standing_for(network, params)),
             step_seconds_median=median(seconds),
             loss_by_step=(mean / world_size).tolist(),
             bytes_sent_by_step=list(accumulate(sent)),

@@ -41,7 +41,7 @@ def tune(
     them; name others in the place of the usual ones. Writes pareto.svg and results.json.
     """
     from fnddp.cli import checks, picture, terminal, tune_report
-    from fnddp.cli.problem import problem
+    from fnddp.cli.models import to_tune
     from fnddp.ir.program import LoweringError
     from fnddp.simulate.tune import CANDIDATES
     from fnddp.simulate.tune import tune as search
@@ -49,7 +49,7 @@ def tune(
     share, parsed = checks.check_share(within), checks.check_link(link)
     checks.check_writable(out, "--out", is_folder=True)
     checks.check_imports(imports)
-    asked = problem(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
+    asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
     parameters = checks.check_model(model, trains=False)
     texts = [*(pipelines or ()), *(more or ())] or CANDIDATES
     syncs = [repr(checks.check_pipeline(text, parameters)) for text in texts]
@@ -66,7 +66,7 @@ def tune(
                 ranks=ranks,
                 steps=steps,
                 seeds=range(seeds),
-                tell=lambda at: show("training", at.done, at.of),
+                tell=lambda done, of: show("training", done, of),
             )
     except (ValueError, LoweringError) as error:
         raise WrongArgument.of(error) from error

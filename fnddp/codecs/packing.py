@@ -8,12 +8,11 @@ from fnddp.torch_private import reinterpreted
 
 PACKED_INDICES = 4096  # elements that 12 bits can index
 
+# In words of as many bytes as numbers share one, packing takes few operations.
 _WORDS = {4: torch.int16, 2: torch.int32}
-"""Words of as many bytes as numbers share one: with words, packing takes few operations."""
-
 _LOWEST = {4: 0x0F0F, 2: 0x03030303}
+# Times small numbers in the bytes of a word: these side by side in the highest byte. Below it no two overlap.
 _PACK = {4: 1 << 8 | 1 << 4, 2: 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6}
-"""Times small numbers in the bytes of a word: these side by side in the highest byte. Below it no two overlap."""
 
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
 from fnddp.core.codec import Codec, Key, Payload, wide
-from fnddp.core.options import one_of
+from fnddp.core.options import POSITIVE, Limit, at_least, one_of
 from fnddp.core.sync import Sync, transform
 
 
@@ -20,13 +20,10 @@ class quantize(Codec):
     in each block, which leave the others nothing; smaller blocks help, at 32 bits of scale each.
 
     Args:
-        inner: The carrier, or a codec around one, which encodes the scales: `quantize(bf16(two_shot))`.
+        inner: The carrier, or a codec for the scales: `quantize(bf16(two_shot))`.
         bits: 8, 4 or 2. Below 8, several elements share a byte.
         block: Elements that share a scale, a multiple of 8 / bits; None for the row: a leaf, or a rank's part of it.
         rounding: "nearest", halves to even, or "stochastic": up with the probability of what is above.
-
-    Shapes: scales `[rows, blocks]` in float32 or wider, elements `[rows, blocks, ceil(block * bits / 8)]`; the last
-    block of a row is padded with zeros that travel; a row shorter than a block is one.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, with the largest magnitude for the norm; Dettmers, "8-bit
     approximations", ICLR 2016.
@@ -60,13 +57,134 @@ class quantize(Codec):
         largest = 2 ** (self.bits - 1) - 1
         scale = torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / largest
         q = blocks * inverse(scale).unsqueeze(-1)
-        q = q.round() if key is None else (q + key.uniform(q.shape, like=q)).floor().clamp(-largest, largest)
+        q = q.round() if key is None else _rounded_at_random(q, key, largest)
         return {"scale": scale, "q": pack(q.to(torch.int8), self.bits)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.block, n)}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        scale = payload["scale"].unsqueeze(-1)
         q = unpack(payload["q"], self.bits, block_size(self.block, n))
-        return (q.to(scale.dtype) * scale).flatten(1)[:, :n]
+        return _decoded(q.to(payload["scale"].dtype), payload["scale"], n)
+
+
+BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
+
+
+@transform
+class qsgd(Codec):
+    """Send ||x||_2 sign(x_i) l_i / s of each element, l_i in 0..s rounded up or down at random: unbiased.
+
+    Its variance is at most min(d / s^2, sqrt(d) / s) times ||x||_2^2 over d elements of a block. It needs no memory;
+    with `error_feedback` only where that bound is below 1. The wrong choice at few levels for large blocks, whose
+    bound is sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer levels.
+
+    Args:
+        levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
+        block: d, the elements that share a norm; None for the row: a leaf, or a rank's part of it.
+
+    Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1. Deviation: the paper codes l_i in variable
+    length (Elias), here shapes do not depend on values.
+
+    >>> from fnddp import allgather
+    >>> sync = qsgd(allgather, levels=5)
+    >>> grads = {"w": torch.tensor([3.0, -4.0, 0.0])}
+    >>> sync(grads, sync.init(grads))[0]
+    {'w': tensor([ 3., -4.,  0.])}
+    """
+
+    inner: Sync
+    levels: int = 7
+    block: int | None = 512
+    seed: int = 0
+
+    draws = True
+    limits: ClassVar = {"levels": Limit(lambda levels: 1 <= levels <= 127, "in 1..127"), "block": at_least(1)}
+
+    def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
+        blocks = in_blocks(x.to(wide(x.dtype)), self.block)
+        # In float64: squares of float32 overflow and underflow. (torch 2.11 traces it wrongly without keepdim.)
+        norm = torch.linalg.vector_norm(blocks, dim=-1, keepdim=True, dtype=torch.float64).squeeze(-1).to(blocks.dtype)
+        q = _rounded_at_random(blocks * inverse(norm / self.levels).unsqueeze(-1), key, self.levels)
+        return {"norm": norm, "q": pack(q.to(torch.int8), self._bits)}
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        return {"norm": blocks_of(length, self.block, n)}
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        q = unpack(payload["q"], self._bits, block_size(self.block, n))
+        return _decoded(q, payload["norm"] / self.levels, n)
+
+    @property
+    def _bits(self) -> int:
+        return next(bits for levels, bits in BITS.items() if self.levels <= levels)
+
+
+@transform
+class terngrad(Codec):
+    """Send s sign(x_i) with probability |x_i| / s, else 0, where s is the largest |x_i|: unbiased, in 2 bits.
+
+    It needs no memory, but its variance is large: sum over i of |x_i| (s - |x_i|). The wrong choice for gradients with
+    few large elements, which make s large: clip them, at the price of a bias, or take smaller blocks. It is
+    `quantize(bits=2, rounding="stochastic")` with clipping.
+
+    Args:
+        clip: First clip elements beyond this number of standard deviations of the row, as the paper does with 2.5;
+            biased, so use `error_feedback`. None does not clip.
+        block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
+
+    Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: ranks do not share
+    a scale, which takes another round there.
+
+    >>> from fnddp import allgather
+    >>> sync = terngrad(allgather)
+    >>> grads = {"w": torch.tensor([3.0, -3.0, 0.0])}
+    >>> sync(grads, sync.init(grads))[0]
+    {'w': tensor([ 3., -3.,  0.])}
+    """
+
+    inner: Sync
+    clip: float | None = None
+    block: int | None = None
+    seed: int = 0
+
+    draws = True
+    averages = True
+    limits: ClassVar = {"clip": POSITIVE, "block": at_least(1)}
+
+    def encode(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Tensor, key: Key, length: Tensor | None = None
+    ) -> Payload:
+        x = x.to(wide(x.dtype))
+        if self.clip is not None:
+            bound = self.clip * _spread(x, length)
+            x = x.clamp(-bound, bound)
+        blocks = in_blocks(x, self.block)
+        scale = blocks.abs().amax(-1)
+        q = _rounded_at_random(blocks / torch.where(scale > 0, scale, 1).unsqueeze(-1), key, 1)
+        return {"scale": scale, "q": pack(q.to(torch.int8), bits=2)}
+
+    def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
+        return {"scale": blocks_of(length, self.block, n)}
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        return _decoded(unpack(payload["q"], 2, block_size(self.block, n)), payload["scale"], n)
+
+
+def _rounded_at_random(q: Tensor, key: Key, largest: int) -> Tensor:
+    return (q + key.uniform(q.shape, like=q)).floor().clamp(-largest, largest)
+
+
+def _decoded(q: Tensor, scale: Tensor, n: int) -> Tensor:
+    return (q * scale.unsqueeze(-1)).flatten(1)[:, :n]
+
+
+def _spread(x: Tensor, length: Tensor | None) -> Tensor:
+    """Return the standard deviation of each row, `[rows, 1]`. (Under vmap, x.std() adds in another order.)"""
+    if length is None:
+        return (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+    counted = length.clamp(min=1)
+    deviation = x - x.sum(-1, keepdim=True) / counted
+    # Padding, which is zeros, does not count.
+    deviation = torch.where(torch.arange(x.shape[1], device=x.device) < length, deviation, 0)
+    return (deviation.square().sum(-1, keepdim=True) / counted).sqrt()

@@ -1,11 +1,10 @@
 """Comparison of what ranks are going to run: on a difference, every rank raises the same named error."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +48,10 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
 
 
 def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire = C10D) -> None:
-    """Call `describe_rank` and raise on all ranks unless it returns the same on all; if it raises, all ranks raise.
+    """Raise a RankMismatchError on all ranks of `group` unless `describe_rank` returns the same on all.
 
-    Args:
-        describe_rank: Returns lines that must be equal, by their subjects, in the order in which to compare them.
-        group: The ranks that must agree.
-        wire: Carries the messages.
-
-    Raises:
-        RankMismatchError: On all ranks (a rank whose `describe_rank` failed raises that error).
+    It returns lines that must be equal, by their subjects, in the order in which to compare them. A rank on which it
+    raises raises that error.
     """
     name = group_name(group)
     failure: Exception | None = None
@@ -67,14 +61,10 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
         failure = error
         mine = {"set-up": f"failed with {type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-
-    def gathered(value: Any) -> list[Any]:
-        return control.gather_over(wire, value, name, torch.device("cpu"))
-
-    digests = control.all_gather_bytes(digest, name) if wire is C10D else gathered(digest)
+    digests = control.all_gather_bytes(digest, name, wire)
     if failure is None and len(set(digests)) == 1:
         return
-    everyone = control.all_gather_object(mine, name) if wire is C10D else gathered(mine)
+    everyone = control.all_gather_object(mine, name, wire)
     raise RankMismatchError(first_difference(everyone)) if failure is None else failure
 
 
@@ -82,12 +72,8 @@ def agree_on_state(sync: Expression, before: State, after: State, group: Group, 
     """Raise on all ranks unless they set the same replicated parts of a state: counters decide which collectives run.
 
     Ranks had the same ones `before`, so a rank that changes only its own parts, such as a residual, needs no other
-    rank. Does nothing on an elastic wire, whose replicas agree in each quorum.
-
-    Raises:
-        CollectiveError: Another rank has not set it within the timeout of the group.
-        RankMismatchError: On all ranks: some set another state.
-        ValueError: It is of another pipeline or other leaves.
+    rank. Does nothing on an elastic wire, whose replicas agree in each quorum. Raises a CollectiveError if another rank
+    has not set it within the timeout of the group, a ValueError if it is of another pipeline or other leaves.
     """
     if isinstance(wire, Elastic) or _replicated(before) == _replicated(after):
         return
@@ -119,7 +105,8 @@ def description(sync: Expression, grads: Tree, state: State | None) -> dict[str,
     """Return what ranks must agree on, as lines by their subjects."""
     leaves, _ = tree.flatten(grads)
     of_leaves = {f"leaf {path!r}": f"{describe(leaf)} on {leaf.device.type}" for path, leaf in leaves.items()}
-    return {"pipeline": repr(sync.over(None)), **of_leaves, **dict(_state_lines(state))}
+    of_state = {f"state {part.path!r}": describe(part.value) for part in parts(state)}
+    return {"pipeline": repr(sync.over(None)), **of_leaves, **of_state, **_replicated(state)}
 
 
 def first_difference(everyone: list[dict[str, str]]) -> str:
@@ -143,22 +130,15 @@ def first_difference(everyone: list[dict[str, str]]) -> str:
     raise AssertionError("digests differ but descriptions do not")
 
 
-def _state_lines(state: State | None) -> Iterator[tuple[str, str]]:
-    for part in parts(state):
-        yield f"state {part.path!r}", describe(part.value) + (_value(part.value) if part.kind == REPLICATED else "")
-
-
 def _replicated(state: State) -> dict[str, str]:
-    kinds = {f"state {part.path!r}": part.kind for part in parts(state)}
-    return {path: line for path, line in _state_lines(state) if kinds[path] == REPLICATED}
+    shared = [(part.path, part.value) for part in parts(state) if part.kind == REPLICATED]
+    return {f"state {path!r}": describe(value) + _value(value) for path, value in shared}
 
 
 def _value(value: Tensor | int) -> str:
     if not isinstance(value, Tensor):
         return f" = {value}"
-    if value.is_meta:
-        return ""
-    return f" with digest {digest_of([value])}"
+    return "" if value.is_meta else f" with digest {digest_of([value])}"
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

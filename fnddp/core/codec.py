@@ -17,7 +17,7 @@ from torch import Tensor
 from fnddp.core import collectives, layout, random
 from fnddp.core.group import group_name
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 Payload: TypeAlias = dict[str, Tensor]
 """Encoded rows: tensors whose first dimension is rows."""
@@ -161,8 +161,7 @@ class Carrier(Reducer):
         return self.carry((), leaves, state)
 
     def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
-        name, group = type(self).__name__, group_name(self.group)
-        require_leaves(name, leaves)
+        group = group_name(self.group)
         whole = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
         wires = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if path not in whole}
         mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)
@@ -185,12 +184,15 @@ class CodecState(NamedTuple):
 
 
 class Codec(Sync):
-    """Two functions on rows around a carrier, or around another codec.
+    """Two functions on rows around `inner`: a carrier, or another codec, which encodes what holds fractions.
 
     Derive a class with `@fnddp.transform`, a first field `inner: Sync`, and `encode` and `decode`, which are pure and
     traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;
     ranks, leaves and steps draw different numbers. One that takes an average over a row sets `averages`, and takes a
     `length` in `encode`: see there.
+
+    In codecs with a scale for each block, scales travel as `[rows, blocks]` in float32 or wider, and elements of b bits
+    as `[rows, blocks, ceil(block * b / 8)]` bytes; the last block of a row is padded with zeros that travel.
 
     Raises:
         TypeError: `inner` does not carry payloads, as in all codecs.

@@ -9,39 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+# torch.func's first call imports it, and its default arguments hold on to the default group of that moment: imported
+# after init_process_group, it keeps gloo's threads alive beyond destroy_process_group, and ranks abort at exit.
+import torch.distributed.nn.functional  # pyright: ignore[reportUnusedImport]
 from torch import Tensor
 
 from fnddp.core import layout
 from fnddp.core.tree import Leaves, is_inexact
-from fnddp.torch_private import functional_collectives, reinterpreted
-from fnddp.wire import control, guards
+from fnddp.torch_private import functional_collectives, is_batching, is_differentiating, reinterpreted
+from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.counter import count_payload
-from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name, rank, ranks, world_size
-from fnddp.wire.in_order import sum_in_rank_order
+from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name
+from fnddp.wire.groups import rank as rank
+from fnddp.wire.groups import ranks as ranks
+from fnddp.wire.groups import world_size as world_size
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
+from fnddp.wire.kinds import sum_in_rank_order as sum_in_rank_order
 from fnddp.wire.protocol import CollectiveError, Wire, waited
 from fnddp.wire.weights import Weight, compiled_scale_of, require_weights, scale_of
 
-__all__ = [
-    "OPS",
-    "all_gather",
-    "all_gather_leaves",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_leaves",
-    "rank",
-    "ranks",
-    "reduce_scatter",
-    "reduce_scatter_leaves",
-    "sum_in_rank_order",
-    "world_size",
-]
-
 _wait: Any = functional_collectives.wait_tensor
 
-_WIRE_OP = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
-OPS = tuple(_WIRE_OP)
+OPS = ("mean", "sum", "max", "min")
 
 
 def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
@@ -57,13 +49,13 @@ def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
         RuntimeError: Inside torch.func.grad or jvp; inside vmap with a process group; on a failed collective.
         ValueError: "max" or "min" of complex numbers.
     """
-    guards.refuse_differentiation()
+    refuse_differentiation()
     n = math.prod([ranks(group) for group in groups]) if op == "mean" else 1
     # By path, not by insertion: dicts that were filled in another order on another rank still match.
     paths = sorted(leaves)
     wires = [_encode(path, leaves[path], op, n) for path in paths]
     for group in groups:
-        wires = _exchanged(ALL_REDUCE, wires, _WIRE_OP[op], group)
+        wires = _exchanged(ALL_REDUCE, wires, "sum" if op == "mean" else op, group)
     reduced = dict(zip(paths, wires, strict=True))
     return {path: _decode(reduced[path], leaf, op, n) for path, leaf in leaves.items()}
 
@@ -82,11 +74,7 @@ def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 
 
 def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
-    """Send row r of `tensor: [ranks, *shape]` to rank r, and return the rows from all ranks: `[ranks, *shape]`.
-
-    Raises:
-        ValueError: `tensor` does not have a row for each rank.
-    """
+    """Send row r of `tensor: [ranks, *shape]` to rank r, and return the rows from all ranks: `[ranks, *shape]`."""
     return all_to_all_leaves({"": tensor}, group)[""]
 
 
@@ -100,11 +88,7 @@ def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 
 
 def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
-    """Return this rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`.
-
-    Raises:
-        ValueError: `tensor` does not have a row for each rank.
-    """
+    """Return this rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`."""
     return reduce_scatter_leaves({"": tensor}, group)[""]
 
 
@@ -121,17 +105,12 @@ def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None
 def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.device) -> float | Tensor:
     """Return the factor on this rank's gradients with which their mean over `group` is weighted by `weight`.
 
-    Under torch.compile it is a tensor, and weights that are all zero are an error of its backend.
-
-    Raises:
-        CollectiveError: A rank has failed, or given no weight.
-        ValueError: On all ranks: all weights are zero, or one is invalid.
+    Under torch.compile it is a tensor, and weights that are all zero are an error of its backend. Raises as `Sync`.
     """
     if torch.compiler.is_compiling():
         mine = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(())
         return compiled_scale_of(mine, all_gather(mine, group))
-    given, world = Weight.of(weight), current()
-    wire = C10D if world is None or world.wire is None else world.wire
+    given, wire = Weight.of(weight), current().wire or C10D
     try:
         numbers = all_gather(torch.tensor(given.number, dtype=torch.float64, device=device), group).tolist()
         if not all(number >= 0 and math.isfinite(number) for number in numbers):
@@ -153,14 +132,13 @@ def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
 def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
     """Return the results of a kind that computes nothing: rows of `tensors`, of any dtype, travel as bytes."""
     wires = [layout.to_wire(tensor) for tensor in tensors]
-    world = current()
-    if world is not None and (world.traced or world.simulated is not None):  # a plan's buffers hold all dtypes
+    if current().traced or current().simulated is not None:  # a plan's buffers hold all dtypes
         results = _exchanged(kind, wires, None, group)
     else:
         n = world_size(group)
         received = _exchanged(kind, [_as_bytes(wire) for wire in wires], None, group)
         results = [
-            reinterpreted(result.reshape(-1), wire.dtype).reshape(_joined_shape(kind, wire, n))
+            reinterpreted(result.reshape(-1), wire.dtype).reshape(kind.joined_shape(tuple(wire.shape), n))
             for result, wire in zip(received, wires, strict=True)
         ]
     return [layout.as_complex(r) if tensor.is_complex() else r for r, tensor in zip(results, tensors, strict=True)]
@@ -177,39 +155,28 @@ def _exchanged(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: st
 
     Rows from the ranks are joined along the first dimension of the payload.
     """
-    world = current()
-    if world is None or world.simulated is None:
-        guards.refuse_batching()
+    if current().simulated is None:
+        refuse_batching()
     n = world_size(group)
-    results = {i: p.new_empty(_joined_shape(kind, p, n)) for i, p in enumerate(payloads) if not p.numel()}
-    travelling = {i: payload for i, payload in enumerate(payloads) if payload.numel()}
-    results |= zip(travelling, _moved(kind, list(travelling.values()), op, group, n), strict=True)
-    return [results[i] for i in range(len(payloads))]
+    moved = iter(_moved(kind, [payload for payload in payloads if payload.numel()], op, group, n))
+    return [next(moved) if p.numel() else p.new_empty(kind.joined_shape(tuple(p.shape), n)) for p in payloads]
 
 
 def _moved(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
     if is_alone():
         return [payload.clone() for payload in payloads]  # a result never shares memory with an input
     world = current()
-    if world is not None and world.simulated is not None:
-        received = [world.simulated.moved(kind, payload, op, group) for payload in payloads]
-        return [each.reshape(_joined_shape(kind, payload, n)) for each, payload in zip(received, payloads, strict=True)]
-    if world is not None and world.wire is not None and not world.traced:
+    if world.simulated is not None:
+        moved = [(world.simulated.moved(kind, payload, op, group), tuple(payload.shape)) for payload in payloads]
+        return [result.reshape(kind.joined_shape(shape, n)) for result, shape in moved]
+    if world.wire is not None and not world.traced:
         return _over(world.wire, kind, payloads, op, group, n)
-    is_traced = world is not None and world.traced
-    name = group or DEFAULT_GROUP if is_traced else live_name(group)
-    if not (kind.computes or is_traced):
+    name = group or DEFAULT_GROUP if world.traced else live_name(group)
+    if not (kind.computes or world.traced):
         # torch 2.13 corrupts memory where many functional all_gathers of a gloo group are under way at once.
         return [_wait(kind.trace(payload, op, n, name)) for payload in payloads]
     issued = [kind.trace(payload, op, n, name) for payload in payloads]
     return [_wait(each) for each in issued]
-
-
-def _joined_shape(kind: Kind, payload: Tensor, n: int) -> tuple[int, ...]:
-    if kind.sends_rows == kind.receives_rows:
-        return tuple(payload.shape)
-    first = payload.shape[0] * n if kind.receives_rows else payload.shape[0] // n
-    return (first, *payload.shape[1:])
 
 
 def _over(wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
@@ -220,10 +187,31 @@ def _over(wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, group:
         send = send.clone() if kind is ALL_REDUCE else send.contiguous()
         width = send.shape[-1]
         receive = send if kind is ALL_REDUCE else send.new_empty((n, width) if kind.receives_rows else (width,))
-        started.append((wire.start(kind, send, receive, op, group), receive, _joined_shape(kind, payload, n)))
+        shape = kind.joined_shape(tuple(payload.shape), n)
+        started.append((wire.start(kind, send, receive, op, group), receive, shape))
     for work, _, _ in started:
         waited(work)
     return [receive.reshape(shape) for _, receive, shape in started]
+
+
+def refuse_differentiation() -> None:
+    """Raise a RuntimeError inside torch.func.grad or jvp, under torch.compile too."""
+    # torch.func.jvp through a functional collective gives a zero tangent, silently; under torch.compile, so does grad.
+    if is_differentiating():
+        raise RuntimeError(
+            "a gradient synchronization cannot run inside torch.func.grad or jvp: its derivative is not defined; "
+            "synchronize the gradients that they return"
+        )
+
+
+def refuse_batching() -> None:
+    """Raise a RuntimeError inside torch.func.vmap where there is a process group."""
+    # torch has no rule for it: under vmap a functional collective returns what this rank had, or memory as it was.
+    if dist.is_initialized() and is_batching():
+        raise RuntimeError(
+            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap; "
+            "fnddp.distributed.AllGatherGrad can"
+        )
 
 
 def _encode(path: str, leaf: Tensor, op: str, n: Any) -> Tensor:

@@ -10,11 +10,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 
 def group_name(group: Group) -> str | None:
-    """Return the name of `group`, None for the default one: names compare, print, parse and pickle.
-
-    Raises:
-        TypeError: `group` is none of the kinds of `Group`.
-    """
+    """Return the name of `group`, None for the default one: names compare, print, parse and pickle."""
     if group is None or isinstance(group, str):
         return group
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):

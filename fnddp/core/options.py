@@ -94,10 +94,8 @@ def require_share(owner: str, ratio: float | None, name: str, number: int | None
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown `name`: the one of `known` that it is like, if any.
 
-    >>> f"unknown name 'allreduc'{did_you_mean('allreduc', ['allgather', 'allreduce'])}"
-    "unknown name 'allreduc'; did you mean 'allreduce'?"
-    >>> did_you_mean("x", ["allreduce"])
-    ''
+    >>> did_you_mean("allreduc", ["allgather", "allreduce"]), did_you_mean("x", ["allreduce"])
+    ("; did you mean 'allreduce'?", '')
     """
     like = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {like[0]!r}?" if like else ""

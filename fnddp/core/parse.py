@@ -78,7 +78,10 @@ class _Reader:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
             case ast.Name(id=name):
-                return self.named_value(node, name)
+                entry = self.look_up(node, name)
+                if not isinstance(entry, Sync):
+                    raise self.problem(node, f"{name!r} is a transform, not a value; call it: {name}(...)")
+                return entry
             case ast.Call(func=ast.Name(id=name)):
                 return self.call(node, name, depth)
             case ast.Dict(keys=keys, values=values):
@@ -94,12 +97,6 @@ class _Reader:
                 raise self.problem(
                     node, f"{type(node).__name__} is not allowed: only registered names, calls and literals"
                 )
-
-    def named_value(self, node: ast.expr, name: str) -> Sync:
-        entry = self.look_up(node, name)
-        if not isinstance(entry, Sync):
-            raise self.problem(node, f"{name!r} is a transform, not a value; call it: {name}(...)")
-        return entry
 
     def call(self, node: ast.Call, name: str, depth: int) -> Sync:
         entry = self.look_up(node, name)

@@ -15,12 +15,9 @@ AFTER_ALL_WARM_UPS = 2**40
 
 
 class Part(NamedTuple):
-    """One leaf of a state.
+    """One leaf of a state: "replicated" (equal on all ranks) or "local" (this rank's own), a tensor or a Python int.
 
-    Attributes:
-        kind: "replicated" (equal on all ranks) or "local" (this rank's own).
-        path: Where it stands in the state, for example `residual.fc.weight`.
-        value: A tensor or a Python int.
+    Its path says where it stands in the state, for example `residual.fc.weight`.
     """
 
     kind: str
@@ -72,10 +69,7 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
 
     Args:
         state_template: A state of the same pipeline and parameters, such as `sync.init(params)`. It is not changed.
-        saved: From `state_dict`.
-
-    Returns:
-        A new state; its tensors are copies.
+        saved: From `state_dict`. Its tensors are copied.
 
     Raises:
         ValueError: Keys, shapes or dtypes differ; names the paths.
@@ -84,15 +78,14 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
     >>> load_state_dict(warmup(allreduce, steps=3).init({}), {"replicated/step": 2})
     WarmupState(step=2, before=(), inner=())
     """
-    wanted = list(parts(state_template))
-    keys = [part.key for part in wanted]
-    missing, unexpected = [key for key in keys if key not in saved], sorted(set(saved) - set(keys))
+    wanted = {part.key: part for part in parts(state_template)}
+    missing, unexpected = [key for key in wanted if key not in saved], sorted(set(saved) - set(wanted))
     if missing or unexpected:
         raise ValueError(
             f"load_state_dict: missing {missing}, unexpected {unexpected}: the state was saved from another pipeline "
             "or other parameters; build the template with the init of the pipeline that saved it"
         )
-    return tree.replace_leaves(state_template, [_loaded(part, saved[part.key]) for part in wanted])
+    return tree.replace_leaves(state_template, [_loaded(part, saved[key]) for key, part in wanted.items()])
 
 
 def _loaded(part: Part, value: Any) -> Any:
@@ -108,12 +101,9 @@ def _loaded(part: Part, value: Any) -> Any:
 
 
 def require_like(owner: str, state: State, template: State) -> State:
-    """Return `state` if it has the structure, shapes, dtypes and devices of `template`, shared as by `shared`.
+    """Return `state`, as by `shared`, if it has the structure, shapes, dtypes and devices of `template`; else raise.
 
     Tensors in memory of another library are copied: plans cannot see their references.
-
-    Raises:
-        ValueError: It differs; names the paths.
 
     >>> from fnddp import allreduce, error_feedback
     >>> template = error_feedback(allreduce).init({"w": torch.ones(2)})
@@ -124,20 +114,19 @@ def require_like(owner: str, state: State, template: State) -> State:
     float32[3] on cpu; load a saved one with fnddp.load_state_dict(<the state that is there>, saved)
     """
     want, have = [{part.path: _placed(part.value) for part in parts(s)} for s in (template, state)]
-    for path in dict.fromkeys([*want, *have]):
-        if want.get(path) != have.get(path):
-            raise ValueError(
-                f"the state of {owner} for this model has {want.get(path, 'nothing')} as {path!r}, got "
-                f"{have.get(path, 'nothing')}; {_LOAD}"
-            )
-    if tree.structure(state) != tree.structure(template):
+    differ = [path for path in dict.fromkeys([*want, *have]) if want.get(path) != have.get(path)]
+    problem = ""
+    if differ:
+        path = differ[0]
+        problem = f"has {want.get(path, 'nothing')} as {path!r}, got {have.get(path, 'nothing')}"
+    elif tree.structure(state) != tree.structure(template):
+        problem = f"is a {tree.structure(template)}, got {tree.structure(state)}"
+    if problem:
         raise ValueError(
-            f"the state of {owner} for this model is a {tree.structure(template)}, got {tree.structure(state)}; {_LOAD}"
+            f"the state of {owner} for this model {problem}; load a saved one with "
+            "fnddp.load_state_dict(<the state that is there>, saved)"
         )
     return tree.map_tensors(lambda part: part.clone() if is_foreign(part) else part.data, state)
-
-
-_LOAD = "load a saved one with fnddp.load_state_dict(<the state that is there>, saved)"
 
 
 def shared(state: State) -> State:

@@ -6,6 +6,7 @@ A transform is a frozen dataclass made by `@transform`; its fields are its optio
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
@@ -16,7 +17,7 @@ from fnddp.core import tree
 from fnddp.core.collectives import scale_of_weight
 from fnddp.core.expression import CHECKS, Expression
 from fnddp.core.group import Group, group_name
-from fnddp.core.tree import Leaves, Tree
+from fnddp.core.tree import Leaves, Tree, require_leaves
 from fnddp.torch_private import without_autocast
 from fnddp.wire.weights import scaled
 
@@ -60,7 +61,9 @@ class Sync(Expression, abc.ABC):
     """A gradient synchronization: a value that can be printed, compared, nested and run.
 
     Running it is pure: inputs are never written to, and rolling back a step is keeping the old state. A wrong option is
-    a ValueError or TypeError when it is built, a state of another tree or pipeline a ValueError in `exchange`.
+    a ValueError or TypeError when it is built, as is an inner pipeline that it cannot wrap: one that takes a max or min
+    where payloads must add, or that has no update in some steps where each is needed. A state of another tree or
+    pipeline is a ValueError in `exchange`.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -82,6 +85,11 @@ class Sync(Expression, abc.ABC):
     """True if it computes something of all leaves, which a rank's shards of them do not give."""
     needs_sums: ClassVar[str] = ""
     """Why payloads inside must add, for the error about a max or min inside; empty if any reduction will do."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "exchange" in cls.__dict__:
+            cls.exchange = _checked(cls.exchange)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,6 +127,10 @@ class Sync(Expression, abc.ABC):
         Args:
             leaves: This rank's gradients by leaf path, as `fnddp.core.tree.flatten` names them.
             state: From `init` or the previous exchange.
+
+        Raises:
+            TypeError: `leaves` is no plain dict of tensors.
+            ValueError: A leaf is not dense, or `state` is not of the named tuple that the method annotates it with.
         """
 
     def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
@@ -240,6 +252,20 @@ class Sync(Expression, abc.ABC):
         return self._children()
 
 
+def _checked(exchange: Callable[[Any, Leaves, Any], Exchange]) -> Callable[[Any, Leaves, Any], Exchange]:
+    kind: Any = exchange.__annotations__.get("state")
+    is_named_tuple = isinstance(kind, type) and issubclass(kind, tuple)
+
+    @wraps(exchange)
+    def checked(self: Sync, leaves: Leaves, state: State) -> Exchange:
+        require_leaves(type(self).__name__, leaves)
+        if is_named_tuple:
+            require_state(type(self).__name__, state, kind)
+        return exchange(self, leaves, state)
+
+    return checked
+
+
 class Reducer(Sync):
     """A pipeline without another inside that reduces over one process group; stateless unless a subclass says else."""
 
@@ -295,11 +321,7 @@ def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor])
 
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
-    """Return the leaves of the next state, in the order of `structure`, that of the state before.
-
-    Raises:
-        ValueError: `exchange` has returned a state of another structure.
-    """
+    """Return the leaves of the next state; raise a ValueError unless it has `structure`, that of the state before."""
     try:
         return structure.flatten_up_to(state)
     except ValueError as error:
@@ -331,11 +353,7 @@ registry = Registry()
 
 @dataclass_transform(frozen_default=True)
 def transform(cls: type[T]) -> type[T]:
-    """Make a `Sync` subclass a frozen dataclass and register its name with `fnddp.parse`.
-
-    Raises:
-        ValueError: Another module has registered a transform of this name.
-    """
+    """Make a `Sync` subclass a frozen dataclass and register its name with `fnddp.parse`, where it must be new."""
     made = dataclass(frozen=True, repr=False)(cls)
     registry.add(cls.__name__, made)
     return made

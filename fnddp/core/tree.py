@@ -28,7 +28,6 @@ Leaves: TypeAlias = dict[str, Tensor]
 Spec: TypeAlias = optree.PyTreeSpec | None
 """The structure of a tree; None for a plain dict of tensors by name, which is its own `Leaves`."""
 
-
 N = TypeVar("N", bound=NamedTuple)
 
 
@@ -110,11 +109,7 @@ def unflatten_any(spec: optree.PyTreeSpec, values: list[Any]) -> Tree:
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """Return `tree` with `fn` applied to every leaf that is a tensor."""
-
-    def of_leaf(leaf: Any) -> Any:
-        return fn(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return optree.tree_map(of_leaf, tree, namespace=NAMESPACE)
+    return optree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)  # pyright: ignore
 
 
 def paired(fn: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
@@ -168,13 +163,9 @@ def is_inexact(leaf: Tensor) -> bool:
 def check_entries(
     owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], made_for: str = "another tree"
 ) -> None:
-    """Raise a ValueError that names the first leaf for which a state's `entries` do not have the `shapes`.
+    """Raise a ValueError that names the first leaf for which the `entries` of a state of `owner` lack their `shapes`.
 
-    Args:
-        owner: The transform whose state it is.
-        entries: Tensors of the state by leaf path.
-        shapes: The shapes that they must have.
-        made_for: What the state may have been made for instead.
+    `made_for` says what the state may have been made for instead.
     """
     problem = ""
     for path, shape in shapes.items():

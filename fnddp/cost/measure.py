@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fnddp.core.group import Group, group_name
 from fnddp.cost.link import Link
+from fnddp.device import device_of
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import world_size
@@ -42,7 +43,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
         dtype: Of the payloads.
 
     Returns:
-        The same link on every rank: "gloo" for payloads on the CPU, "ring" for payloads on CUDA devices.
+        The same link on every rank: "gloo" for payloads on the CPU, "ring" for payloads on accelerators.
 
     Raises:
         RuntimeError: There is one rank, which has no link: write one down, such as `Link.parse("1gbit")`.
@@ -67,7 +68,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
         samples.append(max(control.all_gather_object(Sample(size, median, spread), name)))
         if len(samples) >= _MIN_SIZES and 4 * samples[-1].seconds > _SIZE_SECONDS:
             break
-    link = fit_link(samples, n, "ring" if device.type == "cuda" else "gloo")
+    link = fit_link(samples, n, "ring" if device_of(device).is_asynchronous else "gloo")
     return control.all_gather_object(link, name)[0]  # rank 0's: another machine may round in another way
 
 
@@ -109,6 +110,5 @@ def fit_link(samples: Sequence[Sample], world_size: int, algorithm: str = "gloo"
 def _timed(buffer: Tensor, group: str | None) -> float:
     begin = time.perf_counter()
     waited(C10D.start(ALL_REDUCE, buffer, buffer, "sum", group))
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)  # the wait above is the stream's, not the host's
+    device_of(buffer.device).synchronize()  # the wait above is the stream's, not the host's
     return time.perf_counter() - begin

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
+from fnddp.cost.estimate import CollectiveCost, Costs, Links, Queue
 from fnddp.cost.link import duration
-from fnddp.cost.queue import CollectiveCost, Costs, Links, Queue
 from fnddp.ir.schedule import Schedule
 
 
@@ -121,7 +121,8 @@ def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
     is longer by the segments that run within it; the wire does not slow them down.
 
     The wrong model where ranks share cores and `compute` was measured by one alone, where encoding runs at the same
-    time as backward (on CUDA it has a stream of its own: an upper bound there), and for the wire's own processor time.
+    time as backward (on an accelerator it has a stream of its own: an upper bound there), and for the wire's own
+    processor time.
 
     For arguments and errors see `Plan.predict`.
     """

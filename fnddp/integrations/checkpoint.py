@@ -107,9 +107,8 @@ def load(
     no residual is lost.
 
     Args:
-        folder, model, optimizers, sync: As they were saved; model, optimizers and state are written to.
+        folder, model, optimizers, sync, group: See `save`; model, optimizers and state are written to.
         more: The names in `more` of `save`. Objects with a `load_state_dict` are written to.
-        group: The ranks that load, all of which call it; None for all ranks.
 
     Returns:
         `more`, with the values that were saved.

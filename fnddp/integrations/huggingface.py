@@ -10,7 +10,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnddp.adapters.checkpoint_files import load_files, save_file
+from fnddp.adapters.checkpoint import load_files, save_file
 from fnddp.adapters.ddp import Handle, register
 from fnddp.core.parse import parse
 from fnddp.core.state import parts
@@ -25,7 +25,7 @@ _TRAINER_METHODS = (
 
 
 class Pipelines:
-    """The pipelines of an accelerator, in the place of its `DistributedDataParallelKwargs`: see `prepare`."""
+    """Pipelines of an accelerator, in the place of its `DistributedDataParallelKwargs`: see `prepare`."""
 
     def __init__(self, sync: Sync, wrapping: DistributedDataParallelKwargs | None) -> None:
         self.sync = sync
@@ -35,19 +35,17 @@ class Pipelines:
     def handle(self, model: nn.Module) -> Handle:
         """Return the pipeline, with its state, of a model of `accelerator.prepare`; raise a ValueError without one."""
         found = self._find(model)
-        if found is not None:
-            return found
-        raise ValueError(
-            f"no pipeline runs in this {type(model).__name__}: it is not what accelerator.prepare returned, or there "
-            "is one process alone, for which Accelerate wraps nothing"
-        )
+        if found is None:
+            raise ValueError(
+                f"no pipeline runs in this {type(model).__name__}: it is not what accelerator.prepare returned, or "
+                "there is one process alone, for which Accelerate wraps nothing"
+            )
+        return found
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return arguments of torch's class, for Accelerate."""
         return {} if self._wrapping is None else self._wrapping.to_kwargs()
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Register the pipeline in a model that Accelerate has wrapped."""
         self._handles[model] = register(model, self.sync)
 
     def save(self, models: Sequence[nn.Module], _: Any, folder: str) -> None:
@@ -56,11 +54,7 @@ class Pipelines:
             save_file(handle, handle.group, folder, name)
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
-        """Read the files of `save`, in `accelerator.load_state`; another number of ranks takes shares.
-
-        Raises:
-            ValueError: On all ranks: a file is of another pipeline.
-        """
+        """Read the files of `save`, in `accelerator.load_state`; another number of ranks takes shares."""
         for name, handle in self._named(models):
             found = load_files(handle, handle.group, folder, name)
             if not found and list(parts(handle.state)):
@@ -133,19 +127,12 @@ def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
 class FnddpTrainerMixin:
     """A mixin for a Trainer of transformers: `class OurTrainer(FnddpTrainerMixin, Trainer)`.
 
-    `OurTrainer(model, args, ..., sync=...)` trains with the gradients of the pipeline. Checkpoints have the pipeline's
-    state, a file for each rank, and `train(resume_from_checkpoint=...)` continues to the bit. The wrong choice for
-    several GPUs in one process, and for what `prepare` refuses.
-
-    Args:
-        *args, **kwargs: As of the Trainer.
-        sync: The pipeline, or its text.
+    `OurTrainer(model, args, ..., sync=...)` trains with the gradients of the pipeline, or of its text. Checkpoints have
+    the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` continues to the bit. The wrong
+    choice for several GPUs in one process, a TypeError, and for what `prepare` refuses.
 
     Attributes:
         pipelines: The result of `prepare`.
-
-    Raises:
-        TypeError: See `prepare`; there are several GPUs and one process.
 
     Source: `transformers/trainer.py` of transformers 5.23.
     """
@@ -170,16 +157,14 @@ class FnddpTrainerMixin:
 
     @property
     def sync_state(self) -> State:
-        """The pipeline's state; a ValueError before training, or with one process alone."""
+        """State of the pipeline; a ValueError before training, or with one process alone."""
         return self.pipelines.handle(self.model_wrapped).state
 
     def create_accelerator_and_postprocess(self) -> None:
         """Prepare the Trainer's accelerator before it wraps anything."""
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
         if self.args.n_gpu > 1:
-            raise TypeError(
-                f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; start one for each: torchrun"
-            )
+            raise TypeError(f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; start one each: torchrun")
         self.pipelines = prepare(self.accelerator, self._sync)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fnddp.adapters.checkpoint_files import gathered, load_gathered
+from fnddp.adapters.checkpoint import gathered, load_gathered
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import tree
 from fnddp.core.parse import parse
@@ -45,15 +45,15 @@ class FnddpStrategy(DDPStrategy):
     """
 
     def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
-        _refuse_hooks(kwargs)
+        pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
-        self.sync = _pipeline(sync)
+        self.sync = pipeline
         self._kept: tuple[nn.Module, State] | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     @property
     def sync_state(self) -> State:
-        """The pipeline's state, also when `fit` is over; None before the first one."""
+        """State of the pipeline, also when `fit` is over; None before the first one."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.sync_state
         return None if self._kept is None else self._kept[1]
@@ -67,10 +67,10 @@ class FnddpStrategy(DDPStrategy):
         return wrapped
 
     def _register_ddp_hooks(self) -> None:
-        """There is no hook: the wrapped module has its pipeline."""
+        """Register nothing: the wrapped module has its pipeline."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write it, on the first rank, with the pipeline's state unless it holds weights only. All ranks call it."""
+        """Write it, on the first rank, with the pipeline's state unless it holds weights only."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
             checkpoint = {**checkpoint, KEY: gathered(self, None)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -95,10 +95,6 @@ class FnddpStrategy(DDPStrategy):
 class FnddpFabricStrategy(FabricDDPStrategy):
     """`FnddpStrategy` for `lightning.Fabric(strategy=...)`; `fabric.save` and `fabric.load` include the state.
 
-    Args:
-        sync: The pipeline, or its text.
-        **kwargs: As of Fabric's `DDPStrategy`, so of `fnddp.DistributedDataParallel` too.
-
     Source: `lightning/fabric/strategies/ddp.py` of Lightning 2.6.
 
     >>> from fnddp import allreduce
@@ -107,18 +103,17 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     """
 
     def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
-        _refuse_hooks(kwargs)
+        pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
-        self.sync = _pipeline(sync)
+        self.sync = pipeline
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Wrap the module; see `wrapped_in`."""
         return _wrapped(module, self.sync, self._determine_ddp_device_ids(), self._ddp_kwargs)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write it, on the first rank, with the state of the pipeline of each module. All ranks call it."""
+        """Write it, on the first rank, with the state of the pipeline of each module."""
         ours = {name: model for name, model in state.items() if isinstance(model, DistributedDataParallel)}
         saved = {name: gathered(model, None) for name, model in ours.items()}
         super().save_checkpoint(path, {**state, KEY: saved} if saved else state, storage_options, filter)
@@ -141,10 +136,6 @@ def wrapped_in(model: nn.Module) -> DistributedDataParallel:
     return next(part for part in model.modules() if isinstance(part, DistributedDataParallel))
 
 
-def _pipeline(sync: str | Sync) -> Sync:
-    return parse(sync) if isinstance(sync, str) else sync
-
-
 def _wrapped(
     module: nn.Module, sync: Sync, device_ids: list[int] | None, kwargs: Mapping[str, Any]
 ) -> DistributedDataParallel:
@@ -153,7 +144,7 @@ def _wrapped(
         return DistributedDataParallel(module, device_ids=device_ids, sync=sync, **kwargs)
 
 
-def _refuse_hooks(kwargs: Mapping[str, Any]) -> None:
+def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync:
     hooks = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
     given = [name for name in hooks if kwargs.get(name) is not None]
     if given:
@@ -161,6 +152,7 @@ def _refuse_hooks(kwargs: Mapping[str, Any]) -> None:
             f"FnddpStrategy: {given[0]} has no slot here; the pipeline is `sync`, and a hook of torch's becomes one "
             "with sync=fnddp.from_hook(hook, state)"
         )
+    return parse(sync) if isinstance(sync, str) else sync
 
 
 def _restore(model: DistributedDataParallel, saved: Mapping[str, Any]) -> None:

@@ -40,10 +40,27 @@ class LeafSpec:
 
 
 @dataclass(frozen=True)
-class Grad:
+class _OfLeaf:
+    path: str
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+
+
+@dataclass(frozen=True)
+class _OfPayload:
+    collective: int
+    position: int
+
+
+class Grad(_OfLeaf):
     """The gradient of a leaf."""
 
-    path: str
+
+class Mean(_OfLeaf):
+    """Memory of the plan's own for the mean of a leaf, which persists across steps."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +77,24 @@ class Divisor:
     group: str | None
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(_Named):
     """A tensor that the pipeline's own code holds."""
 
-    name: str
+
+class Scratch(_Named):
+    """Memory of the plan's own for the result of an operation, which persists across steps."""
 
 
-@dataclass(frozen=True)
-class Sent:
+class Temp(_Named):
+    """The result of an operation."""
+
+
+class Sent(_OfPayload):
     """A payload in the buffer that a collective sends, by their positions."""
 
-    collective: int
-    position: int
+
+class Received(_OfPayload):
+    """The result of a payload in the buffer that a collective fills: the same memory for an all_reduce."""
 
 
 @dataclass(frozen=True)
@@ -82,35 +104,6 @@ class Span:
     collective: int
     first: int
     last: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """The result of a payload in the buffer that a collective fills: the same memory for an all_reduce."""
-
-    collective: int
-    position: int
-
-
-@dataclass(frozen=True)
-class Mean:
-    """Memory of the plan's own for the mean of a leaf, which persists across steps."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Memory of the plan's own for the result of an operation, which persists across steps."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Temp:
-    """The result of an operation."""
-
-    name: str
 
 
 Name: TypeAlias = Grad | Part | Divisor | Held | Sent | Span | Received | Mean | Scratch | Temp
@@ -152,8 +145,6 @@ class Collective:
         index: Its place in the order in which all ranks issue their collectives.
         op: "sum", "max" or "min", as the wire adds (a mean is divided before it is summed); None for a kind that
             computes nothing.
-        group: The process group's name; None for the default one.
-        world_size: Number of ranks in the group.
         dtype: That of all payloads, or torch.uint8 where they differ.
         depth: 0 for what depends on gradients only, 1 for what depends on results of depth 0, and so on.
         bucket: The bucket of gradients it carries.
@@ -231,7 +222,6 @@ class Operation:
         made: The name of its result.
         spec: Shape and dtype of that; None for what is no tensor.
         function: Its name in aten.
-        arguments: Names of values, numbers, and others.
         options: Keyword arguments that matter.
         written: The memory of its result, if not its own.
         count: The number of leaves that it is run for; the names are those of the first.
@@ -252,10 +242,8 @@ class Segment:
 
     Attributes:
         slot: Position in the software pipeline.
-        needs: Leaves whose gradients must have arrived.
-        waits: Collectives that must be complete.
-        inputs: The arguments of `run`.
-        outputs: Its results.
+        needs, waits: Leaves whose gradients must have arrived, and collectives that must be complete.
+        inputs, outputs: The arguments and results of `run`.
         frees: Values that nothing reads after it.
         launches: The collective that is issued at the end.
         operations: The computation of `run`, to be shown.

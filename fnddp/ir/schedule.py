@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,9 +43,7 @@ class Schedule:
     """A pipeline lowered for given leaves, a phase and a world: the work of one rank in one step, in a static order.
 
     Attributes:
-        leaves: Gradients, by path.
         buckets: The bucket of each leaf, in the order in which gradients are expected.
-        segments: In the order in which they run.
         means: For each leaf the name of its mean.
         state: For each part of the next state its name, or a number.
         following: The counters of the next step, from the arguments of `phase.holds`.
@@ -54,7 +52,6 @@ class Schedule:
         results: Leaves whose means have persistent memory of their own.
         memories: For leaves the name of what is free to be that memory in the next step.
         constants: Tensors that the pipeline's own code holds.
-        scratch: Memory of the plan's own for temporary results, which persists across steps.
         peak_bytes: Memory that a step takes at most in addition to its gradients and state: buffers of collectives,
             temporaries, and what it returns.
         backend: None for Python, or "inductor".
@@ -68,14 +65,14 @@ class Schedule:
     state: tuple[Any, ...]
     phase: Phase
     following: Callable[[Sequence[int]], tuple[int, ...]]
-    overwrites: frozenset[str]
-    overwrites_state: tuple[int, ...]
-    results: frozenset[str]
-    memories: dict[str, Name]
-    constants: dict[Held, torch.Tensor]
-    scratch: dict[Scratch, LeafSpec]
-    peak_bytes: int
-    backend: str | None
+    overwrites: frozenset[str] = frozenset()
+    overwrites_state: tuple[int, ...] = ()
+    results: frozenset[str] = frozenset()
+    memories: dict[str, Name] = field(default_factory=dict[str, Name])
+    constants: dict[Held, torch.Tensor] = field(default_factory=dict[Held, torch.Tensor])
+    scratch: dict[Scratch, LeafSpec] = field(default_factory=dict[Scratch, LeafSpec])
+    peak_bytes: int = 0
+    backend: str | None = None
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

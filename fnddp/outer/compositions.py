@@ -3,12 +3,11 @@
 from fnddp.codecs.quantize import quantize
 from fnddp.codecs.topk import topk
 from fnddp.core.sync import Sync
-from fnddp.memory.error_feedback import error_feedback
 from fnddp.outer.contract import Outer, outers
 from fnddp.outer.diloco import diloco
-from fnddp.reducers.all_gather import allgather
-from fnddp.reducers.two_shot import two_shot
+from fnddp.reducers.carriers import allgather, two_shot
 from fnddp.transforms.bucketize import bucketize
+from fnddp.transforms.memory import error_feedback
 
 
 def sparse_loco(

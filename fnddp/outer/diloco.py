@@ -1,11 +1,84 @@
-"""DiLoCo: an outer optimizer steps by how far each rank has moved by itself."""
+"""DiLoCo: an outer optimizer, SGD with momentum, steps by how far each rank has moved by itself."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from fnddp.core.sync import Replicated, State, Sync
+import torch
+from torch import Tensor
+
+from fnddp.core import tree
+from fnddp.core.sync import Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree, replaced
-from fnddp.outer.contract import Exchanges, outer
-from fnddp.outer.descent import Descending, below
+from fnddp.outer.contract import Exchanges, Outer, outer, require_options
+
+S = TypeVar("S", bound=Any)
+
+
+class Descending(Outer):
+    """Base of outer steps that move an anchor, equal on all ranks, by a step of SGD on mean differences to it.
+
+    Subclasses have these fields, and states with `anchor` and `velocity`.
+    """
+
+    sync: Sync
+    lr: float
+    momentum: float
+    nesterov: bool
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_options(self, self.sync, every=1)
+        for name in ("momentum", "alpha"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{type(self).__name__}: {name} must be in [0, 1), got {getattr(self, name)!r}")
+
+    def anchored(self, params: Tree) -> tuple[Leaves, Leaves]:
+        """Return the anchor and the velocity before the first step: copies, and zeros (nothing without momentum)."""
+        leaves, _ = tree.flatten(params)
+        for path, leaf in leaves.items():
+            if not tree.is_inexact(leaf):
+                problem = f"leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the tree"
+                raise TypeError(f"{type(self).__name__}: {problem}")
+        anchor = {path: leaf.detach().clone() for path, leaf in leaves.items()}
+        return anchor, {path: torch.zeros_like(leaf) for path, leaf in anchor.items() if self.momentum}
+
+    def ended(
+        self, name: str, delta: Leaves, params: Leaves, state: S, inner: State, exchanges: Exchanges
+    ) -> tuple[Leaves, S, State]:
+        """End the exchange of `delta`, and move the anchor by its mean, with the bits of `torch.optim.SGD`.
+
+        Returns the parameters, merged with the anchor where `delta` has a leaf, and the states of step and pipeline.
+        """
+        mean, inner = exchanges.end(name, self.sync, delta, inner)
+        anchor, velocity, merged = dict(state.anchor), dict(state.velocity), dict(params)
+        for path in delta:
+            direction = mean[path]
+            if self.momentum:
+                velocity[path] = velocity[path] * self.momentum + mean[path]
+                direction = velocity[path]
+                if self.nesterov:
+                    direction = torch.add(mean[path], velocity[path], alpha=self.momentum)
+            anchor[path] = torch.add(anchor[path], direction, alpha=-self.lr)
+            merged[path] = self._merged(anchor[path], params[path])
+        return merged, replaced(state, anchor=anchor, velocity=velocity), inner
+
+    def _merged(self, anchor: Tensor, own: Tensor) -> Tensor:
+        # Two products, each rounded: one operation for both is rounded otherwise for rows.
+        # A copy, because the local optimizer writes to its parameters.
+        return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
+
+    def require_own(self, params: Leaves, state: Any, kind: type) -> None:
+        """Raise a ValueError unless `state` is a `kind` made for these leaves, which may have a row for each rank."""
+        owner = type(self).__name__
+        require_state(owner, state, kind)
+        like = {path: state.anchor.get(path, leaf) for path, leaf in params.items()}
+        shapes = {path: tuple(leaf.shape[leaf.ndim > like[path].ndim :]) for path, leaf in params.items()}
+        tree.check_entries(owner, state.anchor, shapes)
+
+
+def below(anchor: Leaves, params: Leaves) -> Leaves:
+    """Return how far each of `params` is below its anchor: the gradient of an outer step."""
+    return {path: leaf - params[path] for path, leaf in anchor.items()}
 
 
 class DiLoCoState(NamedTuple):

@@ -11,8 +11,8 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer
 from fnddp.plan.lower import lower as lower_sync
+from fnddp.plan.lower import planned_world
 from fnddp.plan.plan import Plan
-from fnddp.plan.world import planned_world
 from fnddp.show.text import count
 from fnddp.wire.groups import WorldSize, within
 

@@ -10,8 +10,8 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import Local, Replicated, State, Sync
 from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.outer.contract import Exchanges, outer, require_options
-from fnddp.outer.descent import Descending, below
-from fnddp.schedules.partition import split_by_pattern
+from fnddp.outer.diloco import Descending, below
+from fnddp.schedules.choose import split_by_pattern
 
 Fragments: TypeAlias = int | tuple[str, ...]
 

@@ -1,23 +1,25 @@
 """The draft of a plan: what one pass gives to the next."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor, fx
 
 from fnddp.core.sync import State, Sync
-from fnddp.ir.program import LeafSpec, Name, Scratch, Segment, Sent
+from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Segment, Sent
 from fnddp.ir.schedule import Phase
 from fnddp.wire.groups import World
+
+Memory: TypeAlias = fx.Node | Mean | Scratch
+"""The memory of a result: the node that made it, or its name."""
 
 
 @dataclass(frozen=True)
 class Donation:
-    """Memory that a step may write over.
+    """Memory that a step may write over: `gradients`, and the `state` once all collectives are complete.
 
-    Attributes:
-        gradients: "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them).
-        state: Whether the state may be, once all collectives are complete. A step that fails leaves it alone.
+    `gradients` is "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them). A step
+    that fails leaves the state alone.
     """
 
     gradients: str = "no"
@@ -56,47 +58,51 @@ class Cut:
     launches: fx.Node | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placement:
     """The memory of results.
 
     Attributes:
-        payloads: The payloads that a node is copied to, as (collective, position).
+        payloads: The payloads that a node is copied to, by collective and position.
         targets: Memory that the result of a node is written over: another node's, a payload, or that of a mean.
         lies_in: The memory of a result, where that is not its own.
         overwritten: The inputs of the graph that are written over.
-        scratch: Memory of the plan's own for results that many operations make at once.
-        results: Leaves whose mean has memory of its own.
-        memories: For leaves the memory of their mean in the next step: a node, or the same.
+        results: Leaves whose mean has memory of its own, and `memories` that in the next step.
     """
 
-    payloads: dict[fx.Node, list[tuple[int, int]]]
-    targets: dict[fx.Node, "fx.Node | Name"]
-    lies_in: Mapping[fx.Node, "fx.Node | Name"]
-    overwritten: frozenset[fx.Node]
-    scratch: Mapping[Scratch, LeafSpec]
-    results: frozenset[str]
-    memories: dict[str, "fx.Node | Name"]
+    payloads: dict[fx.Node, list[tuple[Collective, int]]] = field(
+        default_factory=dict[fx.Node, list[tuple[Collective, int]]]
+    )
+    targets: dict[fx.Node, fx.Node | Name] = field(default_factory=dict[fx.Node, fx.Node | Name])
+    lies_in: dict[fx.Node, Memory] = field(default_factory=dict[fx.Node, Memory])
+    overwritten: set[fx.Node] = field(default_factory=set[fx.Node])
+    scratch: dict[Scratch, LeafSpec] = field(default_factory=dict[Scratch, LeafSpec])
+    results: set[str] = field(default_factory=set[str])
+    memories: dict[str, Memory] = field(default_factory=dict[str, Memory])
 
-    def memory(self, node: fx.Node) -> "fx.Node | Name":
+    def holder(self, node: fx.Node) -> Memory:
         """Return the memory of the result of `node`: the node that made it, or a name."""
-        memory: fx.Node | Name = node
+        memory: Memory = node
         while isinstance(memory, fx.Node) and memory in self.lies_in:
             memory = self.lies_in[memory]
+        return memory
+
+    def memory(self, node: fx.Node) -> fx.Node | Name:
+        """Return the same, once all is decided: for what becomes a payload, that."""
+        memory = self.holder(node)
         target = self.targets.get(memory) if isinstance(memory, fx.Node) else None
-        return target if isinstance(target, Sent | Scratch) else memory
+        return target if isinstance(target, Sent) else memory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draft:
-    """The argument and result of a pass, which may change the graph that it is given.
+    """The argument and result of a pass, which changes it.
 
     Attributes:
         graph: From leaves, parts of the state and numbers of ranks to means and the next state.
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: Names of the inputs of the graph, and of the tensors it holds.
-        cuts: The graph in order.
-        batches: Operations that are run as one: the first of them, and all.
+        cuts: The graph in order, with the `batches` of operations that run as one, by the first of them.
     """
 
     request: Request
@@ -104,10 +110,10 @@ class Draft:
     held: dict[str, Tensor]
     names: dict[fx.Node, Name]
     phase: Phase
-    cuts: tuple[Cut, ...] = ()
-    placement: Placement | None = None
-    batches: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
-    segments: tuple[Segment, ...] = ()
+    cuts: list[Cut] = field(default_factory=list[Cut])
+    placement: Placement = field(default_factory=Placement)
+    batches: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
+    segments: list[Segment] = field(default_factory=list[Segment])
 
     @property
     def paths(self) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fnddp.device import device_of
 from fnddp.ir.program import Collective
 from fnddp.torch_private import UNSAFE_VIEWS
 
@@ -45,13 +46,8 @@ def is_view(node: fx.Node) -> bool:
     return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
 
-LIGHT = {"cpu": 2**20, "cuda": 2**24}
-"""Bytes up to which the call of an operation costs more than its pass over memory. (Larger temporaries of many leaves
-at a time would take too much memory, too.)"""
-
-
 def is_light(node: fx.Node) -> bool:
-    """Return whether `node` reads and makes small tensors only."""
+    """Return whether `node` reads and makes small tensors only: larger ones of many leaves would take much memory."""
     return all(map(_is_small, (node, *node.all_input_nodes)))
 
 
@@ -63,7 +59,7 @@ def _is_small(node: fx.Node) -> bool:
 
 def _holds_little(made: Any) -> bool:
     if isinstance(made, Tensor):
-        return made.numel() * made.element_size() <= LIGHT.get(made.device.type, LIGHT["cpu"])
+        return made.numel() * made.element_size() <= device_of(made.device).light_bytes
     return not isinstance(made, tuple | list) or all(map(_holds_little, made))
 
 

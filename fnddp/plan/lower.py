@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
+from fnddp.core.expression import Expression
+from fnddp.core.options import checked_int
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.core.tree import Tree
-from fnddp.ir.program import Divisor, Grad, Held, LeafSpec, Part
+from fnddp.ir.program import Collective, Divisor, Grad, Held, LeafSpec, Part
 from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation, Draft, Request, copied
-from fnddp.plan.graph import numbers, output_nodes
+from fnddp.plan.graph import launch, launch_of, numbers, output_nodes, take, value
 from fnddp.plan.passes import PASSES
 from fnddp.plan.passes.emit import name_of
 from fnddp.plan.passes.trace import sizes_of, trace
-from fnddp.plan.peak import peak_bytes
 from fnddp.plan.plan import Plan
-from fnddp.plan.world import planned_world
 from fnddp.wire.groups import World, WorldSize, within
 
 KEEP = Donation()
@@ -117,10 +117,8 @@ def lower_leaves(
 ) -> Plan:
     """Lower as `lower` does, for leaves by path, and buckets of any number of sizes, in bytes.
 
-    Args:
-        world: The wire, and the sizes of groups.
-        dropped: Leaves without gradients on any rank. What only they need is neither computed nor sent.
-        traces: Of the same pipeline, leaves, and kind of state.
+    `dropped` leaves have no gradients on any rank: what only they need is neither computed nor sent. `traces` are of
+    the same pipeline, leaves, and kind of state.
     """
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
@@ -160,11 +158,9 @@ class Traces:
         return copied(self._last, request)
 
     def plan(self, request: Request) -> Plan:
-        """Return the plan for `request`."""
         return plan_of(self.of(request))
 
     def clear(self) -> None:
-        """Drop the trace."""
         self._last = None
 
 
@@ -172,7 +168,6 @@ def plan_of(draft: Draft) -> Plan:
     """Return the plan that the passes make of a trace, which they change."""
     for step in PASSES:
         draft = step(draft)
-    assert draft.placement is not None
     request, placement = draft.request, draft.placement
     outputs = output_nodes(draft.graph)
     results: list[Any] = [name_of(node, draft.names) for node in outputs]
@@ -184,17 +179,87 @@ def plan_of(draft: Draft) -> Plan:
         sync=request.sync,
         leaves=request.leaves,
         buckets=request.buckets,
-        segments=draft.segments,
+        segments=tuple(draft.segments),
         means={path: name for path, name in zip(request.leaves, results, strict=False) if name is not None},
         state=tuple(results[len(request.leaves) :]),
         phase=draft.phase,
         following=numbers(following, [by_name[name] for name in counted]),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, Part))),
-        results=placement.results,
+        results=frozenset(placement.results),
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
-        scratch=dict(placement.scratch),
-        peak_bytes=peak_bytes(draft),
+        scratch=placement.scratch,
+        peak_bytes=_peak_bytes(draft),
         backend=request.backend,
     )
+
+
+def _peak_bytes(draft: Draft) -> int:
+    """Return the most memory that a step takes in addition to gradients and state."""
+    placement = draft.placement
+    nodes = [node for cut in draft.cuts for node in (*cut.nodes, cut.launches) if node is not None]
+    persistent = sum(_buffer_bytes(launch_of(node)[1]) for node in nodes if node.target is launch)
+    persistent += sum(draft.request.leaves[path].nbytes for path in placement.results)
+    persistent += sum(spec.nbytes for spec in placement.scratch.values())
+    last_read: dict[Any, float] = {}
+    for when, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            last_read[placement.memory(source)] = when
+    last_read |= {
+        placement.memory(node): float("inf") for node in output_nodes(draft.graph) if isinstance(node, fx.Node)
+    }
+    now = peak = 0
+    freed: dict[float, int] = {}
+    for when, node in enumerate(nodes):
+        is_new = node not in placement.lies_in and node not in placement.targets and node.target not in (launch, take)
+        if is_new:
+            now += _nbytes(value(node))
+            peak = max(peak, now)
+            last = last_read.get(node, when)
+            freed[last] = freed.get(last, 0) + _nbytes(value(node))
+        now -= freed.pop(when, 0)
+    return persistent + peak
+
+
+def _buffer_bytes(collective: Collective) -> int:
+    received = [] if collective.kind.is_in_place else [collective.receive_shape]
+    return sum(torch.Size(shape).numel() * collective.dtype.itemsize for shape in [collective.send_shape, *received])
+
+
+def _nbytes(made: Any) -> int:
+    parts = made if isinstance(made, tuple | list) else [made]
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+
+
+def planned_world(pipeline: Expression, groups: frozenset[str | None] | None, world_size: WorldSize | None) -> World:
+    """Return the world to plan `pipeline` for, which may also be an outer step: see `lower`.
+
+    `groups` are those that it reduces over; None if unknown.
+    """
+    if world_size is None:
+        return World()
+    known = sorted(groups or (), key=str)
+    names = ["the default group (None)" if group is None else f"group {group!r}" for group in known] or ["no group"]
+    over = " and ".join(names)
+    if not isinstance(world_size, Mapping):
+        n = _checked("world_size", world_size)
+        if n > 1 and len(known) > 1:
+            raise ValueError(
+                f"lower: {pipeline!r} reduces over {over}, and world_size={n} does not say how many ranks each of them "
+                f"has; give each number by name: world_size={{{', '.join(f'{group!r}: ...' for group in known)}}}"
+            )
+        return World(size=n)
+    sizes = {group: _checked(f"world_size[{group!r}]", n) for group, n in world_size.items()}
+    if groups is not None and sizes.keys() != groups:
+        raise ValueError(
+            f"lower: world_size must give the size of each group of {pipeline!r}, which reduces over {over}, and of no "
+            f"other; got {sizes}"
+        )
+    return World(size=sizes)
+
+
+def _checked(what: str, n: Any) -> int:
+    if (size := checked_int(f"lower: {what}", n)) < 1:
+        raise ValueError(f"lower: {what} must be at least 1, or None for the groups that there are, got {size}")
+    return size

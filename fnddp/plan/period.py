@@ -11,9 +11,8 @@ from fnddp.core import tree
 from fnddp.core.state import AFTER_ALL_WARM_UPS
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Tree
-from fnddp.plan.lower import lower
+from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.plan import Plan
-from fnddp.plan.world import planned_world
 from fnddp.wire.groups import WorldSize, within, world_size
 
 LONGEST = 10_000
@@ -39,17 +38,11 @@ def period(
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float = 25,
 ) -> tuple[Recurring, ...]:
-    """Return the steps that a pipeline repeats after all warm-ups, each kind once, as they first come.
+    """Return the steps that a pipeline repeats after all warm-ups, each kind once, as they first come; see `lower`.
 
     Most pipelines do the same in every step. `every(10, ...)` does not, nor do the `refresh` of `powersgd` and
     `measure`: they cost a mean over the period, which no single step does. The wrong choice for the first steps of a
     training: lower those, with their state.
-
-    Args:
-        sync, params, world_size, arrival, bucket_cap_mb: As `lower` takes them.
-
-    Raises:
-        LoweringError, ValueError: As `lower`.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, every
@@ -60,11 +53,12 @@ def period(
     1 4000
     """
     walk = _Walk(sync, params, world_size, arrival, bucket_cap_mb)
-    late = [AFTER_ALL_WARM_UPS for _ in walk.first]
-    reached = walk.until_it_repeats(late)
+    late = AFTER_ALL_WARM_UPS
+    reached, _ = walk.until_it_repeats([late for _ in walk.first])
     # Where warm-ups are over for good stays late; what starts again does so from its own first step.
-    begin = [first if any(at[i] < late[i] for at in reached) else late[i] for i, first in enumerate(walk.first)]
-    repeated = walk.that_repeat(walk.until_it_repeats(begin))
+    begin = [first if any(at[i] < late for at in reached) else late for i, first in enumerate(walk.first)]
+    walked, start = walk.until_it_repeats(begin)
+    repeated = walked[start:]
     chosen = [walk.index(at) for at in repeated]
     return tuple(
         Recurring(walk.plans[index], walk.state(repeated[chosen.index(index)]), steps)
@@ -98,21 +92,18 @@ class _Walk:
         self.plans.append(lower(self._sync, self._params, state=self.state(counters), **self._options))
         return len(self.plans) - 1
 
-    def until_it_repeats(self, counters: Sequence[int]) -> list[Sequence[int]]:
-        """Return the counters of each step from these on, the last like one before."""
-        walked, seen = [counters], {self._key(counters)}
-        while len(walked) <= LONGEST:
-            plan = self.plans[self.index(walked[-1])]
-            walked.append(plan.following(self._numbers(plan, walked[-1])))
-            if (key := self._key(walked[-1])) in seen:
-                break
-            seen.add(key)
-        return walked
+    def until_it_repeats(self, counters: Sequence[int]) -> tuple[Sequence[Sequence[int]], int]:
+        """Return the counters of each step from these on, until one follows that is like an earlier one, and its place.
 
-    def that_repeat(self, walked: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the steps from the one that is like the last on, without the last."""
-        keys = [self._key(at) for at in walked]
-        return walked[keys.index(keys[-1]) : -1] or walked[:-1]
+        If there is none within `LONGEST`, all of them repeat.
+        """
+        walked: dict[Any, Sequence[int]] = {}
+        while len(walked) < LONGEST and (key := self._key(counters)) not in walked:
+            walked[key] = counters
+            plan = self.plans[self.index(counters)]
+            counters = plan.following(self._numbers(plan, counters))
+        key = self._key(counters)
+        return list(walked.values()), list(walked).index(key) if key in walked else 0
 
     def _key(self, counters: Sequence[int]) -> tuple[int | None, ...]:
         """Return a key that is equal for steps from which all goes on alike."""

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from fnddp.cost.estimate import Estimate, estimate
-from fnddp.cost.queue import Links
+from fnddp.cost.estimate import Estimate, Links, estimate
 from fnddp.cost.step import Compute, Step, predict
 from fnddp.ir.schedule import Schedule
-from fnddp.show.clock import to_trace
+from fnddp.show.beside import to_trace
 from fnddp.show.drawing import to_html, to_svg
 from fnddp.show.text import show
 
@@ -25,10 +24,9 @@ class Plan(Schedule):
         return self.show()
 
     def show(self, code: bool = False) -> str:
-        """Return the plan as text: slot by slot what must have arrived, what is computed, and what is sent.
+        """Return the plan as text, as `print` shows it: slot by slot what must have arrived, is computed, and is sent.
 
-        `print(plan)` prints this. Segments of a slot that look alike are one line, unless `code` asks for every
-        operation.
+        Segments of a slot that look alike are one line, unless `code` asks for every operation.
 
         >>> import torch
         >>> from fnddp import allreduce, fp16, lower
@@ -56,10 +54,8 @@ class Plan(Schedule):
         a plan does not know how long they take. Notebooks draw a plan that is the last expression of a cell.
 
         Args:
-            link: The connection of the ranks: of all groups, or by the group's name (None is the default group).
-
-        Raises:
-            ValueError: A group has no link.
+            link: The connection of the ranks: of all groups, or by the group's name (None is the default group). A
+                group without one is a ValueError, in all that takes links.
 
         >>> import torch
         >>> from fnddp import allreduce, lower
@@ -77,15 +73,10 @@ class Plan(Schedule):
     ) -> Estimate:
         """Return the cost of a step's collectives, and with `backward_seconds`, what backward does not hide of them.
 
-        See `fnddp.cost.estimate.estimate` for the model.
+        See `fnddp.cost.estimate.estimate` for the model, and `to_svg` for `link`.
 
         Args:
-            link: See `to_svg`.
-            backward_seconds: Without it nothing is hidden.
             overhead_seconds: Encode and decode that backward does not hide.
-
-        Raises:
-            ValueError: A group has no link.
 
         >>> import torch
         >>> from fnddp import Link, allreduce, fp16, lower
@@ -104,11 +95,8 @@ class Plan(Schedule):
         See `fnddp.cost.step.predict` for the model.
 
         Args:
-            link: See `to_svg`.
-            compute: The computation of a rank, as `fnddp.measure_backward` and `fnddp.measure_segments` return it.
-
-        Raises:
-            ValueError: A group has no link, or `compute` is of another plan or has an arrival after backward's end.
+            compute: The computation of a rank, as `fnddp.measure_backward` and `fnddp.measure_segments` return it. One
+                of another plan, or with an arrival after backward's end, is a ValueError.
 
         >>> import torch
         >>> from fnddp import Compute, Link, allreduce, lower
@@ -125,11 +113,7 @@ class Plan(Schedule):
         `export_chrome_trace`), so that the two can be compared.
 
         Args:
-            link: See `to_svg`.
             compute: See `predict`; None for no time at all, which leaves the wire.
-
-        Raises:
-            ValueError: A group has no link, or `compute` is of another plan.
 
         >>> import json, torch
         >>> from fnddp import Link, allreduce, lower

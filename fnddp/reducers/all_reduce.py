@@ -1,12 +1,12 @@
-"""All-reduce: every rank gets the same reduction of all ranks' payloads."""
+"""All-reduce: every rank gets the same reduction of all ranks' payloads; and no reduction at all."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fnddp.core import collectives
 from fnddp.core.group import Group, group_name
 from fnddp.core.options import one_of
-from fnddp.core.sync import Exchange, Reducer, State, registry, transform
-from fnddp.core.tree import Leaves, require_leaves
+from fnddp.core.sync import Exchange, Reducer, State, Sync, registry, transform
+from fnddp.core.tree import Leaves, Tree
 
 
 @transform
@@ -23,12 +23,9 @@ class all_reduce(Reducer):
     Args:
         group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
             or the default one. It is kept by name.
-        op: "mean", "sum", "max" or "min". "max" and "min" do not add, so compression and memory refuse them.
-            A "sum" is of all that is in `.grad`: clear gradients before each synchronized backward. (`register` cannot
-            see that they are not; `DistributedDataParallel` refuses.)
-
-    Raises:
-        ValueError: At the exchange: "max" or "min" of a complex leaf.
+        op: "mean", "sum", "max" or "min". The latter two do not add, so compression and memory refuse them; they take
+            no complex leaves.
+            A "sum" is of all that is in `.grad`: clear gradients before each synchronized backward.
 
     >>> import torch
     >>> all_reduce(op="sum")
@@ -47,7 +44,6 @@ class all_reduce(Reducer):
         return frozenset({self.op})
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("all_reduce", leaves)
         reduced = collectives.all_reduce(leaves, self.op, group_name(self.group))
         return Exchange(mean=reduced, sent=leaves, state=state)
 
@@ -57,3 +53,35 @@ class all_reduce(Reducer):
 
 allreduce = all_reduce()
 registry.add("allreduce", allreduce)
+
+
+@transform
+class unreduced(Sync):
+    """Leave every gradient as it is on its rank, and send nothing. `none` is the ready-made value.
+
+    For leaves that differ between ranks on purpose (experts, adapters of one rank), as a rule of `partition`; and to
+    measure what synchronization costs. The wrong choice for anything else: parameters drift apart, silently.
+
+    >>> import torch
+    >>> none({"w": torch.ones(2)}, ())
+    ({'w': tensor([1., 1.])}, ())
+    """
+
+    ops: ClassVar[Any] = frozenset[str]()
+    groups: ClassVar[Any] = frozenset[str | None]()
+
+    def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
+        return self
+
+    def init(self, grads: Tree) -> State:
+        return ()
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return Exchange(leaves, leaves, state)
+
+    def __repr__(self) -> str:
+        return "none"
+
+
+none = unreduced()
+registry.add("none", none)

@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.core import collectives, layout, tree
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 
@@ -28,24 +28,21 @@ class hierarchical(Sync):
     ranks with the same position in their nodes. With a mesh: `hierarchical(powersgd(allreduce).over((mesh, "across")),
     intra=(mesh, "inside"))`.
 
-    A shard is 1/n of a leaf's rows (dimension 0), if padding adds no more than a sixteenth of them; PowerSGD then has n
-    matrices `[rows / n, columns]` with a Q each. It is 1/n of the flattened elements otherwise, a vector, which
-    PowerSGD leaves alone. The owner of a shard counts the losses of `inner` n times in its `sent`, since a mean over
-    the node divides by n: put memory inside. Integer leaves are summed inside and across, and divided once.
+    A shard is 1/n of a leaf's rows (dimension 0), if padding adds no more than a sixteenth of them, else of its
+    flattened elements, a vector, which PowerSGD leaves alone. The owner of a shard counts the losses of `inner` n times
+    in its `sent`, since a mean over the node divides by n: put memory inside. Integer leaves are summed inside and
+    across, and divided once.
 
     The wrong choice in one node, and where links inside are no faster than those across: it takes two more rounds. On
     gloo a reduce_scatter sends as much as an all_reduce. It refuses weights, as all pipelines over several groups.
 
     Args:
-        inner: The pipeline across nodes, over its own group: `powersgd(allreduce).over(across)`. `none` for one node.
+        inner: The pipeline across nodes, a mean over its own group: `powersgd(allreduce).over(across)`. `none` for one
+            node. The default group, and that inside the node, are a ValueError in `init` and `exchange`.
         intra: The group inside the node, see `all_reduce`.
         shard: Exchange a shard on each rank. If False, leaves stay whole: a mean inside the node, then the same
             exchange by every rank of it, so n times as much leaves the node. Means are then equal to the bit only if
             the backend adds in the same order in all groups across nodes, as carriers do.
-
-    Raises:
-        TypeError: `inner` takes no mean, or does not name its groups.
-        ValueError: In `init` and `exchange`: `inner` reduces over the default group, or the one inside the node.
 
     Source: two-level all-reduces as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; with compression
     across nodes only as in ZeRO++ (Wang et al., 2023) and 1-bit Adam.
@@ -119,7 +116,6 @@ class hierarchical(Sync):
         return HierarchicalState(self.inner.init(shards))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("hierarchical", leaves)
         self._require_groups()
         parts = {path: leaf for path, leaf in leaves.items() if _has_parts(leaf)}
         whole = {path: leaf for path, leaf in leaves.items() if path not in parts}

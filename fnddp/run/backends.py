@@ -1,5 +1,6 @@
 """Segments of a plan as Python or, on request, Inductor runs them."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -11,12 +12,19 @@ import torch
 
 from fnddp.ir.program import Segment
 from fnddp.ir.schedule import Schedule
-from fnddp.run.log import warn
+from fnddp.wire.groups import rank
 
 Run: TypeAlias = Callable[..., Sequence[Any]]
 """A function that returns the outputs of a segment for its inputs."""
 
 _count = count()
+_log = logging.getLogger("fnddp")
+
+
+def warn(message: str, *arguments: object) -> None:
+    """Log a warning on the first rank."""
+    if rank(None) == 0:
+        _log.warning(message, *arguments)
 
 
 def segments_of(plan: Schedule) -> tuple[Segment, ...]:
@@ -24,22 +32,18 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
     if plan.backend is None:
         return plan.segments
     compiled = sum(bool(segment.operations) for segment in plan.segments)
-    seconds: list[float] = []  # of each that has been compiled
+    seconds: dict[Run, float] = {}  # that the first call of each has taken
 
     def timed(run: Run) -> Run:
         by_inductor = torch.compile(_own(run), fullgraph=True)
-        is_first = True
 
         def run_it(*inputs: Any) -> Sequence[Any]:
-            nonlocal is_first
-            if not is_first:
-                return by_inductor(*inputs)
             begun = perf_counter()
-            outputs = by_inductor(*inputs)  # compiles it
-            is_first = False
-            seconds.append(perf_counter() - begun)
-            if len(seconds) == compiled:
-                warn("compiled %d segments of %r in %.1f s", compiled, plan.sync, sum(seconds))
+            outputs = by_inductor(*inputs)  # compiles it, the first time
+            if run not in seconds:
+                seconds[run] = perf_counter() - begun
+                if len(seconds) == compiled:
+                    warn("compiled %d segments of %r in %.1f s", compiled, plan.sync, sum(seconds.values()))
             return outputs
 
         return run_it

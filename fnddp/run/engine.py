@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,9 @@ from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
-from fnddp.run.log import warn
-from fnddp.run.memory import Memory
-from fnddp.run.program import Program, without_schedule
-from fnddp.run.step import Course, Step, Synchronized, in_profile
+from fnddp.run.backends import warn
+from fnddp.run.program import Memory, Program, without_schedule
+from fnddp.run.step import Step, Synchronized, in_profile
 from fnddp.run.vote import Vote
 from fnddp.show.meter import Meter, Taken
 from fnddp.show.trace import debug_level, observer, observing
@@ -49,34 +48,25 @@ _numbers = itertools.count()
 _open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakKeyDictionary()
 
 
-class _Prepared(NamedTuple):
-    """The program and the vote of the steps of one phase."""
-
-    program: Program
-    vote: Vote | None
-
-
-class Engine(Course):
+class Engine:
     """Runs `sync` on `leaves`, a step after the other: `begin`, a `put` for each gradient, `agree`, `commit`.
 
     Args:
-        sync: The pipeline.
-        leaves: What the gradients are like.
         state: The pipeline's state before the first step; None if `begin` is given one.
-        donation: What a step may write over.
         bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
             order of all later ones. Not where ranks may join that have not seen it.
         groups: Process groups whose ranks end a step together, where the pipeline does not know which it reaches.
         beside: Process groups whose ranks end a step together though the pipeline does not reach them.
-        wire: What moves bytes.
         backend: What runs segments: see `lower`. A pipeline without a plan is then an error.
         traces: Of this pipeline and such leaves, where several engines share them.
 
     Attributes:
-        sync: The pipeline.
-        leaves: What the gradients are like.
+        positions: Of the leaves, by path.
         number: Higher than those of the engines that were made before it.
+        step: The step that is open; None as soon as it has ended.
+        begun, steps, failed_steps: Numbers of steps that have begun, ended well, and failed.
+        broken: The error after which ranks may be desynchronized.
     """
 
     def __init__(
@@ -94,33 +84,34 @@ class Engine(Course):
         backend: str | None = None,
         traces: Traces | None = None,
     ) -> None:
-        together = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *beside]))
-        device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
-        super().__init__(wire, together, device, leaves)
-        self.sync, self.leaves = sync, dict(leaves)
+        require_backend(backend)
+        self.sync, self.leaves, self.wire = sync, dict(leaves), wire
+        self.positions = {path: position for position, path in enumerate(leaves)}
         self.number = next(_numbers)
-        self.own = frozenset(path for path in leaves if not sync.reduces(path))
+        self.device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
+        self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *beside]))
+        self.step: Step | None = None
+        self.begun = self.steps = self.failed_steps = 0
+        self.broken: BaseException | None = None
         self.learns_order = learns_order and not isinstance(wire, Elastic)
-        self.parts, self.structure = tree.flatten_any(state)
+        self._parts, self._structure = tree.flatten_any(state)
         self._knows_groups = sync.groups is not None or bool(groups)
         self._overwrites_early = donation.gradients == "yes"
         self._world = World(None if wire is C10D else wire)
-        self._lower: Any = partial(
-            lower_leaves, world=self._world, bucket_caps=bucket_caps, donation=donation, backend=backend
-        )
+        options: Any = {"bucket_caps": bucket_caps, "donation": donation, "backend": backend}
+        self._lower: Any = partial(lower_leaves, sync, self.leaves, world=self._world, **options)
         self._traces = Traces() if traces is None else traces
-        require_backend(backend)
-        self._needs_plans = backend is not None
+        self._has_plans, self._needs_plans = True, backend is not None
         self._memory = Memory()
         self._debug = debug_level()
         self._meter: Meter | None = None
-        self._has_plans = True
+        self._measured_from = 0
         self._order: list[str] | None = None  # of arrival, for which plans are made
         self._dropped: frozenset[str] = frozenset()
-        self._prepared: list[_Prepared] = []
-        self._current: _Prepared | None = None
+        self._programs: list[Program] = []
+        self._current: Program | None = None
+        self._exchanges_weights = False  # from the first step with weights on
         self._epoch = 0  # of an elastic wire, when this rank was last consistent with the others
-        self._measured_from = 0
         self._is_connected = False
 
     @property
@@ -132,42 +123,37 @@ class Engine(Course):
     def state(self) -> State:
         """The pipeline's state after the last step. It can be kept: later steps do not write over it.
 
-        Set it, on all ranks, to go on from another one.
-
-        Raises:
-            RuntimeError: A step is open.
-            ValueError: It is of another pipeline or other leaves.
+        Set it, on all ranks, between steps, to go on from another one of the same pipeline and leaves.
         """
         state = self._own_state()
-        if self.step is not None:  # a step has begun to write over what it was alone to hold
-            return tree.map_tensors(Tensor.clone, state)
-        return shared(state)
+        # A step that is open has begun to write over what it was alone to hold.
+        return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
 
     @state.setter
     def state(self, state: State) -> None:
         if self.step is not None:
             raise RuntimeError("the state cannot be set while a step is open, which would write over it")
-        self.parts, self.structure = tree.flatten_any(require_like(repr(self.sync), state, self._own_state()))
+        self._parts, self._structure = tree.flatten_any(require_like(repr(self.sync), state, self._own_state()))
 
     def hand_over(self) -> State:
         """Return the state, which is the caller's from now on: the next `begin` is given one."""
-        state, self.parts = self._own_state(), []
+        state, self._parts = self._own_state(), []
         return state
 
     def _own_state(self) -> State:
-        return tree.unflatten_any(self.structure, self.parts)
+        return tree.unflatten_any(self._structure, self._parts)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the current or last step; None before the first, and for a pipeline that cannot be lowered."""
-        return None if self._current is None else self._current.program.plan
+        return None if self._current is None else self._current.plan
 
     def taken(self) -> Taken | None:
         """Return the times of the last step. Steps are measured from the first call on; None before, without a plan."""
         if self._meter is None:
             self._meter = Meter()
-            for prepared in self._prepared:
-                prepared.program.observer = observing(self._debug, self._meter)
+            for program in self._programs:
+                program.observer = observing(self._debug, self._meter)
             self._measured_from = self.steps
         if self.plan is None or self.steps == self._measured_from:
             return None
@@ -178,9 +164,8 @@ class Engine(Course):
 
         Args:
             state: Where it begins; None for where the last one ended.
-            weight: How much this rank's gradients count, a number of samples or tokens: 0 is allowed, not on all ranks.
-                None for a step in which all ranks count alike. All ranks give one or none does; anything else, and what
-                is no weight, is a ValueError on all ranks, of `advance` or `agree`.
+            weight: How much this rank's gradients count: 0 is allowed, not on all ranks. All ranks give one or none
+                does; anything else, and what is no weight, is a ValueError on all ranks, of `advance` or `agree`.
             scale: What gradients are multiplied by on their way in a step without weights.
 
         Raises:
@@ -190,10 +175,18 @@ class Engine(Course):
         """
         self.refuse_after_failure()
         if state is not None:
-            self.parts, self.structure = tree.flatten_any(state)
-        with in_profile("start"):
-            step = self._begin(scale, None if weight is None else Weight.of(weight))
-        if weight is not None:
+            self._parts, self._structure = tree.flatten_any(state)
+        if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
+            self._epoch = self.wire.epoch
+            self._exchanges_weights = False  # newcomers know of none
+        try:
+            with in_profile("start"):
+                step = self._begin(None if weight is None else Weight.of(weight), scale)
+        except BaseException as error:
+            if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # they may have begun
+                self.broken = error
+            raise
+        if weight is not None and weight is not FAILED:
             try:
                 require_weighable(self.sync, {path: leaf.dtype for path, leaf in self.leaves.items()})
             except ValueError as error:
@@ -201,25 +194,37 @@ class Engine(Course):
                 raise
         return step
 
-    def _begin(self, scale: float, weight: Weight | None) -> Step:
-        if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
-            self._epoch = self.wire.epoch
-            self.exchanges_weights = False  # newcomers know of none
-        try:
-            return self._made(scale, weight)
-        except BaseException as error:
-            self.broken = error if self._has_others() else None  # they may have begun
-            raise
-
-    def _made(self, scale: float, weight: Weight | None) -> Step:
-        program, vote = self._choose()
+    def _begin(self, weight: Weight | None, scale: float) -> Step:
+        program = self._choose()
+        vote = None if program.groups is None else Vote(self.leaves, program.wire, program.groups, program.device)
         lines = [_open_on(self.wire, group) for group in (() if vote is None else vote.groups)]
         ahead = dict.fromkeys(step for line in lines for step in (entry() for entry in line) if step is not None)
-        self.step = step = Step(self, program, vote, weight=weight, scale=scale, ahead=list(ahead))
+        self.step = step = Step(
+            program,
+            self._parts,
+            self._ended,
+            vote=vote,
+            weight=weight,
+            scale=scale,
+            exchanges_weights=self._exchanges_weights,
+            learns_order=self.learns_order,
+            ahead=list(ahead),
+        )
         self.begun += 1
         for line in lines:
             line.append(weakref.ref(step))
         return step
+
+    def _ended(self, step: Step) -> None:
+        self.step = None if self.step is step else self.step
+        self.steps += step.is_done
+        self.failed_steps += step.has_failed
+        self.broken = step.broken or self.broken
+        self._exchanges_weights = step.exchanges_weights
+        if step.is_done:
+            self._parts, self.learns_order = step.parts, False
+        if step.arrival is not None:
+            self.expect(step.arrival)
 
     def run(self, leaves: Leaves, state: State = None, *, weight: Any = None) -> Synchronized:
         """Run a whole step of gradients that are all there. If it fails, it has failed on all ranks."""
@@ -239,35 +244,26 @@ class Engine(Course):
     def fail_next(self, error: BaseException) -> None:
         """End the open step because of `error`, or else begin the next one only to fail it, on all ranks."""
         if self.step is None:
-            self.refuse_after_failure()
-            self._begin(1.0, FAILED)
+            self.begin(weight=FAILED)
         self.fail(error)
 
     def refuse_after_failure(self) -> None:
         """Raise a RuntimeError if this rank may be desynchronized.
 
-        The others may still wait in the collectives of the step that failed here. Going on would pair those with the
-        next step's, and train on wrong numbers silently.
+        The others may still wait in collectives of the step that failed here, which would meet those of the next one.
         """
-        if self.broken is not None and not self._is_consistent_again():
+        if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
+            self.broken = None
+        if self.broken is not None:
             raise RuntimeError(
                 f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), so ranks may "
                 "be out of step; restart from a checkpoint, with the process group set up again"
             ) from self.broken
 
-    def _is_consistent_again(self) -> bool:
-        if not isinstance(self.wire, Elastic) or self.wire.epoch == self._epoch:
-            return False
-        self.broken = None
-        return True
-
     def connect(self) -> None:
         """Connect the groups that steps use, if that is still to be done. All ranks call it where they set up.
 
         In the first step it could be too late: models that share a backward begin theirs in another order elsewhere.
-
-        Raises:
-            CollectiveError: See `with_dedicated_groups`.
         """
         if not device_of(self.device).is_asynchronous and not self._is_connected:
             with_dedicated_groups(self.wire, self.groups)
@@ -275,18 +271,18 @@ class Engine(Course):
 
     def prepare(self) -> Plan | None:
         """Make the plan for the present state, which the first step would wait for."""
-        return self._choose().program.plan
+        return self._choose().plan
 
     def expect(self, arrival: list[str]) -> None:
         """Make `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
         if self.plan is not None and arrival != list(self.plan.buckets):
-            self._order, self._prepared = arrival, []
+            self._order, self._programs = arrival, []
             self._memory.clear()
 
     def drop(self, leaves: frozenset[str]) -> None:
         """Leave out `leaves` from the next step on, which no rank uses. The same on all ranks."""
         if leaves:
-            self._dropped, self._prepared = leaves, []
+            self._dropped, self._programs = leaves, []
 
     def take_over_from(self, before: "Engine") -> bool:
         """Take the place of `before`, with all that its steps have learnt, and return whether it has the same leaves.
@@ -295,72 +291,49 @@ class Engine(Course):
         """
         if list(self.leaves) != list(before.leaves):
             return False
-        if before.arrival is not None:  # which its next step would have taken over
-            before.expect(before.arrival)
-            before.arrival = None
         self.number, self._epoch = before.number, before._epoch
         self._order, self._dropped = before._order, before._dropped
         self.learns_order &= before.learns_order
-        self.exchanges_weights = before.exchanges_weights
+        self._exchanges_weights = before._exchanges_weights
         return True
 
-    def _has_others(self) -> bool:
-        return any(self.wire.size(group) > 1 for group in self.groups or {None})
+    def _choose(self) -> Program:
+        program = next((program for program in self._programs if program.is_for(self._parts)), None)
+        if program is None:
+            program = (self._lowered() if self._has_plans else None) or self._without_plan()
+            self._programs = [program, *self._programs[: MAX_PHASES - 1]]
+        self._current = program
+        return program
 
-    def _choose(self) -> _Prepared:
-        if self.arrival is not None:
-            self.expect(self.arrival)
-            self.arrival = None
-        for prepared in self._prepared:
-            plan = prepared.program.plan
-            if plan is None or self._is_for(prepared.program, plan):
-                self._current = prepared
-                return prepared
-        if self._has_plans:
-            try:
-                begun = perf_counter()
-                plan = self._lower(
-                    self.sync,
-                    self.leaves,
-                    self._own_state(),
-                    arrival=self._order,
-                    dropped=self._dropped,
-                    traces=self._traces,
-                )
-                if self._order is not None:  # the order is known
-                    self._traces.clear()
-                self._current = self._prepare(plan)
-                _log_if_slow(self.sync, len(self.leaves), perf_counter() - begun)
-                self._prepared = [self._current, *self._prepared[: MAX_PHASES - 1]]
-                return self._current
-            except LoweringError:
-                if self._needs_plans:
-                    raise
-                self._has_plans = False  # in no later phase either: a trace takes longer than a step
+    def _without_plan(self) -> Program:
         plan = without_schedule(self.sync, self.leaves, self._own_state(), self.groups, self._world)
-        vote = Vote(self.leaves, self.wire, self.groups, self.device) if self._knows_groups else None
-        self._current = _Prepared(Program(plan, self.wire, self._memory, is_static=False), vote)
-        self._prepared = [self._current]
-        return self._current
+        return Program(plan, self.wire, self._memory, self.groups if self._knows_groups else None, is_static=False)
 
-    def _is_for(self, program: Program, plan: Plan) -> bool:
-        """Return whether `plan` is one for these numbers, and for groups of these sizes where payloads have rows."""
-        numbers = [*(self.parts[i] for i in plan.phase.counters), *map(self.wire.size, program.counted)]
-        if numbers != program.numbers:
-            n = len(numbers) - len(program.rows)
-            if not plan.phase.holds(numbers[:n]) or numbers[n:] != [each.world_size for each in program.rows]:
-                return False
-            program.numbers = numbers
-        return True
-
-    def _prepare(self, plan: Plan) -> _Prepared:
+    def _lowered(self) -> Program | None:
+        begun = perf_counter()
+        try:
+            plan = self._lower(self._own_state(), arrival=self._order, dropped=self._dropped, traces=self._traces)
+        except LoweringError:
+            if self._needs_plans:
+                raise
+            self._has_plans = False  # in no later phase either: a trace takes longer than a step
+            return None
+        if self._order is not None:  # the order is known
+            self._traces.clear()
         groups = tuple(dict.fromkeys([*plan.groups, *self.groups]))
         wire = self.wire if device_of(self.device).is_asynchronous else with_dedicated_groups(self.wire, groups)
         # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
-        program = Program(plan, wire, self._memory, clones_shared=self._overwrites_early)
+        program = Program(plan, wire, self._memory, groups, clones_shared=self._overwrites_early)
         watcher = observer(self._debug, plan, self._meter)
         program.observer = watcher if self._debug == 2 or self._meter is not None else None
-        return _Prepared(program, Vote(plan.leaves, wire, groups, self.device))
+        if (seconds := perf_counter() - begun) > SLOW_SECONDS:
+            warn(
+                "lowered %r for %d leaves in %.1f s, which happens once for each phase and order of gradients",
+                self.sync,
+                len(self.leaves),
+                seconds,
+            )
+        return program
 
 
 def _open_on(wire: Wire, group: str | None) -> list[weakref.ref[Step]]:
@@ -371,28 +344,19 @@ def _open_on(wire: Wire, group: str | None) -> list[weakref.ref[Step]]:
 
 
 class Engines:
-    """Engines by their leaves and states, of given shapes, and the process groups that there are.
+    """Engines of a pipeline by their leaves and states, of given shapes, and the process groups that there are.
 
     Not of given layouts: what ranks agree on does not include those. Means are laid out as the first leaves were.
-
-    Args:
-        sync: The pipeline.
-        donation: What a step may write over.
-        learns_order: See `Engine`.
-        wire: Who moves bytes.
-        backend: Who runs segments.
     """
 
     def __init__(
         self, sync: Sync, *, donation: Donation, learns_order: bool, wire: Wire = C10D, backend: str | None = None
     ) -> None:
         self.last: Engine | None = None
-        self._sync = sync
+        self._sync, self._wire = sync, wire
         self._groups = sorted({None, *groups_of(sync)}, key=str)
-        self._wire = wire
-        self._make: Any = partial(
-            Engine, sync, donation=donation, learns_order=learns_order, wire=wire, backend=backend
-        )
+        options: Any = {"donation": donation, "learns_order": learns_order, "wire": wire, "backend": backend}
+        self._make = partial(Engine, sync, **options)
         self._engines: dict[Any, Engine] = {}
         self._calls: dict[Any, object] = {}
 
@@ -429,23 +393,9 @@ class Engines:
     def _of(self, key: Any, leaves: Leaves) -> Engine:
         engine = self._engines.pop(key, None)
         if engine is None:
-            engine = self._make(_dense_specs(leaves))
+            # As torch lays out what is like them: what follows may be copied there, so no two elements share memory.
+            engine = self._make({path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()})
             engine.connect()
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
         self.last = engine
         return engine
-
-
-def _log_if_slow(sync: Sync, leaves: int, seconds: float) -> None:
-    if seconds > SLOW_SECONDS:
-        warn(
-            "lowered %r for %d leaves in %.1f s, which happens once for each phase and order of gradients",
-            sync,
-            leaves,
-            seconds,
-        )
-
-
-def _dense_specs(leaves: Leaves) -> dict[str, LeafSpec]:
-    # As torch lays out what is like them: what follows may be copied there, so no two elements share memory.
-    return {path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()}

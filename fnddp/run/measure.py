@@ -14,10 +14,10 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import State
 from fnddp.core.tree import Tree
 from fnddp.cost.step import Compute
+from fnddp.device import device_of
 from fnddp.plan.plan import Plan
-from fnddp.run.memory import Memory
-from fnddp.run.program import Program
-from fnddp.run.step import Course, Step
+from fnddp.run.program import Memory, Program
+from fnddp.run.step import Step
 from fnddp.show.meter import Meter
 from fnddp.show.trace import Observer
 from fnddp.wire.groups import World, within
@@ -104,14 +104,13 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     state = mirror.initial_state() if state is None else state
     program = Program(plan, mirror, Memory())
     program.observer = Observer(meter)
-    course = Course(mirror, (), next(iter(plan.leaves.values())).device, plan.leaves)
     grads = {
         path: leaf.empty().copy_(torch.randn(leaf.shape, generator=generator)) for path, leaf in plan.leaves.items()
     }
     rows: list[list[float]] = []
     for _ in range(_checked(calls) + 1):
-        course.parts, _ = tree.flatten_any(tree.map_tensors(Tensor.clone, state))
-        step = Step(course, program, None)
+        parts, _ = tree.flatten_any(tree.map_tensors(Tensor.clone, state))
+        step = Step(program, parts, lambda _: None)
         for path, grad in grads.items():
             step.feed(path, grad.clone())
         step.finish()
@@ -158,8 +157,7 @@ def _medians(rows: list[list[float]]) -> tuple[float, ...]:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()
     return time.perf_counter()
 
 

@@ -1,50 +1,135 @@
-"""A plan as steps run it: registers in place of names. A pipeline without a plan is one segment that commits."""
+"""A plan as steps run it: registers for names, and the memory of collectives and means, which outlives steps.
+
+A pipeline without a plan is one segment that commits.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync, parts_of, require_means
-from fnddp.device import device_of
+from fnddp.core.tree import Leaves
+from fnddp.device import Device, Stream, device_of
 from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
 from fnddp.ir.schedule import Phase
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
-from fnddp.run.memory import Buffer, BufferSlice, Memory
 from fnddp.show.trace import Observer
+from fnddp.torch_private import storage_use_count
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
+
+BufferSlice: TypeAlias = Sent | Received | Span
+"""A part of the memory of a collective."""
 
 T = TypeVar("T")
 
 
-class _Registers:
-    """The places of values during a step: a list is faster than a dict of names."""
+class Buffer:
+    """The memory of a collective: what it sends, and what it fills, which is the same for a collective in place.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._indices: dict[Name, int] = {}
-        for segment in segments:
-            for name in (*segment.inputs, *segment.outputs):
-                self.of(name)
+    With `views_apart` each slice looks like memory of its own. So Inductor wants it, which otherwise computes each
+    element of a buffer from all that is written there.
+    """
 
-    def of(self, name: Name) -> int:
-        """Return the register of a value."""
-        return self._indices.setdefault(name, len(self._indices))
+    def __init__(self, collective: Collective, *, views_apart: bool) -> None:
+        self._collective, self._views_apart = collective, views_apart
+        self.send = torch.empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
+        is_in_place = collective.kind.is_in_place
+        self.receive = self.send if is_in_place else self.send.new_empty(collective.receive_shape)
+        self._tensors = (self.send,) if is_in_place else (self.send, self.receive)
+        self._views: dict[BufferSlice, Tensor] = {}
+        self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
 
-    def all(self, kind: type[T]) -> list[tuple[int, T]]:
-        """Return the registers of all values of a kind, and their names."""
-        return [(index, name) for name, index in self._indices.items() if isinstance(name, kind)]
+    def view(self, name: BufferSlice) -> Tensor:
+        """Return the slice that `name` stands for."""
+        if name not in self._views:
+            index = -1 if isinstance(name, Received) else 0
+            memory = self._tensors[index]
+            before = storage_use_count(memory)
+            self._views[name] = self._made(name, memory)
+            self._own_uses[index] += storage_use_count(memory) - before
+        return self._views[name]
 
-    def filled(self, given: Mapping[Any, Any]) -> list[Any]:
-        """Return all registers, with the values that are known before any step."""
-        return [given.get(name) for name in self._indices]
+    def _made(self, name: BufferSlice, memory: Tensor) -> Tensor:
+        collective = self._collective
+        if isinstance(name, Span):
+            first, last = collective.payloads[name.first], collective.payloads[name.last]
+            return memory.narrow(-1, first.offset, last.offset + last.width - first.offset)
+        payload = collective.payloads[name.position]
+        shape = (collective.sent_shape if isinstance(name, Sent) else collective.received_shape)(name.position)
+        columns = memory.narrow(-1, payload.offset, payload.width)
+        if self._views_apart and columns.numel():  # in a storage of its own, of which this is the only tensor
+            return torch.from_dlpack(columns.view(torch.uint8)).view(payload.dtype).view(shape).data
+        # Its columns, in its dtype. Without gaps if there are no others.
+        return columns.view(payload.dtype).view(shape)
+
+    @property
+    def is_held(self) -> bool:
+        """True while somebody else reads it."""
+        if any(storage_use_count(t) > own for t, own in zip(self._tensors, self._own_uses, strict=True)):
+            return True
+        return self._views_apart and any(storage_use_count(view) > 1 for view in self._views.values() if view.numel())
+
+
+class Pool:
+    """The buffers of a collective: more than one where somebody reads the first."""
+
+    def __init__(self, collective: Collective, views_apart: bool) -> None:
+        self._collective, self._views_apart = collective, views_apart
+        self._buffers: list[Buffer] = []
+
+    def take(self) -> Buffer:
+        """Return a buffer that nobody reads. It stays here."""
+        free = next((buffer for buffer in self._buffers if not buffer.is_held), None)
+        if free is None:
+            free = Buffer(self._collective, views_apart=self._views_apart)
+            self._buffers = [*self._buffers[-1:], free]
+        return free
+
+
+class Memory:
+    """Memory that consecutive plans share. A tensor that somebody still holds is not used again."""
+
+    def __init__(self) -> None:
+        self.clear()
+        self._streams: dict[Device, Stream] = {}
+
+    def clear(self) -> None:
+        """Forget all memory: the plans to come need other."""
+        self._collectives: dict[Collective, Pool] = {}
+        self._means: dict[str, list[Tensor]] = {}
+
+    def stream(self, device: Device) -> Stream:
+        """Return the side stream of `device`: one for all plans, since the allocator keeps memory for each stream."""
+        if device not in self._streams:
+            self._streams[device] = device.stream()
+        return self._streams[device]
+
+    def pool(self, collective: Collective, *, views_apart: bool) -> Pool:
+        """Return the buffers of `collective`. Plans that share memory have one backend."""
+        return self._collectives.setdefault(collective, Pool(collective, views_apart))
+
+    def take_mean(self, path: str, leaf: LeafSpec) -> Tensor:
+        """Return memory for the mean of a leaf that nobody reads. It is the caller's until it is given back."""
+        pool = self._means.setdefault(path, [])
+        free = next((tensor for tensor in pool if storage_use_count(tensor) == 1), None)
+        if free is None:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        pool[:] = [tensor for tensor in pool if tensor is not free]
+        return free
+
+    def give_mean(self, path: str, memory: Tensor) -> None:
+        """Keep memory for later means of a leaf, once nobody holds it."""
+        self._means[path] = [*self._means.get(path, [])[-1:], memory]
 
 
 class Code(NamedTuple):
-    """A segment, with registers for names."""
+    """A segment, with registers for names: a list is faster than a dict of names."""
 
     segment: Segment
     inputs: tuple[int, ...]
@@ -53,151 +138,148 @@ class Code(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A leaf, and what a step does with its gradient.
-
-    Attributes:
-        path: Of the leaf.
-        leaf: What the gradient must be like.
-        register: Where the gradient is put; None for a leaf that was dropped.
-        like: Shape, dtype, device and strides of a gradient that is put there as it is; None if each is looked at.
-        is_cloned: Whether a gradient that somebody else holds is copied first, since it is written over.
-    """
+    """What a step does with the gradient of a leaf."""
 
     path: str
     leaf: LeafSpec
-    register: int | None
-    like: tuple[Any, ...] | None
-    is_cloned: bool
+    register: int | None  # where the gradient is put; None for a leaf that was dropped
+    like: tuple[Any, ...] | None  # shape, dtype, device and strides of one that is put there as it is, if any is
+    is_cloned: bool  # if somebody else holds it, since it is written over
+    is_own: bool  # not reduced over ranks
 
 
 class Program:
     """The code that steps of one phase run.
 
     Args:
-        plan: The plan.
-        wire: What moves its collectives.
-        memory: The source of buffers; plans that follow each other may share it.
+        groups: Process groups whose ranks end a step together; None where that is not known.
         clones_shared: Whether gradients that share memory with something are copied before they are written over.
         is_static: False for a plan of `without_schedule`.
 
     Attributes:
         plan: As given; None if it is of `without_schedule`.
-        wire, memory: As given.
-        leaves: What gradients are like.
-        inputs: For each leaf what is done with its gradient.
-        codes: The segments.
-        collectives: In the order in which they are issued, and `wire_bytes` of each.
         segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
             entry at the end, which is never complete.
         needed: For each segment the number of leaves that it needs.
         is_polled: Whether segments wait for collectives, too.
-        overwrites: Leaves whose gradients are written over.
-        parts: For each part of the state that is read its register, position, and whether it is written over.
-        results: Registers of means that have memory of their own.
-        ranks: The registers of what means divide by, and their groups.
-        means: For each leaf the register of its mean.
-        state: For each part of the next state its register, or its value.
-        memories: For each leaf the register of memory that is free for its mean in the next step.
-        pools: The memory of each collective.
-        slices: The registers of what is stored there.
-        constants: All registers, with what is known before any step.
-        filled: All registers, with what is stored in the buffers of the last step.
-        rows: The collectives whose payloads have a row for each rank.
-        counted: The groups on whose sizes the plan depends: those of the phase, then those of `rows`.
-        numbers: The counters and sizes with which the plan was found to be the right one the last time.
         device: Where the leaves are.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
-        observer: What is notified of all that steps do.
     """
 
     def __init__(
-        self, plan: Plan, wire: Wire, memory: Memory, *, clones_shared: bool = False, is_static: bool = True
+        self,
+        plan: Plan,
+        wire: Wire,
+        memory: Memory,
+        groups: Sequence[str | None] | None = None,
+        *,
+        clones_shared: bool = False,
+        is_static: bool = True,
     ) -> None:
         self.plan = plan if is_static else None
         self.observer: Observer | None = None
-        self.wire, self.memory, self.leaves = wire, memory, plan.leaves
+        self.wire, self.groups, self._memory, self.leaves = wire, groups, memory, plan.leaves
         segments, self.collectives = segments_of(plan), plan.collectives
         self.wire_bytes = [collective.wire_bytes for collective in self.collectives]
         views_apart = plan.backend == "inductor"
         self.pools = [memory.pool(collective, views_apart=views_apart) for collective in self.collectives]
-        self.numbers: list[int] | None = None
-        self.rows = [collective for collective in self.collectives if not collective.kind.is_in_place]
-        self.counted = [*plan.phase.groups, *(collective.group for collective in self.rows)]
-        registers = _Registers(segments)
-        names = [(segment.inputs, segment.outputs, segment.frees) for segment in segments]
-        self.codes = [
-            Code(segment, *(tuple(map(registers.of, each)) for each in three))
-            for segment, three in zip(segments, names, strict=True)
-        ]
-        self.means = {path: registers.of(name) for path, name in plan.means.items()}
-        self.state = [(registers.of(part), None) if isinstance(part, Name) else (None, part) for part in plan.state]
-        self.memories = {path: registers.of(name) for path, name in plan.memories.items()}
-        written = frozenset(plan.overwrites_state)
-        self.parts = [(register, part.index, part.index in written) for register, part in registers.all(Part)]
-        self.results = registers.all(Mean)
-        self.ranks = [(register, each.group) for register, each in registers.all(Divisor)]
-        self.slices: list[tuple[int, BufferSlice]] = [
-            each for kind in (Sent, Received, Span) for each in registers.all(kind)
-        ]
-        scratch = {name: spec.empty() for name, spec in plan.scratch.items()}
-        self.constants = registers.filled({**plan.constants, **scratch})
-        self.filled: tuple[list[Buffer], list[Any]] | None = None
+        self._rows = [collective for collective in self.collectives if not collective.kind.is_in_place]
+        self._counted = [*plan.phase.groups, *(collective.group for collective in self._rows)]
+        self._numbers: list[int] | None = None  # with which the plan was found to be the right one the last time
+        state = [part for part in plan.state if isinstance(part, Name)]
+        of_segments = chain.from_iterable((*segment.inputs, *segment.outputs) for segment in segments)
+        names = dict.fromkeys([*of_segments, *plan.means.values(), *state, *plan.memories.values()])
+        register = {name: index for index, name in enumerate(names)}
+
+        def all_of(kind: type[T]) -> list[tuple[int, T]]:
+            return [(index, name) for name, index in register.items() if isinstance(name, kind)]
+
+        def at(names: Sequence[Name]) -> tuple[int, ...]:
+            return tuple(register[name] for name in names)
+
+        self.codes = [Code(each, at(each.inputs), at(each.outputs), at(each.frees)) for each in segments]
+        self._means = {path: register[name] for path, name in plan.means.items()}
+        self._state = [(register[part], None) if isinstance(part, Name) else (None, part) for part in plan.state]
+        self._memories = {path: register[name] for path, name in plan.memories.items()}
+        self._parts = [(i, part.index, part.index in plan.overwrites_state) for i, part in all_of(Part)]
+        self._results, self._divisors = all_of(Mean), all_of(Divisor)
+        self._slices = [*all_of(Sent), *all_of(Received), *all_of(Span)]
+        known: dict[Any, Tensor] = {**plan.constants, **{name: spec.empty() for name, spec in plan.scratch.items()}}
+        self._constants = [known.get(name) for name in names]
+        self._filled: tuple[list[Buffer], list[Any]] | None = None  # the buffers of the last step, and their slices
         self.device = device_of(next((leaf.device for leaf in plan.leaves.values()), torch.device("cpu")))
         self.stream = memory.stream(self.device) if is_static else None
         self.overwrites = plan.overwrites
-        register_of = {name.path: index for index, name in registers.all(Grad)}
-        self.inputs = [
-            _input(path, leaf, register_of.get(path), self.stream, clones_shared and path in plan.overwrites)
-            for path, leaf in plan.leaves.items()
-        ]
+        register_of = {name.path: index for index, name in all_of(Grad)}
+        self.inputs = [self._input(path, register_of.get(path), plan, clones_shared) for path in plan.leaves]
+        self.positions = {path: position for position, path in enumerate(plan.leaves)}
         needed_by = {path: i for i, segment in enumerate(segments) for path in segment.needs}
         self.segment_of = [needed_by.get(path, len(segments)) for path in plan.leaves]
         self.needed = [*(len(segment.needs) for segment in segments), len(plan.leaves) + 1]
         self.is_polled = not self.device.is_asynchronous and any(one.waits and not one.commits for one in segments)
 
+    def _input(self, path: str, register: int | None, plan: Plan, clones_shared: bool) -> Input:
+        leaf = plan.leaves[path]
+        # Autograd conjugates complex gradients lazily, and negates imaginary parts: views with gaps, or scalars.
+        is_plain = register is not None and self.stream is None and leaf.shape and not leaf.dtype.is_complex
+        like = (leaf.shape, leaf.dtype, leaf.device, leaf.stride) if is_plain else None
+        is_own = not plan.sync.reduces(path)
+        return Input(path, leaf, register, like, clones_shared and path in plan.overwrites, is_own)
 
-def _input(path: str, leaf: LeafSpec, register: int | None, stream: Any, is_cloned: bool) -> Input:
-    # Autograd conjugates complex gradients lazily, and negates imaginary parts, which are views with gaps or scalars.
-    is_plain = register is not None and stream is None and leaf.shape and not leaf.dtype.is_complex
-    like = (leaf.shape, leaf.dtype, leaf.device, leaf.stride) if is_plain else None
-    return Input(path, leaf, register, like, is_cloned)
+    def is_for(self, parts: Sequence[Any]) -> bool:
+        """Return whether it is for the counters in a state, and for groups of these sizes where payloads have rows."""
+        if self.plan is None:
+            return True
+        phase = self.plan.phase
+        numbers = [*(parts[i] for i in phase.counters), *map(self.wire.size, self._counted)]
+        if numbers != self._numbers:
+            n = len(numbers) - len(self._rows)
+            if not phase.holds(numbers[:n]) or numbers[n:] != [each.world_size for each in self._rows]:
+                return False
+            self._numbers = numbers
+        return True
+
+    def begin(self, parts: Sequence[Any]) -> tuple[list[Buffer], list[Any]]:
+        """Return the buffers of a step, and its registers with what is known before it, from the parts of the state."""
+        buffers = [pool.take() for pool in self.pools]
+        if self._filled is None or any(a is not b for a, b in zip(buffers, self._filled[0], strict=True)):
+            values = self._constants.copy()
+            for register, name in self._slices:
+                values[register] = buffers[name.collective].view(name)
+            self._filled = buffers, values
+        values = self._filled[1].copy()
+        for register, divisor in self._divisors:
+            values[register] = self.wire.size(divisor.group)
+        for register, mean in self._results:
+            values[register] = self._memory.take_mean(mean.path, self.leaves[mean.path])
+        for register, index, is_overwritten in self._parts:
+            part = parts[index]
+            is_read = is_overwritten and storage_use_count(part) > 1  # by somebody else
+            values[register] = part.clone() if is_read else part
+        return buffers, values
+
+    def end(self, values: list[Any]) -> tuple[Leaves, list[Any]]:
+        """Return the means, and the parts of the next state, from the registers of a step that has run."""
+        # New tensors (not views, which would hold what they view): a caller that holds one of them holds its memory.
+        made = {path: values[register] for path, register in self._means.items()}
+        means = {path: value.data for path, value in made.items() if value is not None}
+        parts = [part if register is None else values[register] for register, part in self._state]
+        for path, register in self._memories.items():
+            self._memory.give_mean(path, values[register].view(self.leaves[path].shape).data)
+        return means, [part.data if isinstance(part, Tensor) else part for part in parts]
 
 
 class UnexpectedGradient(ValueError):
-    """A gradient is not of a leaf that is missing, or `is_unlike` it."""
+    """A gradient is not of a leaf that is missing in a step, or unlike `leaf`."""
 
-    def __init__(self, message: str, path: str, grad: Tensor, is_unlike: bool) -> None:
-        super().__init__(message)
-        self.path, self.grad, self.is_unlike = path, grad, is_unlike
-
-
-def unexpected(path: str, grad: Tensor, leaves: Mapping[str, LeafSpec], missing: LeafSpec | None) -> UnexpectedGradient:
-    """Return the error about a gradient.
-
-    Args:
-        path: Of the leaf that it is meant for.
-        grad: The gradient.
-        leaves: The plan's.
-        missing: The leaf at `path`, if it is one that has not arrived in this step.
-    """
-    if missing is None:
-        problem = "has arrived already in this step" if path in leaves else "is not among the plan's leaves"
-        return UnexpectedGradient(f"gradient {path!r} {problem}", path, grad, is_unlike=False)
-    message = (
-        f"gradient {path!r} is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {missing} on "
-        f"{missing.device}; lower the pipeline again for the new parameters"
-    )
-    return UnexpectedGradient(message, path, grad, is_unlike=True)
-
-
-def failure_of(collective: Collective, error: RuntimeError) -> CollectiveError:
-    """Return the error of a collective that failed with `error`."""
-    carried = ", ".join([payload.label for payload in collective.payloads][:3])
-    return CollectiveError(
-        f"{collective.kind.name} {collective.name} of {len(collective.payloads)} payloads ({carried}, ...) over "
-        f"{collective.world_size} ranks failed: {error}. Another rank has failed, left, or not called backward; "
-        "see its own error"
-    )
+    def __init__(self, path: str, grad: Tensor, problem: str = "", leaf: LeafSpec | None = None) -> None:
+        if leaf is not None:
+            problem = (
+                f"is {LeafSpec.of(grad)} on {grad.device}, but the plan was made for {leaf} on {leaf.device}; lower "
+                "the pipeline again for the new parameters"
+            )
+        super().__init__(f"gradient {path!r} {problem}")
+        self.path, self.grad, self.is_unlike = path, grad, leaf is not None
 
 
 def without_schedule(
@@ -205,12 +287,7 @@ def without_schedule(
 ) -> Plan:
     """Return a plan of one segment, which commits: for a pipeline that has no static schedule.
 
-    Args:
-        sync: The pipeline.
-        leaves: What gradients are like.
-        state: What states are like.
-        groups: The process groups that means are taken over.
-        world: What the pipeline meets.
+    `leaves` and `state` are like those of steps; `groups` are those that means are taken over.
     """
     given, structure = tree.flatten_any(state)
     n, end = len(leaves), len(leaves) + len(given)  # not the state itself: what runs would keep it
@@ -218,15 +295,14 @@ def without_schedule(
     def run(*inputs: Any) -> tuple[Any, ...]:
         grads, parts, ranks = inputs[:n], inputs[n:end], inputs[end:]
         with within(World(world.wire, ranks=dict(zip(groups, ranks, strict=True)))):
-            mean, _, after = sync.exchange(
-                dict(zip(leaves, grads, strict=True)), tree.unflatten_any(structure, list(parts))
-            )
+            grads = dict(zip(leaves, grads, strict=True))
+            mean, _, after = sync.exchange(grads, tree.unflatten_any(structure, list(parts)))
         if isinstance(world.wire, Elastic) and world.wire.lost is not None:
             raise CollectiveError(f"a rank was lost: {world.wire.lost}")
         require_means(sync, leaves, mean)
         return *(mean.get(path) for path in leaves), *parts_of(sync, after, structure)
 
-    means = {path: Temp(f"mean of {path}") for path in leaves}
+    means: dict[str, Name] = {path: Temp(f"mean of {path}") for path in leaves}
     state_after = tuple(Temp(f"part {i}") for i in range(len(given)))
     segment = Segment(
         slot=0,
@@ -245,16 +321,8 @@ def without_schedule(
         leaves=dict(leaves),
         buckets={},
         segments=(segment,),
-        means=dict(means),
+        means=means,
         state=state_after,
         phase=Phase((), tuple(groups), lambda _: True),
         following=lambda _: (),
-        overwrites=frozenset(),
-        overwrites_state=(),
-        results=frozenset(),
-        memories={},
-        constants={},
-        scratch={},
-        peak_bytes=0,
-        backend=None,
     )

@@ -1,26 +1,24 @@
 """One step of an engine: gradients are put into it, and it ends on all ranks alike."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fnddp.core.tree import Leaves
 from fnddp.device import Stream
-from fnddp.ir.program import Segment
-from fnddp.run.memory import Buffer
-from fnddp.run.program import Code, Input, Program, failure_of, unexpected
+from fnddp.ir.program import Collective, Segment
+from fnddp.run.program import Code, Input, Program, UnexpectedGradient
 from fnddp.run.vote import Vote
-from fnddp.run.weighing import Weighing
 from fnddp.show.trace import Observer, profiled
-from fnddp.torch_private import has_modes, is_held, is_profiling, storage_use_count, without_autocast, without_modes
+from fnddp.torch_private import has_modes, is_held, is_profiling, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
-from fnddp.wire.protocol import CollectiveError, Elastic, Wire, Work, waited
+from fnddp.wire.protocol import CollectiveError, Elastic, Work, waited
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 
 POLL_SECONDS = 2e-4
@@ -28,6 +26,8 @@ POLL_SECONDS = 2e-4
 
 _PROFILED = Observer()
 _NOTHING = nullcontext()
+
+T = TypeVar("T")
 
 
 class Synchronized(NamedTuple):
@@ -44,97 +44,68 @@ class Synchronized(NamedTuple):
         return {path: self.mean.get(path) for path in leaves}
 
 
-class Status(Enum):
-    """The progress of a step."""
-
-    OPEN = "gradients arrive"
-    AGREEING = "this rank has voted"
-    DONE = "committed"
-    FAILED = "given up"
-
-
-class Course:
-    """The part of an engine that a step reads, and changes for the next one. `Engine` is its only subclass.
-
-    Attributes:
-        wire: What moves bytes.
-        groups: Process groups whose ranks end a step together.
-        device: Where payloads are stored.
-        own: Leaves that the pipeline does not reduce over ranks.
-        positions: Of the leaves, by path.
-        parts: The leaves of the pipeline's state, and its `structure`.
-        step: The step that is open; None as soon as it has ended.
-        begun: The number of steps that have begun.
-        steps: The number of those that have ended well.
-        failed_steps: The number of those that have not.
-        broken: The error after which ranks may be desynchronized.
-        exchanges_weights: Whether each step begins with an exchange of weights: from the first one with weights on.
-        learns_order: Whether the order in which the gradients of the next step arrive is to be that of later ones.
-        arrival: That order, as the first rank has seen it.
-    """
-
-    def __init__(self, wire: Wire, groups: Sequence[str | None], device: torch.device, leaves: Iterable[str]) -> None:
-        self.wire, self.groups, self.device = wire, groups, device
-        self.positions = {path: position for position, path in enumerate(leaves)}
-        self.own: frozenset[str] = frozenset()
-        self.parts: list[Any] = []
-        self.structure: Any = None
-        self.step: Step | None = None
-        self.begun = self.steps = self.failed_steps = 0
-        self.broken: BaseException | None = None
-        self.exchanges_weights = self.learns_order = False
-        self.arrival: list[str] | None = None
-
-
 class Step:
     """A step, from `Engine.begin` on.
 
     Segments run strictly in the order of the plan. Execution stops at the first one whose gradients are not there or
     whose collectives are not complete, and goes on at the next `advance`. So collectives leave in the same order on all
-    ranks, whatever the timing, and nothing blocks inside backward. On CUDA everything is issued on a side stream, waits
-    are stream waits, and the host never blocks.
+    ranks, whatever the timing, and nothing blocks inside backward. On an accelerator everything is issued on a side
+    stream, waits are stream waits, and the host does not block.
 
     On a process group on which steps of other engines are open, this one issues nothing before those are over.
 
     A rank cannot know whether the others give a weight. So the first step with weights begins as one without: a rank
     that has a weight sends zeros, and reports it in the vote. If all do, the step runs again. From then on each step
-    begins with an exchange of weights, in which a rank without one reports that. So the collectives of ranks match
-    whichever rank gives a weight, and ranks that never do send nothing for it.
+    begins with an exchange of weights. So collectives match whichever rank gives one, and ranks that never do send
+    nothing for it.
 
     Args:
-        course: Of the engine.
-        program: What the step runs.
+        parts: The parts of the pipeline's state.
+        ended: Is called with the step when it has ended.
         vote: The agreement of ranks; None where it is not known which ranks the pipeline reaches.
-        weight: How much this rank's gradients count.
-        scale: What gradients are multiplied by in a step without weights.
+        weight: How much this rank's gradients count; `scale` is what they are multiplied by without weights.
+        learns_order: Whether the order in which gradients arrive is to be that of later steps.
         ahead: Open steps on the same process groups.
 
     Attributes:
-        status: Its progress.
+        is_open: True until it has ended.
+        is_done, has_failed: How it has ended; neither where it was given up, on all ranks.
+        parts: Of the next state, once it is done.
+        exchanges_weights: Whether the next step begins with an exchange of weights.
+        arrival: The order in which gradients have arrived on the first rank, if it is learnt.
+        broken: The error after which ranks may be desynchronized.
     """
 
     def __init__(
         self,
-        course: Course,
         program: Program,
-        vote: Vote | None,
+        parts: list[Any],
+        ended: "Callable[[Step], object]",
         *,
+        vote: Vote | None = None,
         weight: Weight | None = None,
         scale: float = 1.0,
+        exchanges_weights: bool = False,
+        learns_order: bool = False,
         ahead: Sequence["Step"] = (),
     ) -> None:
-        self._course, self._program, self._vote = course, program, vote
+        self._program, self._vote, self._ended, self.parts = program, vote, ended, parts
         self._observer = program.observer or (_PROFILED if is_profiling() else None)
+        self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
+        self.broken: BaseException | None = None
+        self.arrival: list[str] | None = None
+        self._learns_order = learns_order
         self._arrived: list[str] = []  # in this order, where that is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self._start()
-        self.status = Status.OPEN
-        self._weight, self._weighing, self._again = weight, None, list[tuple[int, Tensor]]()
-        has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and vote.has_peers
+        has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and bool(vote.groups)
+        self.exchanges_weights = exchanges_weights
         # This rank has a weight, in a step that began without an exchange: it sends zeros, and then runs again.
-        self._asks = has_weight and has_peers and not course.exchanges_weights
-        self._plain_scale = scale
-        self._scale: float | None = None if has_weight or (course.exchanges_weights and has_peers) else scale
+        self._asks = has_weight and has_peers and not exchanges_weights
+        self._again = list[tuple[int, Tensor]]()
+        self._weight, self._plain_scale, self._is_weighing = weight, scale, False
+        is_weighed = has_weight or (exchanges_weights and has_peers)
+        self._scale: float | None = None if is_weighed and vote is not None else scale
         self._ahead = [weakref.ref(step) for step in ahead]
         self._behind: list[weakref.ref[Step]] = []
         for step in ahead:
@@ -143,25 +114,10 @@ class Step:
             self._weigh()
 
     def _start(self) -> None:
-        course, program = self._course, self._program
+        program = self._program
         if self._observer is not None:
             self._observer.begins()
-        self._buffers: list[Buffer] = [pool.take() for pool in program.pools]
-        if program.filled is None or any(a is not b for a, b in zip(self._buffers, program.filled[0], strict=True)):
-            values = program.constants.copy()
-            for register, name in program.slices:
-                values[register] = self._buffers[name.collective].view(name)
-            program.filled = self._buffers, values
-        values = program.filled[1].copy()
-        for register, group in program.ranks:
-            values[register] = course.wire.size(group)
-        for register, mean in program.results:
-            values[register] = program.memory.take_mean(mean.path, program.leaves[mean.path])
-        for register, index, is_overwritten in program.parts:
-            value = course.parts[index]
-            is_read = is_overwritten and storage_use_count(value) > 1  # by somebody else
-            values[register] = value.clone() if is_read else value
-        self._values = values
+        self._buffers, self._values = program.begin(self.parts)
         self._noted: list[tuple[int, Tensor]] = []  # gradients that have been put, and not looked at
         self._streams: set[Stream] = set()  # where those were made
         self._remaining = program.needed.copy()
@@ -171,11 +127,6 @@ class Step:
         self._polled = 0.0
         if program.stream is not None:
             program.device.wait(program.stream, program.device.current())
-
-    @property
-    def is_open(self) -> bool:
-        """True until it has ended."""
-        return self.status in (Status.OPEN, Status.AGREEING)
 
     @property
     def missing(self) -> frozenset[str]:
@@ -200,12 +151,9 @@ class Step:
     # Gradients
 
     def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
-        """Take the gradient of the leaf at `position`. If it is not like the leaf, `advance` or `agree` raises that.
+        """Take the gradient of the leaf at `position`. It is the step's from now on, unless the caller is to keep it.
 
-        Args:
-            position: Of the leaf among all.
-            grad: Its gradient, which is the step's from now on.
-            keep: It stays the caller's.
+        If it is not like the leaf, `advance` or `agree` raises that.
 
         Returns:
             Whether it is time for `advance`: a segment has all that it needs, or collectives may be complete.
@@ -215,7 +163,7 @@ class Step:
         """
         program = self._program
         if position in self._put:
-            raise unexpected(program.inputs[position].path, grad, program.leaves, None)
+            raise UnexpectedGradient(program.inputs[position].path, grad, "has arrived already in this step")
         self._put.add(position)
         if keep and program.inputs[position].path in program.overwrites:
             grad = grad.clone()
@@ -245,10 +193,12 @@ class Step:
         self.advance()
 
     def _position_of(self, path: str, grad: Tensor) -> int:
-        position = self._course.positions.get(path)
-        leaf = None if position is None or position in self._put else self._program.inputs[position].leaf
-        if position is None or leaf is None or not leaf.is_like(grad):
-            raise unexpected(path, grad, self._program.leaves, leaf)
+        if path not in self._program.positions:
+            raise UnexpectedGradient(path, grad, "is not among the plan's leaves")
+        position = self._program.positions[path]
+        leaf = self._program.inputs[position].leaf
+        if position not in self._put and not leaf.is_like(grad):
+            raise UnexpectedGradient(path, grad, leaf=leaf)
         return position
 
     def advance(self, *, block: bool = False) -> None:
@@ -290,7 +240,7 @@ class Step:
         self._weigh()
         absent = self._issue_all()
         if self._vote is not None:
-            return self._voted(absent)
+            return self._voted(self._vote, absent)
         self._wait_all()
         return frozenset()  # nobody knows: the zeros of this rank count as gradients
 
@@ -299,18 +249,11 @@ class Step:
 
         They may be parts of the plan's buffers, which are not written again while somebody holds them.
         """
-        course, program, stream = self._course, self._program, self._program.stream
+        program, stream = self._program, self._program.stream
         with torch.no_grad(), without_autocast(), self._on_side_stream():
             for code in program.codes[self._next :]:
                 self._run(code)
-        values = self._values
-        # New tensors (not views, which would hold what they view): a caller that holds one of them holds its memory.
-        made = {path: values[register] for path, register in program.means.items()}
-        means = {path: value.data for path, value in made.items() if value is not None}
-        parts = [part if register is None else values[register] for register, part in program.state]
-        parts = [part.data if isinstance(part, Tensor) else part for part in parts]
-        for path, register in program.memories.items():
-            program.memory.give_mean(path, values[register].view(program.leaves[path].shape).data)
+        means, parts = program.end(self._values)
         if stream is not None:
             current = program.device.current()
             program.device.wait(current, stream)
@@ -319,10 +262,12 @@ class Step:
                     program.device.keep(each, current)
         if self._observer is not None and program.plan is not None:
             self._observer.ends(program.plan)
-        course.parts = parts
-        self._learn_order()
-        course.steps += 1
-        self._close(Status.DONE)
+        if self._learns_order and program.plan is not None and self._vote is not None and self._vote.groups:
+            arrived = dict.fromkeys(path for path in self._arrived if path not in self._zeros)
+            expected = [*arrived, *(path for path in reversed(program.positions) if path not in arrived)]
+            self.arrival = self._vote.of_first_rank(expected)
+        self.parts, self.is_done = parts, True
+        self._close()
         return Synchronized(means, self._unused)
 
     def finish(self) -> Synchronized:
@@ -337,18 +282,18 @@ class Step:
         Args:
             failed: Count it as failed, and end the steps that wait for it.
         """
+        self.has_failed = failed
         if failed:
-            self._course.failed_steps += 1
             self._drop_behind()
         self._wait_for_side_stream()
-        self._close(Status.FAILED)
+        self._close()
 
     def fail(self, error: BaseException) -> None:
         """End the step on this rank because of `error`, and notify the others, which raise `StepFailedError`.
 
         Where they cannot be notified, because a collective failed or because this rank has voted that all is well, and
-        on CUDA, where they do not wait for it, this engine refuses further steps; so it does for a pipeline that does
-        not know which ranks it reaches. Does nothing after the step has ended.
+        on an accelerator, where they are notified one step later, this engine refuses further steps; so it does for a
+        pipeline that does not know which ranks it reaches. Does nothing after the step has ended.
         """
         if not self.is_open:
             return
@@ -356,43 +301,38 @@ class Step:
             step.fail(error)
         if not self.is_open:  # it has sent nothing yet
             return
-        has_voted, self.status = self.status is Status.AGREEING, Status.FAILED
+        self.is_open, self.has_failed = False, True
         try:
-            self._notify(error, has_voted)
+            self._notify(error)
         finally:
-            self._close(Status.FAILED)
+            self._close()
 
-    def _notify(self, error: BaseException, has_voted: bool) -> None:
-        course, vote = self._course, self._vote
+    def _notify(self, error: BaseException) -> None:
         self._drop_behind()
-        course.failed_steps += 1
-        if has_voted and self._program.plan is None and isinstance(error, FloatingPointError):
-            course.broken = None  # of fp16(..., check=True), which raises on all ranks
-            return
-        course.broken = error  # until the others know
-        if vote is None or isinstance(error, CollectiveError) or has_voted:
+        if self._has_voted and self._program.plan is None and isinstance(error, FloatingPointError):
+            return  # of fp16(..., check=True), which raises on all ranks
+        self.broken = error  # until the others know
+        if self._vote is None or isinstance(error, CollectiveError) or self._has_voted:
             return
         try:
-            if self._are_weights_valid():
-                self._send_zeros()
-                vote.cast(frozenset(), failed=True)
-                self._wait_all()
-                vote.explain(error)
-                course.broken = None if vote.is_heeded else error
-            else:
-                course.broken = None
+            self._known_scale()
+            self._send_zeros()
+            self._vote.cast(frozenset(), failed=True)
+            self._wait_all()
+            self.broken = None if self._vote.explain(error) else error
             self._wait_for_side_stream()
+        except ValueError:  # all ranks end the step, since weights are invalid
+            self.broken = None
         except RuntimeError as broken:
-            course.broken = broken
+            self.broken = broken
 
-    def _voted(self, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
+    def _voted(self, vote: Vote, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""
-        assert self._vote is not None
-        self._vote.cast(absent, weight=weight)
-        self.status = Status.AGREEING
+        vote.cast(absent, weight=weight)
+        self._has_voted = True
         self._wait_all()
         try:
-            self._unused = self._vote.outcome()
+            self._unused = vote.outcome()
         except CollectiveError:  # ranks are desynchronized
             raise
         except Exception:
@@ -403,7 +343,7 @@ class Step:
     def _issue_all(self) -> frozenset[str]:
         self._zeros = self.missing
         for path in self._zeros:
-            self.put(self._course.positions[path], self._program.leaves[path].empty().zero_())
+            self.put(self._program.positions[path], self._program.leaves[path].empty().zero_())
         self._go_on(block=True)
         return self._zeros
 
@@ -421,21 +361,11 @@ class Step:
                     self._launch(code.segment)
         self._next = len(self._program.codes)
 
-    def _learn_order(self) -> None:
-        course = self._course
-        if not course.learns_order:
-            return
-        course.learns_order = False
-        if self._program.plan is not None and self._vote is not None and self._vote.has_peers:
-            arrived = dict.fromkeys(path for path in self._arrived if path not in self._zeros)
-            expected = [*arrived, *(path for path in reversed(course.positions) if path not in arrived)]
-            course.arrival = self._vote.of_first_rank(expected)
-
-    def _close(self, status: Status) -> None:
-        self.status = status
+    def _close(self) -> None:
+        self.is_open = False
         self._values, self._buffers, self._noted, self._again, self._works = [], [], [], [], {}
-        if self._course.step is self:
-            self._course.step = None
+        self._ended(self)
+        self.parts = []
 
     def _drop_behind(self) -> None:
         for entry in self._behind:
@@ -451,46 +381,19 @@ class Step:
 
     def _weigh(self) -> None:
         """Start the exchange of weights, if the step has one that has not been started."""
-        if self._scale is None and not self._asks and self._weighing is None:
-            course = self._course
-            wire = course.wire if self._vote is None else self._vote.wire
-            self._weighing = Weighing(self._weight or NO_WEIGHT, wire, course.groups, course.device)
+        if self._scale is None and not self._asks and not self._is_weighing:
+            assert self._vote is not None
+            self._is_weighing = True
+            self._vote.weigh(self._weight or NO_WEIGHT)
 
     def _known_scale(self) -> float:
-        """Return what gradients are scaled by, once all weights are known.
-
-        Raises:
-            ValueError: The weights are invalid, and all ranks raise before any has sent a gradient.
-        """
-        if self._asks:
-            return 0.0
-        if self._scale is None:
+        """Return what gradients are scaled by, once all weights are known; raise a ValueError if they are invalid."""
+        if self._scale is None and not self._asks:
             self._weigh()
-            assert self._weighing is not None
-            try:
-                scale = self._weighing.scale()
-            except CollectiveError as error:
-                self.fail(error)
-                raise
-            except ValueError as error:
-                self.give_up(failed=True)
-                if isinstance(self._course.wire, Elastic):
-                    self._course.wire.report(error)
-                raise
+            assert self._vote is not None
+            scale = self._vote.scale()
             self._scale = self._plain_scale if scale is None else scale
-        return self._scale
-
-    def _are_weights_valid(self) -> bool:
-        """Return whether other ranks go on with a step that fails on this one: not if its weights are invalid."""
-        if self._scale is not None or self._asks:
-            return True
-        self._weigh()
-        assert self._weighing is not None
-        try:
-            self._weighing.scale()
-        except ValueError:
-            return False
-        return True
+        return self._scale or 0.0
 
     def _ask(self) -> None:
         """End a step that began without an exchange of weights, and begin it again with one.
@@ -499,13 +402,13 @@ class Step:
             StepFailedError: Another rank has failed in this step.
             ValueError: On all ranks: not all have a weight.
         """
+        assert self._vote is not None
         absent = self._issue_all()
-        self._voted(absent, self._weight)
+        self._voted(self._vote, absent, self._weight)
         again = [(i, grad) for i, grad in self._again if self._program.inputs[i].path not in absent]
         self._wait_for_side_stream()
         self._start()
-        self.status, self._asks, self._again = Status.OPEN, False, []
-        self._course.exchanges_weights = True
+        self._has_voted, self._asks, self._again, self.exchanges_weights = False, False, [], True
         for position, grad in again:
             self.put(position, grad)
 
@@ -515,21 +418,28 @@ class Step:
         """Look at the gradients that have been put."""
         if not self._noted:
             return
-        scale = self._known_scale()
+        try:
+            scale = self._known_scale()
+        except CollectiveError as error:
+            self.fail(error)
+            raise
+        except ValueError as error:  # on all ranks, before any has sent a gradient
+            self.give_up(failed=True)
+            if isinstance(self._program.wire, Elastic):
+                self._program.wire.report(error)
+            raise
         noted, self._noted = self._noted, []
-        program = self._program
+        program, values, inputs = self._program, self._values, self._program.inputs
         if self._asks:
             self._again += noted
-        if self._course.learns_order:
-            self._arrived += [program.inputs[position].path for position, _ in noted]
-        if scale != 1:
-            own = frozenset[str]() if self._asks else self._course.own  # what runs again must not be written over
-            noted = [(i, grad if program.inputs[i].path in own else scaled(grad, scale)) for i, grad in noted]
+        if self._learns_order:
+            self._arrived += [inputs[position].path for position, _ in noted]
+        if scale != 1:  # what runs again must not be written over
+            noted = [(i, grad if inputs[i].is_own and not self._asks else scaled(grad, scale)) for i, grad in noted]
         if program.stream is not None:
             for stream in self._streams:
                 program.device.wait(program.stream, stream)
             self._streams.clear()
-        values, inputs = self._values, program.inputs
         for position, grad in noted:
             each = inputs[position]
             register = each.register
@@ -541,7 +451,7 @@ class Step:
 
     def _ingest_unusual(self, each: Input, grad: Tensor) -> None:
         if not each.leaf.is_like(grad):
-            raise unexpected(each.path, grad, self._program.leaves, each.leaf)
+            raise UnexpectedGradient(each.path, grad, leaf=each.leaf)
         if each.register is None:
             return
         grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits
@@ -573,7 +483,7 @@ class Step:
         for index in segment.waits:
             if index in self._works:
                 self._wait(index)
-        with _NOTHING if observer is None else observer.computes(segment, self._program.stream):
+        with _NOTHING if observer is None else observer.computes(segment, self._program.device, self._program.stream):
             made = segment.run(*[values[register] for register in code.inputs])
         for register, value in zip(code.outputs, made, strict=True):
             values[register] = value
@@ -583,44 +493,56 @@ class Step:
             self._launch(segment)
 
     def _launch(self, segment: Segment) -> None:
-        collective, observer, stream = segment.launches, self._observer, self._program.stream
+        collective, observer, device = segment.launches, self._observer, self._program.device
         assert collective is not None
         index = collective.index
         buffer = self._buffers[index]
         if has_modes():  # as it asks itself: mostly there is no counter, and nothing to enter
             count_payload(self._program.wire_bytes[index])
-        try:
-            with _NOTHING if observer is None else observer.launches(collective, stream), without_modes():
-                self._works[index] = self._program.wire.start(
-                    collective.kind, buffer.send, buffer.receive, collective.op, collective.group
-                )
-        except RuntimeError as error:
-            raise failure_of(collective, error) from error
+        start = partial(
+            self._program.wire.start,
+            collective.kind,
+            buffer.send,
+            buffer.receive,
+            collective.op,
+            collective.group,
+        )
+        with (
+            _NOTHING if observer is None else observer.launches(collective, self._program.device, stream),
+            without_modes(),
+        ):
+            self._works[index] = _named(collective, start)
 
     def _is_completed(self, index: int) -> bool:
-        try:
-            return self._works[index].is_completed()
-        except RuntimeError as error:
-            raise failure_of(self._program.collectives[index], error) from error
+        return _named(self._program.collectives[index], self._works[index].is_completed)
 
     def _wait(self, index: int) -> None:
         collective, observer = self._program.collectives[index], self._observer
-        try:
-            with _NOTHING if observer is None else observer.waits(collective, self._program.stream):
-                waited(self._works.pop(index))
-        except RuntimeError as error:
-            raise failure_of(collective, error) from error
+        with _NOTHING if observer is None else observer.waits(collective, self._program.device, self._program.stream):
+            _named(collective, partial(waited, self._works.pop(index)))
 
     def _wait_for_side_stream(self) -> None:
         """Wait on the current stream, before memory is freed that the side stream still writes to."""
-        stream = self._program.stream
+        device, stream = self._program.device, self._program.stream
         if stream is not None:
-            device = self._program.device
             device.wait(device.current(), stream)
 
     def _on_side_stream(self) -> AbstractContextManager[Any]:
         stream = self._program.stream
         return _NOTHING if stream is None else self._program.device.on(stream)
+
+
+def _named(collective: Collective, run: Callable[[], T]) -> T:
+    """Return the result of `run`, which does something with `collective`."""
+    try:
+        return run()
+    except RuntimeError as error:
+        carried = ", ".join([payload.label for payload in collective.payloads][:3])
+        raise CollectiveError(
+            f"{collective.kind.name} {collective.name} of {len(collective.payloads)} payloads ({carried}, ...) over "
+            f"{collective.world_size} ranks failed: {error}. Another rank has failed, left, or not called backward; "
+            "see its own error"
+        ) from error
 
 
 def in_profile(name: str) -> AbstractContextManager[object]:

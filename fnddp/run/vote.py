@@ -1,7 +1,11 @@
-"""The vote with which ranks end a step alike: a byte for each leaf and three more, after its last collective."""
+"""The vote with which ranks end a step alike: a byte for each leaf and three more, after its last collective.
 
+In steps with weights it is also an exchange of those, before the first collective.
+"""
+
+import math
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp.device import device_of
-from fnddp.run.weighing import refusal
+from fnddp.device import Device
 from fnddp.wire.control import first_over, gather_over
 from fnddp.wire.groups import rank
-from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
-from fnddp.wire.weights import NO_WEIGHT, Weight
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire, Work, waited
+from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, require_weights, scale_of
 
 
 class StepFailedError(RuntimeError):
@@ -28,54 +31,64 @@ class StepFailedError(RuntimeError):
 
 
 class Vote:
-    """The agreement of ranks on whether one has failed in a step, and which leaves have arrived on some rank.
+    """The agreement of ranks on whether one has failed in a step, which leaves have arrived on some rank, and weights.
 
-    A step's vote is `cast` once, behind the last collective, and then `outcome`, or `explain` where this rank has
-    reported that it failed.
+    It is `cast` behind the last collective, and then there is an `outcome`; or this rank, which has reported that it
+    failed, will `explain`. In a step with weights, `weigh` and `scale` come before the first collective.
 
-    Args:
-        leaves: Their paths.
-        wire: Who carries it.
-        groups: The process groups that must agree. Where several have other ranks, they are asked one after the other.
-        device: Where their payloads live.
+    Where the device runs behind the host, that does not wait for the outcome: what other ranks have voted is in
+    `notice`, which is read a step later.
 
-    Attributes:
-        wire: As given.
+    Groups are asked one after the other, and `groups` are those that have other ranks. Weights are of the first one.
     """
 
-    def __init__(self, leaves: Iterable[str], wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
-        self.wire = wire
-        self._all_groups = tuple(dict.fromkeys(groups))
-        self._device = device_of(device)
-        self._leaves = list(leaves)
+    def __init__(self, leaves: Iterable[str], wire: Wire, groups: Sequence[str | None], device: Device) -> None:
+        self._leaves, self._wire, self._device = leaves, wire, device
+        self.groups = [group for group in groups if wire.size(group) > 1]
+        self._weighed = groups[0] if groups else None
         self._absent: frozenset[str] = frozenset()
         self._weight: Weight | None = None
-        self._flags: Tensor | None = None  # of all ranks: [ranks, 3 + leaves]
+        self._flags: Tensor | None = None  # of all ranks: [ranks, 3 + leaves], or [ranks, 1] of weights
         self._work: Work | None = None
 
-    @property
-    def groups(self) -> list[str | None]:
-        """The groups that have other ranks: as many as there are now."""
-        return [group for group in self._all_groups if self.wire.size(group) > 1]
+    def weigh(self, weight: Weight) -> None:
+        """Start the exchange of weights. This rank's is NO_WEIGHT or FAILED if it gave none."""
+        self._weight = weight
+        if self._wire.size(self._weighed) > 1:
+            self._start(torch.tensor([weight.number], dtype=torch.float64, device=self._device.device), self._weighed)
 
-    @property
-    def has_peers(self) -> bool:
-        """True if there are other ranks that must agree."""
-        return bool(self.groups)
+    def scale(self) -> float | None:
+        """Wait for all weights and return what gradients are scaled by; None if no rank gave one, or one has failed.
 
-    @property
-    def is_heeded(self) -> bool:
-        """True if other ranks wait for this one's vote before they end a step. On CUDA they do not."""
-        return not (self.groups and self._device.is_asynchronous)
+        The vote reports a failure. (On CUDA, where ranks do not wait for that, it is a CollectiveError here.)
+
+        Raises:
+            CollectiveError: A rank has died or left; the ranks are desynchronized.
+            ValueError: On all ranks: all weights are zero, one is invalid, or some ranks gave one and others none.
+        """
+        assert self._weight is not None
+        numbers = [self._weight.number]
+        if self._work is not None:
+            try:
+                with _named_failures("exchange their weights"):
+                    numbers = self._gathered().flatten().tolist()
+            except CollectiveError as error:
+                if not isinstance(self._wire, Elastic):
+                    raise
+                self._wire.report(error)  # the step is none, and its vote will report it
+                return None
+        if FAILED.number in numbers:
+            if self._device.is_asynchronous:
+                raise CollectiveError("another rank has failed in this step; see its own error")
+            return None
+        if all(number == NO_WEIGHT.number for number in numbers):
+            return None
+        if NO_WEIGHT.number in numbers or any(map(math.isnan, numbers)):
+            raise self._refusal()
+        return scale_of(self._weight.number, numbers)
 
     def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
-        """Tells the other ranks, without waiting for them.
-
-        Args:
-            absent: Leaves that have not arrived here.
-            failed: Whether this rank has failed.
-            weight: Given by this rank in a step that began without an exchange of weights.
-        """
+        """Notify the other ranks, without waiting for them; with `weight` in a step that began without an exchange."""
         self._absent, self._weight, self._work = absent, weight, None
         if self.groups:
             has_weight, has_none = weight is not None, weight is None and not failed
@@ -85,10 +98,10 @@ class Vote:
                 for group in (
                     self.groups[1:] if self._device.is_asynchronous else ()
                 ):  # all, whether this rank will ask or not
-                    self._start(self._waited(), group)
+                    self._start(self._gathered().amax(0), group)
 
     def outcome(self) -> frozenset[str]:
-        """The leaves that have arrived on no rank.
+        """Return the leaves that have arrived on no rank.
 
         On CUDA the host does not wait for the answer unless this rank misses a leaf, so failures of other ranks end
         there with the process group's timeout. A rank with a weight waits.
@@ -100,7 +113,6 @@ class Vote:
         """
         absent = self._absent
         if self._work is None or (self._device.is_asynchronous and not absent and self._weight is None):
-            self._work = None
             return frozenset() if self.groups else absent
         failed, has_weight, has_none, *used = self._complete()
         is_mixed = has_weight and has_none
@@ -111,47 +123,64 @@ class Vote:
         if failed:
             raise StepFailedError(self._explanation(None))
         if is_mixed:
-            raise refusal(self._weight or NO_WEIGHT, self.wire, self.groups[0], self._device.device)
+            raise self._refusal()
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
-    def explain(self, error: BaseException) -> None:
-        """Complete the vote of a step that this rank has reported as failed, and give the others the reason."""
+    def explain(self, error: BaseException) -> bool:
+        """Complete the vote of a step that this rank has reported as failed, and give the others the reason.
+
+        Returns:
+            Whether they wait for this rank's vote before they end a step. On CUDA they do not.
+        """
         if self._work is not None and not self._device.is_asynchronous:
             self._complete()
             self._explanation(error)
+        return not (self.groups and self._device.is_asynchronous)
 
     def of_first_rank(self, value: Any) -> Any:
-        """`value` as the first rank has it. Every rank must ask."""
+        """Return `value` as the first rank has it. Every rank must ask."""
         with _named_failures(), self._device.selected():
             for group in self.groups:
-                value = first_over(self.wire, value, group, self._device.device)
+                value = first_over(self._wire, value, group, self._device.device)
         return value
 
     def _start(self, flags: Tensor, group: str | None) -> None:
-        self._flags, self._work = self.wire.vote(flags, group)
+        self._flags, self._work = self._wire.vote(flags, group)
 
-    def _waited(self) -> Tensor:
-        """Each flag as it is on some rank."""
+    def _gathered(self) -> Tensor:
         assert self._work is not None
         assert self._flags is not None
         waited(self._work)
         self._work = None
-        return self._flags.amax(0)
+        return self._flags
 
     def _complete(self) -> list[int]:
+        """Return each flag as it is on some rank."""
         with _named_failures():
-            flags = self._waited()
+            flags = self._gathered().amax(0)
             for group in () if self._device.is_asynchronous else self.groups[1:]:
                 self._start(flags, group)
-                flags = self._waited()
+                flags = self._gathered().amax(0)
         return flags.tolist()
+
+    def _refusal(self) -> ValueError:
+        """Return the error that all ranks raise about their weights. Every rank must call it."""
+        everyone = [self._weight or NO_WEIGHT]
+        if self._wire.size(self._weighed) > 1:
+            with _named_failures("exchange their weights"):
+                everyone = gather_over(self._wire, everyone[0], self._weighed, self._device.device)
+        try:
+            require_weights(everyone)
+        except ValueError as error:
+            return error
+        raise AssertionError("all ranks gave a weight")
 
     def _explanation(self, error: BaseException | None) -> str:
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
         with _named_failures(), self._device.selected():
             for group in self.groups:
-                told = gather_over(self.wire, reasons, group, self._device.device)
+                told = gather_over(self._wire, reasons, group, self._device.device)
                 named = {(i if who is None else who, why) for i, some in enumerate(told) for who, why in some}
                 reasons = sorted(named, key=str)
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
@@ -162,13 +191,13 @@ class Vote:
 
 
 @contextmanager
-def _named_failures() -> Generator[None]:
+def _named_failures(what: str = "end the step together") -> Generator[None]:
     try:
         yield
     except CollectiveError:
         raise
     except RuntimeError as error:
         raise CollectiveError(
-            f"the ranks could not end the step together: {error}. Another rank has failed, left, or not called "
-            "backward; see its own error"
+            f"the ranks could not {what}: {error}. Another rank has failed, left, or not called backward; see its own "
+            "error"
         ) from error

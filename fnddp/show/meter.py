@@ -1,13 +1,11 @@
-"""The times of a step, piece by piece: the host's on the CPU, those of the side stream on CUDA."""
+"""The times of a step, piece by piece: the host's on the CPU, those of the side stream on an accelerator."""
 
-import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-import torch
+from fnddp.device import Device, Mark, Stream
 
-Mark: TypeAlias = "float | torch.cuda.Event"
 Piece: TypeAlias = Literal["computes", "launches", "waits"]
 
 
@@ -52,38 +50,25 @@ class Meter:
 
     @contextmanager
     def times(
-        self, named: AbstractContextManager[object], piece: Piece, index: int, stream: torch.cuda.Stream | None
+        self, named: AbstractContextManager[object], piece: Piece, index: int, device: Device, stream: Stream
     ) -> Generator[None]:
         """Time, within `named`, a segment, or the start of or the wait for the collective of that index."""
         with named:
-            begun = _mark(stream)
+            begun = device.mark(stream)
             yield
-            self._pieces.append((piece, index, begun, _mark(stream)))
+            self._pieces.append((piece, index, begun, device.mark(stream)))
+        self._device = device
 
     def taken(self, collectives: int) -> Taken:
-        """Return the times of the last step, which had so many collectives. On CUDA it waits for the device."""
-        if self._pieces and isinstance(last := self._pieces[-1][-1], torch.cuda.Event):
-            last.synchronize()
+        """Return the times of the last step, which had so many collectives. It waits for the device."""
         segments, wire, exposed = [list[float]()], [0.0] * collectives, [0.0] * collectives
         issued: dict[int, Mark] = {}
         for piece, index, begin, end in self._pieces:
             if piece == "computes":
-                segments[-1].append(_seconds(begin, end))
+                segments[-1].append(self._device.seconds(begin, end))
             elif piece == "launches":
                 issued[index] = begin
                 segments.append([])
             else:
-                wire[index], exposed[index] = _seconds(issued[index], end), _seconds(begin, end)
+                wire[index], exposed[index] = self._device.seconds(issued[index], end), self._device.seconds(begin, end)
         return Taken(segments, wire, exposed)
-
-
-def _mark(stream: torch.cuda.Stream | None) -> Mark:
-    if stream is None:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin

@@ -1,12 +1,110 @@
-"""A plan as text: like a jaxpr, with a schedule."""
+"""A plan as text: like a jaxpr, with a schedule; and the names of its values."""
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
 
-from fnddp.ir.program import Collective
+from fnddp.ir import program
+from fnddp.ir.program import Collective, Name, Operation, Segment
 from fnddp.ir.schedule import Schedule
-from fnddp.show.names import dtype, line, text
-from fnddp.show.runs import Run, runs
+
+PREFIX = "fnddp "  # of everything on a profiler's clock
+
+
+def text(path: str) -> str:
+    """Return a leaf path on one line."""
+    return path if path and path.isprintable() else repr(path)
+
+
+def name(of: Name) -> str:
+    """Return the name of a value, such as `grads[weight]` or, for a payload of a collective or its result, `c0[1]`."""
+    match of:
+        case program.Grad(path):
+            return f"grads[{text(path)}]"
+        case program.Part(index):
+            return f"state[{index}]"
+        case program.Divisor(group):
+            return "ranks" if group is None else f"ranks of {group}"
+        case program.Sent(collective, position) | program.Received(collective, position):
+            return f"c{collective}[{position}]"
+        case program.Span(collective, first, last):
+            return f"c{collective}[{first}..{last}]"
+        case program.Mean(path):
+            return f"mean[{text(path)}]"
+        case program.Scratch():
+            return "scratch"
+        case program.Held(own) | program.Temp(own):
+            return own
+
+
+def line(operation: Operation) -> str:
+    """Return an operation: its result, its arguments, and where the result is stored."""
+    made = name(operation.made)
+    more = f", and {operation.count - 1} more" if operation.count > 1 else ""
+    if operation.spec is None and operation.function == "copy":
+        return f"{made} = {_argument(operation.arguments[0])}{more}"
+    arguments = [_argument(argument) for argument in operation.arguments]
+    arguments += [f"{key}={_argument(argument)}" for key, argument in operation.options]
+    spec = "" if operation.spec is None else f": {operation.spec}"
+    place = "" if operation.written is None else f" in {name(operation.written)}"
+    return f"{made}{spec} = {operation.function}({', '.join(arguments)}){place}{more}"
+
+
+def dtype(collective: Collective) -> str:
+    """Return the dtype of the payloads, as in "float16"; several dtypes are bytes."""
+    dtypes = {payload.dtype for payload in collective.payloads}
+    return "bytes" if len(dtypes) > 1 else str(dtypes.pop()).removeprefix("torch.")
+
+
+def range_of(segment: Segment) -> str:
+    """Return the name of a segment on a profiler's clock, as in "slot 0 encode"."""
+    return f"slot {segment.slot} {'decode' if segment.commits else 'encode'}"
+
+
+def _argument(argument: Any) -> str:
+    if isinstance(argument, Name):
+        return name(argument)
+    if isinstance(argument, list):
+        return f"[{', '.join(map(_argument, argument))}]"
+    return str(argument).replace("torch.", "")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Segments of a slot that look alike, as one.
+
+    Attributes:
+        kind: "encode" before any collective is complete, "decode" after all are, "decode, encode" in between.
+        needs: Leaves whose gradients must have arrived.
+        waits: Collectives that must be complete.
+        launches: The collective that the last segment issues.
+    """
+
+    slot: int
+    kind: str
+    needs: tuple[str, ...]
+    waits: tuple[Collective, ...]
+    operations: tuple[Operation, ...]
+    launches: Collective | None
+
+
+def runs(plan: Schedule, *, merged: bool = True) -> Iterator[Run]:
+    """Yield the segments of a plan; `merged`, those of the same slot and kind as one, up to a collective."""
+    collectives, alike = plan.collectives, list[Segment]()
+    for segment, following in zip(plan.segments, [*plan.segments[1:], None], strict=False):
+        alike.append(segment)
+        if merged and segment.launches is None and following is not None and _look(segment) == _look(following):
+            continue
+        needs = tuple(chain.from_iterable(each.needs for each in alike))
+        waits = tuple(collectives[index] for each in alike for index in each.waits)
+        operations = tuple(chain.from_iterable(each.operations for each in alike))
+        yield Run(*_look(segment), needs, waits, operations, segment.launches)
+        alike.clear()
+
+
+def _look(segment: Segment) -> tuple[int, str]:
+    return segment.slot, "decode" if segment.commits else "decode, encode" if segment.waits else "encode"
 
 
 def show(plan: Schedule, code: bool = False) -> str:

@@ -4,15 +4,14 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch.profiler import record_function
 
-from fnddp.columns import columns
+from fnddp.cost.estimate import columns
+from fnddp.device import Device, Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.ir.schedule import Schedule
 from fnddp.show.meter import Meter
-from fnddp.show.names import PREFIX, range_of
-from fnddp.show.text import show, size
+from fnddp.show.text import PREFIX, range_of, show, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
 
@@ -42,7 +41,7 @@ _NONE = nullcontext()
 class Observer:
     """Names the pieces of steps for torch's profiler, and measures and prints them.
 
-    Each context encloses one piece; on CUDA it is on `stream`.
+    Each context encloses one piece, which is started on `stream` of `device`.
 
     Args:
         meter: Measures each step, if given.
@@ -53,20 +52,20 @@ class Observer:
         self._meter = Meter() if prints and meter is None else meter
         self._prints, self._count = prints, 0
 
-    def computes(self, segment: Segment, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    def computes(self, segment: Segment, device: Device, stream: Stream) -> AbstractContextManager[object]:
         """Enclose the computation of a segment."""
         named = profiled(range_of(segment))
-        return named if self._meter is None else self._meter.times(named, "computes", -1, stream)
+        return named if self._meter is None else self._meter.times(named, "computes", -1, device, stream)
 
-    def launches(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    def launches(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
         """Enclose the start of a collective."""
         named = profiled(f"{collective.name} launch")
-        return named if self._meter is None else self._meter.times(named, "launches", collective.index, stream)
+        return named if self._meter is None else self._meter.times(named, "launches", collective.index, device, stream)
 
-    def waits(self, collective: Collective, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    def waits(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
         """Enclose the wait for a collective."""
         named = profiled(f"{collective.name} wait")
-        return named if self._meter is None else self._meter.times(named, "waits", collective.index, stream)
+        return named if self._meter is None else self._meter.times(named, "waits", collective.index, device, stream)
 
     def begins(self) -> None:
         """Note that a step begins."""

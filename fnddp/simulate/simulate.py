@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnddp.core import tree
+from fnddp.core import collectives, tree
 from fnddp.core.options import checked_int
 from fnddp.core.state import Part, parts
 from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import is_mapped, reinterpreted, without_autocast
-from fnddp.wire import guards
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, Ranks
 from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
@@ -110,7 +109,7 @@ class Simulation:
             ValueError: A leaf has no row for each rank; or a part marked `Replicated` is not the same on all ranks.
             RuntimeError: Within torch.func.grad or jvp.
         """
-        guards.refuse_differentiation()
+        collectives.refuse_differentiation()
         require_rows(leaves, self.world_size)
         named, structure = list(parts(state)), tree.structure(state)
         # Row-major: under vmap a tensor cannot be asked for another memory format.

@@ -1,6 +1,6 @@
-"""Flat buffers: few large collectives instead of many small ones."""
+"""Leaves in another layout: in flat buffers, or as square matrices."""
 
-from collections.abc import Iterable
+import math
 from typing import ClassVar
 
 import torch
@@ -10,8 +10,9 @@ from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import POSITIVE
-from fnddp.core.sync import Exchange, State, Sync, transform
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.sync import Exchange, State, Sync, registry, transform
+from fnddp.core.tree import Leaves, Tree
+from fnddp.transforms.powersgd import powersgd
 
 
 @transform
@@ -22,9 +23,8 @@ class bucketize(Sync):
     they hold the cap, as torch's DDP does. A bucket is named by its first and last leaf, so inner state is keyed by
     leaf paths. The wrong choice around `powersgd`, which needs matrices: put it inside, `powersgd(bucketize(...))`.
 
-    The caps set what the inner pipeline sees, such as a codec's blocks, but not the number of messages of a plan
-    (`jit`, `value_and_grad`, the adapters): plans join payloads in buckets of their own (`bucket_cap_mb` of
-    `DistributedDataParallel`). All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
+    The caps set what the inner pipeline sees, such as a codec's blocks; plans join messages in buckets of their own
+    (`bucket_cap_mb`). All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
 
     Args:
         cap_mb: Size at which a bucket is closed, in MiB.
@@ -47,18 +47,24 @@ class bucketize(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        return self.inner.init(
-            {
-                name: leaves[paths[0]].detach().new_empty(sum(leaves[path].numel() for path in paths))
-                for name, paths in self.buckets(leaves).items()
-            }
-        )
+        flat: Leaves = {}
+        for name, paths in self.buckets(leaves).items():
+            flat[name] = leaves[paths[0]].detach().new_empty(sum(leaves[path].numel() for path in paths))
+        return self.inner.init(flat)
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("bucketize", leaves)
         buckets = self.buckets(leaves)
-        flat = {name: _flatten(leaves[path] for path in paths) for name, paths in buckets.items()}
-        return self.inner.exchange(flat, state).decoded(lambda flat: _unpack(flat, buckets, leaves))
+        flat = {name: torch.cat([leaves[path].reshape(-1) for path in paths]) for name, paths in buckets.items()}
+
+        def unpack(flat: Leaves) -> Leaves:
+            parts: Leaves = {}
+            for name, each in flat.items():
+                pieces = each.split([leaves[path].numel() for path in buckets[name]])
+                for path, piece in zip(buckets[name], pieces, strict=True):
+                    parts[path] = in_format_of(leaves[path], piece.view(leaves[path].shape))
+            return {path: parts[path] for path in leaves if path in parts}
+
+        return self.inner.exchange(flat, state).decoded(unpack)
 
     def buckets(self, leaves: Leaves) -> dict[str, list[str]]:
         """Return leaf paths by bucket, in the order in which the buffer holds them; values are not read."""
@@ -76,15 +82,77 @@ class bucketize(Sync):
         return {paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}": paths for paths in groups}
 
 
-def _flatten(leaves: Iterable[Tensor]) -> Tensor:
-    return torch.cat([leaf.reshape(-1) for leaf in leaves])
+@transform
+class squared(Sync):
+    """Lay every leaf out as one square matrix, padded with zeros at its end.
+
+    `batched_powersgd` puts this between flat buckets and PowerSGD. The wrong choice for leaves that are matrices
+    already: rows and columns lose their meaning, and with it their low rank.
+
+    Args:
+        inner: The pipeline of the `[side, side]` matrices, side = ceil(sqrt(elements)).
+
+    >>> from fnddp import allreduce
+    >>> squared(allreduce)({"flat": torch.arange(3.)}, ())[0]
+    {'flat': tensor([0., 1., 2.])}
+    """
+
+    inner: Sync
+
+    wraps_skipping: ClassVar[bool] = True
+
+    def init(self, grads: Tree) -> State:
+        return self.inner.init(tree.map_leaves(lambda leaf: leaf.detach().new_empty((_side(leaf), _side(leaf))), grads))
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        squares = {path: _to_square(leaf) for path, leaf in leaves.items()}
+        inner = self.inner.exchange(squares, state)
+        return inner.decoded(lambda squares: {path: _from_square(each, leaves[path]) for path, each in squares.items()})
 
 
-def _unpack(flat: Leaves, buckets: dict[str, list[str]], like: Leaves) -> Leaves:
-    parts: Leaves = {}
-    for name, each in flat.items():
-        paths = buckets[name]
-        pieces = each.split([like[path].numel() for path in paths])
-        for path, piece in zip(paths, pieces, strict=True):
-            parts[path] = in_format_of(like[path], piece.view(like[path].shape))
-    return {path: parts[path] for path in like if path in parts}
+def _side(leaf: Tensor) -> int:
+    root = math.isqrt(leaf.numel())
+    return root if root * root == leaf.numel() else root + 1
+
+
+def _to_square(leaf: Tensor) -> Tensor:
+    side = _side(leaf)
+    flat = leaf.reshape(-1)
+    return torch.cat([flat, flat.new_zeros(side * side - leaf.numel())]).view(side, side)
+
+
+def _from_square(square: Tensor, like: Tensor) -> Tensor:
+    return in_format_of(like, square.reshape(-1)[: like.numel()].view(like.shape))
+
+
+def batched_powersgd(
+    inner: Sync,
+    rank: int = 1,
+    *,
+    cap_mb: float = 25,
+    first_cap_mb: float = 1,
+    warm_start: bool = True,
+    orthogonalization: str = "cholesky",
+    epsilon: float = 1e-6,
+    seed: int = 0,
+) -> Sync:
+    """Return `powersgd` of each flattened bucket as one square matrix: torch's `batched_powerSGD_hook`.
+
+    Faster than `powersgd` (two products a bucket), usually much less accurate: bucketing destroys the row and column
+    structure that low rank lives on. Consider `powersgd` first, and this only where rank 1 is good enough.
+
+    Args:
+        inner: The pipeline of the factors.
+        rank: Columns of P and Q.
+        cap_mb, first_cap_mb: Bucket sizes in MiB, see `bucketize`.
+        warm_start, orthogonalization, epsilon, seed: See `powersgd`.
+
+    >>> from fnddp import allreduce
+    >>> batched_powersgd(allreduce, rank=2)
+    bucketize(squared(powersgd(allreduce, rank=2, min_compression_rate=0)))
+    """
+    low_rank = powersgd(inner, rank, warm_start, 0, orthogonalization, epsilon, seed)
+    return bucketize(squared(low_rank), cap_mb=cap_mb, first_cap_mb=first_cap_mb)
+
+
+registry.add("batched_powersgd", batched_powersgd)

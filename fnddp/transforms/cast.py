@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.codec import Code, Layer, Payload
 from fnddp.core.sync import Exchange, State, Sync, registry, require_agreement, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact
 
 # Dtypes that every backend can add up.
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -28,11 +28,8 @@ class cast(Sync):
 
     Args:
         dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
-        check: After each exchange, raise if a leaf of the mean is not finite. Every rank sees the same mean, so all
-            ranks raise. It reads values, so it cannot be traced: for debugging.
-
-    Raises:
-        FloatingPointError: With `check`, at the exchange; names the leaves.
+        check: After each exchange, raise a FloatingPointError, on all ranks, that names the leaves of the mean that are
+            not finite. It reads values, so it cannot be traced: for debugging.
 
     >>> from fnddp import allreduce
     >>> cast(allreduce, torch.float64), cast(allreduce, "bfloat16")
@@ -66,7 +63,6 @@ class cast(Sync):
         return self.inner.init(grads if self.carries else tree.map_leaves(self._spec, grads))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("cast", leaves)
         if self.carries:  # only what travels is cast, not the mean
             return self.carry((), leaves, state)
         wires = {path: self._encode(leaf) for path, leaf in leaves.items()}
@@ -85,20 +81,18 @@ class cast(Sync):
             return super().carry(code, leaves, state)
         return self.inner.carry((*code, Layer(self)), leaves, state)
 
+    # What a codec around this calls, to send its fractions in the dtype of the wire.
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 
     def encode(self, x: Tensor) -> Payload:
-        """Return rows in the dtype of the wire, in which a codec around this sends its fractions."""
         return {"": x.to(self._wire_dtype)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
-        """Return the length of a row."""
         return {"": length}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        """Return the rows unchanged; the codec around this restores their dtype."""
-        return payload[""]
+        return payload[""]  # the codec around this restores the dtype
 
     @property
     def traceable(self) -> bool:

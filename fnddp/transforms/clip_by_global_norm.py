@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.core.codec import wide
 from fnddp.core.options import POSITIVE
 from fnddp.core.sync import Exchange, State, Sync, require_agreement, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, require_leaves
+from fnddp.core.tree import Leaves, Tree, is_inexact
 
 _EPSILON = 1e-6  # torch's
 
@@ -19,17 +19,13 @@ class clip_by_global_norm(Sync):
 
     It does within the pipeline what `torch.nn.utils.clip_grad_norm_` does to synchronized gradients, with the same
     factor on all ranks. The norm is computed in float32, or wider where a leaf is. Integer leaves are neither counted
-    nor scaled. A mean that is not finite stays so.
+    nor scaled. A mean that is not finite stays so. `inner` must give all ranks the same mean.
 
-    Put it outside of memory, `clip_by_global_norm(error_feedback(...), 1.0)`. The wrong choice inside: memory sends
-    later what was clipped, so nothing is clipped in the long run. And the wrong choice where gradients are accumulated
-    over several synchronized backwards, or are scaled by a loss scaler: each mean is clipped by itself, as it is.
+    The wrong choice inside of memory, which sends later what was clipped: put it outside; and where gradients are
+    accumulated over several synchronized backwards, or are scaled by a loss scaler.
 
     Args:
         max_norm: The largest norm of a mean; positive.
-
-    Raises:
-        TypeError: Ranks get different means of some leaves of `inner`.
 
     Source: Pascanu et al., ICML 2013, Algorithm 1; the factor is torch's, max_norm / (norm + 1e-6), at most 1.
 
@@ -43,7 +39,6 @@ class clip_by_global_norm(Sync):
 
     wraps_skipping: ClassVar[bool] = True
     wants_whole_leaves: ClassVar[bool] = True
-
     limits: ClassVar = {"max_norm": POSITIVE}
 
     def __post_init__(self) -> None:
@@ -54,7 +49,6 @@ class clip_by_global_norm(Sync):
         return self.inner.init(grads)
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        require_leaves("clip_by_global_norm", leaves)
         inner = self.inner.exchange(leaves, state)
         norms = [
             torch.linalg.vector_norm(leaf, dtype=wide(leaf.dtype)) for leaf in inner.mean.values() if is_inexact(leaf)
@@ -63,8 +57,8 @@ class clip_by_global_norm(Sync):
             return inner
         norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
         factor = (self.max_norm / (norm + _EPSILON)).clamp(max=1.0)
-        return inner.decoded(lambda leaves: {path: _scaled(leaf, factor) for path, leaf in leaves.items()})
 
+        def scaled(leaf: Tensor) -> Tensor:
+            return (leaf * factor.to(leaf.device)).to(leaf.dtype) if is_inexact(leaf) else leaf
 
-def _scaled(leaf: Tensor, factor: Tensor) -> Tensor:
-    return (leaf * factor.to(leaf.device)).to(leaf.dtype) if is_inexact(leaf) else leaf
+        return inner.decoded(lambda leaves: {path: scaled(leaf) for path, leaf in leaves.items()})

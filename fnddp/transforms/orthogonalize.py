@@ -16,17 +16,7 @@ _segment_reduce: Any = torch.segment_reduce
 
 
 def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
-    """Return an orthonormal basis of the columns of `p`.
-
-    "qr" (Householder) completes the basis arbitrarily where columns are linearly dependent. "gram_schmidt" makes such
-    columns zero: those whose norm, without the earlier columns' directions, is at most `epsilon` times what it was.
-    So does "cholesky".
-
-    Args:
-        p: `[..., rows, rank]` with rank <= rows, float32, float64 or complex; `[rows, rank]` for "cholesky".
-        method: One of METHODS.
-        epsilon: Relative; not for "qr". Higher drops more directions.
-    """
+    """Return an orthonormal basis of the columns of `p: [..., rows, rank]`, with rank <= rows; see `powersgd`."""
     if method == "qr":
         q, _ = torch.linalg.qr(p)
         return q
@@ -39,12 +29,8 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     Twice a Cholesky factorization of the Gram matrices, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
     so that a condition number of 1e6 leaves 1e-12 of the orthogonality. What is added to their diagonals (epsilon
     squared, where columns have unit norm) makes a column that depends on the others short instead of arbitrary, and it
-    is then dropped: it becomes zero.
-
-    Args:
-        matrices: `[rows, rank]` each, with any numbers of rows and one rank, dtype and device.
-        epsilon: Relative norm at or below which a column is dropped, without the earlier columns' directions.
-        dtype: Of the bases.
+    is then dropped: it becomes zero. The matrices, `[rows, rank]` with any numbers of rows, have one rank, dtype and
+    device; the bases have `dtype`.
     """
     rank = matrices[0].shape[1]
     # Inductor (torch 2.13) fuses products of rank 1 with what takes a part of their rows, and loses those behind the
@@ -81,7 +67,7 @@ _TINY, _NOTHING = 1e-30, 1e-280  # of squares: of unit columns, and of any
 
 
 def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
-    """Return factors that, multiplied from the right to matrices with these Gram matrices, make columns orthonormal."""
+    """Return factors that, multiplied from the right, make columns of matrices with these Gram matrices orthonormal."""
     scale = _diagonal(gram).clamp(min=_NOTHING).rsqrt()  # one over the columns' norms: [matrices, rank]
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     factor, _ = torch.linalg.cholesky_ex(torch.add(unit, eye, alpha=added))
@@ -96,16 +82,13 @@ def _diagonal(matrices: Tensor) -> Tensor:
 
 
 def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
-    """Return matrices side by side, with each row scaled to unit norm; zero and non-finite ones are the fallback's.
+    """Return matrices of `widths` side by side, `[rank, columns]`, with each row of each scaled to unit norm.
 
-    Args:
-        q: `[rank, columns]`, those of all matrices.
-        widths: How many columns each has.
-        fallback: Like `q`.
+    Zero and non-finite rows are those of `fallback`.
     """
     sizes = [*widths] * q.shape[0]
     owners = torch.repeat_interleave(torch.tensor(sizes, device=q.device), output_size=q.numel())
-    if q.dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
+    if q.dtype in (torch.float64, torch.complex128):
         largest = _per_segment("max", q.abs().flatten(), sizes)
         q = q / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].view(q.shape)
     magnitude = q.abs().to(torch.float64).flatten()

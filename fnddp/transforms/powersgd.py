@@ -1,31 +1,29 @@
 """PowerSGD: the mean gradient as a product of two thin matrices."""
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, TypeAlias
 
-from fnddp.core import tree
+import torch
+from torch import Tensor
+
+from fnddp.core import random, tree
+from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
+from fnddp.core.layout import in_format_of
 from fnddp.core.options import Limit, at_least, one_of
-from fnddp.core.sync import Exchange, Replicated, State, Sync, require_state, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, replaced, require_leaves
-from fnddp.transforms.alternating import half_round
-from fnddp.transforms.leading import leading_factors
-from fnddp.transforms.low_rank import (
-    LowRank,
-    columns_of,
-    compute,
-    leaf_of,
-    matrix,
-    matrix_shape,
-    rows_of,
-    unit_columns,
-)
-from fnddp.transforms.orthogonalize import METHODS
+from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
+from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
+
+ITERATIONS = 4  # of `refresh`: each squares the ratio of what is wanted to what is not
+
+Stacks: TypeAlias = list[list[str]]
+"""Paths of leaves whose small factors are computed together."""
 
 
 class PowerSGDState(NamedTuple):
     """`q`: the next queries by leaf path, `[columns, rank]`, unit columns (empty without warm start).
 
-    `step`: exchanges done, without warm start, to seed the queries; modulo the period of `refresh` or `alternate`; or
-    0.
+    `step`: exchanges done; modulo the period of `refresh` or `alternate`, and 0 with neither and a warm start.
     `p_round`, `q_round`, `whole`: the inner pipeline's states for the two rounds, and for whole gradients (`refresh`).
     `p`: with `alternate`, the next basis of the other side by leaf path, `[rows, rank]`, unit columns.
     """
@@ -39,8 +37,8 @@ class PowerSGDState(NamedTuple):
 
 
 @transform
-class powersgd(LowRank):
-    """Low-rank compression: each matrix M travels as P = M Q and then Q = M^T P_hat, and becomes P_hat Q^T.
+class powersgd(Sync):
+    """Send each matrix M as P = M Q and then Q = M^T P_hat, two thin matrices; it becomes P_hat Q^T.
 
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Leaves that
     are vectors, scalars or integers, or that would not shrink by more than `min_compression_rate`, travel whole, with
@@ -49,7 +47,7 @@ class powersgd(LowRank):
     about 8 Gbit/s a 16-bit cast is hard to beat), and for layers whose gradients are not low-rank.
 
     The factors travel in the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero
-    columns and ranks above the matrix's never give NaN. No global generator is read or written.
+    columns and ranks above the matrix's never give NaN.
 
     Args:
         inner: The pipeline of P and Q: `powersgd(fp16(allreduce))` rounds only them. It is run twice an exchange.
@@ -68,18 +66,14 @@ class powersgd(LowRank):
             mean's leading right singular vectors (PowerSGD+); 0: never. Warm queries alone can miss a direction
             forever, with error feedback too; see `docs/memory.md`. Costs 1 / refresh of what `inner` alone sends.
 
-    Raises:
-        TypeError: `inner` takes a max or min: the factors must add.
-
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
     Deviations: queries are scaled to unit columns, which changes no output but keeps P in the range of the gradients
     (fp16 wires), and a zero column keeps its old query; Q and queries are kept and sent transposed, as both products
-    read them. torch's `powerSGD_hook` is
-    `warmup(error_feedback(powersgd(allreduce, rank=1)), steps=1000)`. `alternate`: Zhang et al., "Evaluation and
-    Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the
-    idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254, with subspace iterations in place of an SVD.
+    read them. `alternate`: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep
+    Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254,
+    with subspace iterations in place of an SVD. torch's `powerSGD_hook` is `warmup(error_feedback(powersgd(allreduce,
+    rank=1)), steps=1000)`.
 
-    >>> import torch
     >>> from fnddp import allreduce
     >>> sync = powersgd(allreduce, rank=2)
     >>> grads = {"weight": torch.outer(torch.arange(32.), torch.arange(16.)), "bias": torch.ones(32)}
@@ -115,21 +109,20 @@ class powersgd(LowRank):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        stacks = self.stacks(leaves)
+        stacks = self._stacks(leaves)
         shapes = {path: matrix_shape(leaves[path]) for paths in stacks for path in paths}
         p_like = dict(leaves)
         q_like = dict(leaves) if self.alternate else _emptied(leaves)
         for path, (n, m) in shapes.items():
-            leaf, rank = leaves[path].detach(), self.rank_of(leaves[path])
+            leaf, rank = leaves[path].detach(), self._rank_of(leaves[path])
             p_like[path], q_like[path] = leaf.new_empty((n, rank)), leaf.new_empty((rank, m))
 
         def drawn(suffix: str, side: int) -> Leaves:
             """Return factors laid out as after any later exchange: torch.compile makes one graph for both."""
-            factors: Leaves = {}
-            for paths in stacks:
-                rows = rows_of([self.draw(path + suffix, leaves[path], 0, shapes[path][side]) for path in paths])
-                factors |= zip(paths, columns_of(rows, [shapes[path][side] for path in paths]), strict=True)
-            return {path: factors[path] for path in leaves if path in shapes}
+            sizes = {path: shape[side] for path, shape in shapes.items()}
+            factors = {path: self._draw(path + suffix, leaves[path], 0, size) for path, size in sizes.items()}
+            laid_out = _columns_of(stacks, _rows_of(stacks, factors), sizes)
+            return {path: laid_out[path] for path in leaves if path in shapes}
 
         return PowerSGDState(
             q=drawn("", 1) if self.warm_start else {},
@@ -141,30 +134,24 @@ class powersgd(LowRank):
         )
 
     def exchange(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
-        require_leaves("powersgd", leaves)
-        require_state("powersgd", state, PowerSGDState)
         self._require_factors(leaves, state)
         if self.refresh and state.step == 0:
-            return self._whole(leaves, state)
-        if not self.alternate:
-            return self._two_rounds(leaves, state)
-        if state.step % 2 == 0:
-            done, p = half_round(self, leaves, state.q, state.p, state.p_round, sends_p=True)
-            following = replaced(state, p=p, p_round=done.state)
+            done = self._whole(leaves, state)
         else:
-            done, q = half_round(self, leaves, state.p, state.q, state.q_round, sends_p=False)
-            following = replaced(state, q=q, q_round=done.state)
-        return replaced(done, state=replaced(following, step=self._after(state.step)))
+            done = self._one_round(leaves, state) if self.alternate else self._two_rounds(leaves, state)
+        # The counter cycles where exchanges differ, so that there are few plans.
+        period = self.refresh or 2 * self.alternate
+        counted = 0 if self.warm_start and not period else state.step + 1
+        return replaced(done, state=replaced(done.state, step=counted % period if period else counted))
 
     def _two_rounds(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
-        stacks = self.stacks(leaves)
-        m = {path: matrix(leaves[path]) for paths in stacks for path in paths}
+        stacks, m = self._matrices(leaves)
         # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
         # are stored transposed, those of a stack side by side.
         queries = state.q
         if not self.warm_start:
-            queries = {path: self.draw(path, leaves[path], state.step, m[path].shape[1]) for path in m}
-        query = [rows_of([queries[path] for path in paths]) for paths in stacks]  # each: [rank, all columns]
+            queries = {path: self._draw(path, leaves[path], state.step, m[path].shape[1]) for path in m}
+        query = _rows_of(stacks, queries)  # each: [rank, all columns]
         p: Leaves = {}
         for paths, rows in zip(stacks, query, strict=True):
             widths = [m[path].shape[1] for path in paths]
@@ -173,42 +160,151 @@ class powersgd(LowRank):
 
         # Leaves that are not compressed travel whole with P and are empty with Q: both rounds have the same paths.
         p_round = self.inner.exchange({**leaves, **p}, state.p_round)
-        p_hat = self.bases(leaves, stacks, p_round.mean)
+        p_hat = self._bases(leaves, stacks, p_round.mean)
         q = {path: (p_hat[path].mH @ m[path]).to(leaves[path].dtype) for path in m}  # q: [rank, columns]
         q_round = self.inner.exchange({**_emptied(leaves), **q}, state.q_round)
 
         mean, sent = dict(p_round.mean), dict(p_round.sent)
         for path in m:
-            mean[path] = leaf_of(p_hat[path] @ compute(q_round.mean[path]), leaves[path])
-            sent[path] = leaf_of(p_hat[path] @ compute(q_round.sent[path]), leaves[path])
-        following: Leaves = {}
-        for paths, rows in zip(stacks, query, strict=True) if self.warm_start else ():
-            following |= zip(paths, unit_columns([q_round.mean[path] for path in paths], rows), strict=True)
+            mean[path] = _leaf_of(p_hat[path] @ _compute(q_round.mean[path]), leaves[path])
+            sent[path] = _leaf_of(p_hat[path] @ _compute(q_round.sent[path]), leaves[path])
+        following = _unit_columns(stacks, q_round.mean, query) if self.warm_start else {}
         q = {path: following[path] for path in state.q}  # empty without warm start
-        step = self._after(state.step)
-        return Exchange(mean, sent, replaced(state, q=q, step=step, p_round=p_round.state, q_round=q_round.state))
+        return Exchange(mean, sent, replaced(state, q=q, p_round=p_round.state, q_round=q_round.state))
+
+    def _one_round(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
+        """Send P = M Q_hat, with Q_hat a basis of the columns of Q: the mean is mean(P) Q_hat^T. Or Q^T = P_hat^T M."""
+        sends_p = state.step % 2 == 0
+        basis, last = (state.q, state.p) if sends_p else (state.p, state.q)
+        stacks, m = self._matrices(leaves)
+        hat = self._bases(leaves, stacks, basis)
+        sent = {path: m[path] @ hat[path] if sends_p else hat[path].mH @ m[path] for path in m}  # [rows, rank] or mH
+        payload = {**leaves, **{path: sent[path].to(leaves[path].dtype) for path in m}}
+        inner = self.inner.exchange(payload, state.p_round if sends_p else state.q_round)
+        rows = {path: _compute(inner.mean[path]).mH if sends_p else inner.mean[path] for path in m}
+        following = _unit_columns(stacks, rows, _rows_of(stacks, last))
+        following = {path: following[path] for path in last}
+
+        def decode(got: Leaves) -> Leaves:
+            factors = {path: _compute(got[path]) for path in m}
+            whole = {path: each @ hat[path].mH if sends_p else hat[path] @ each for path, each in factors.items()}
+            return {**got, **{path: _leaf_of(each, leaves[path]) for path, each in whole.items()}}
+
+        if sends_p:
+            return replaced(inner.decoded(decode), state=replaced(state, p=following, p_round=inner.state))
+        return replaced(inner.decoded(decode), state=replaced(state, q=following, q_round=inner.state))
 
     def _whole(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
-        """Exchange whole leaves, and find the factors anew from the mean."""
-        done = self.inner.exchange(leaves, state.whole)
-        q, p = leading_factors(self, done.mean, state.q, state.p)
-        following = replaced(state, q=q, p=p, step=self._after(state.step), whole=done.state)
-        return replaced(done, state=following)
+        """Exchange whole leaves, and find the factors anew: bases of the leading singular vectors of the mean.
 
-    def _after(self, step: int) -> int:
-        """Return the counter of the next exchange, which cycles where exchanges differ, so that there are few plans."""
-        period = self.refresh or 2 * self.alternate
-        if period:
-            return (step + 1) % period
-        return step if self.warm_start else step + 1
+        Subspace iterations (Halko, Martinsson and Tropp, SIAM Review 2011, Algorithm 4.4), a few products instead of an
+        SVD. They begin with a random query, so what the last one missed is found. A zero matrix leaves its factors as
+        they are.
+        """
+        done = self.inner.exchange(leaves, state.whole)
+        stacks, m = self._matrices(done.mean)
+        query = _rows_of(stacks, state.q)
+        right = {path: self._draw(path, done.mean[path], 0, m[path].shape[1]) for path in m}
+        for _ in range(ITERATIONS):
+            left = self._bases(done.mean, stacks, {path: m[path] @ right[path] for path in m})
+            right = _unit_columns(stacks, {path: left[path].mH @ m[path] for path in m}, query)
+        p: Leaves = {}
+        if state.p:
+            rows = {path: _compute(m[path] @ right[path]).mH for path in m}
+            p = _unit_columns(stacks, rows, _rows_of(stacks, state.p))
+        q, p = {path: right[path] for path in state.q}, {path: p[path] for path in state.p}
+        return replaced(done, state=replaced(state, q=q, p=p, whole=done.state))
 
     def _require_factors(self, leaves: Leaves, state: PowerSGDState) -> None:
-        low_rank = {path: leaf for path, leaf in leaves.items() if self.is_low_rank(leaf)}
+        low_rank = {path: leaf for path, leaf in leaves.items() if self._is_low_rank(leaf)}
         for has_one, factors, side in ((self.warm_start, state.q, 1), (self.alternate, state.p, 0)):
             if has_one:
-                shapes = {path: (matrix_shape(leaf)[side], self.rank_of(leaf)) for path, leaf in low_rank.items()}
+                shapes = {path: (matrix_shape(leaf)[side], self._rank_of(leaf)) for path, leaf in low_rank.items()}
                 check_entries("powersgd", factors, shapes)
+
+    def _is_low_rank(self, leaf: Tensor) -> bool:
+        if leaf.ndim < 2 or leaf.numel() == 0 or not is_inexact(leaf):
+            return False
+        n, m = matrix_shape(leaf)
+        return (n + m) * self._rank_of(leaf) * self.min_compression_rate < n * m
+
+    def _rank_of(self, leaf: Tensor) -> int:
+        return min(self.rank, *matrix_shape(leaf))
+
+    def _stacks(self, leaves: Leaves) -> Stacks:
+        # No more than share a bucket of gradients, by default, since the others' factors are not there at that time.
+        buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
+        stacks: dict[object, list[str]] = {}
+        for path, leaf in leaves.items():
+            if self._is_low_rank(leaf):
+                same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
+                stacks.setdefault(same, []).append(path)
+        return list(stacks.values())
+
+    def _matrices(self, leaves: Leaves) -> tuple[Stacks, Leaves]:
+        stacks = self._stacks(leaves)
+        m = {path: _compute(leaves[path]).reshape(matrix_shape(leaves[path])) for paths in stacks for path in paths}
+        return stacks, m
+
+    def _bases(self, leaves: Leaves, stacks: Stacks, factors: Leaves) -> Leaves:
+        """Return orthonormal bases of the columns of each factor, `[size, rank]`."""
+        found: Leaves = {}
+        for paths in stacks:
+            some = [factors[path] for path in paths]
+            if self.orthogonalization == "cholesky":
+                bases = orthogonalize_all(some, self.epsilon, _compute_dtype(leaves[paths[0]].dtype))
+            else:
+                bases = [orthogonalize(_compute(each), self.orthogonalization, self.epsilon) for each in some]
+            found |= zip(paths, bases, strict=True)
+        return found
+
+    def _draw(self, name: str, leaf: Tensor, step: int, size: int) -> Tensor:
+        """Return random unit columns for a factor of `leaf`: `[size, rank]`."""
+        like = leaf.detach().new_empty(0, dtype=_compute_dtype(leaf.dtype))
+        factor = random.normal((size, self._rank_of(leaf)), name=name, seed=self.seed, step=step, like=like)
+        return factor / torch.linalg.vector_norm(factor, dim=0, keepdim=True)
+
+
+def matrix_shape(leaf: Tensor) -> tuple[int, int]:
+    return leaf.shape[0], leaf.numel() // leaf.shape[0]
 
 
 def _emptied(leaves: Leaves) -> Leaves:
     return {path: leaf.detach().new_empty(0) for path, leaf in leaves.items()}
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    # Half-precision factorizations do not exist on the CPU and lose too much anywhere.
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _compute(tensor: Tensor) -> Tensor:
+    return tensor.to(_compute_dtype(tensor.dtype))
+
+
+def _leaf_of(matrix: Tensor, like: Tensor) -> Tensor:
+    return in_format_of(like, matrix.to(like.dtype).reshape(like.shape))
+
+
+def _rows_of(stacks: Stacks, factors: Leaves) -> list[Tensor]:
+    """Return factors `[size, rank]` transposed, those of a stack side by side, in one layout whatever theirs is."""
+    return [torch.cat([factors[path].mH for path in paths], dim=1).resolve_conj() for paths in stacks]
+
+
+def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> Leaves:
+    """Return the inverse of `_rows_of`: views, except of complex numbers."""
+    found: Leaves = {}
+    for paths, stack in zip(stacks, rows, strict=True):
+        split = stack.mH.split([sizes[path] for path in paths])
+        found |= zip(paths, [columns.resolve_conj() for columns in split], strict=True)
+    return found
+
+
+def _unit_columns(stacks: Stacks, rows: Leaves, fallback: Sequence[Tensor]) -> Leaves:
+    """Return factors with unit columns from transposed ones, `[rank, size]`; those of `fallback` where one is zero."""
+    sizes = {path: rows[path].shape[1] for paths in stacks for path in paths}
+    scaled: list[Tensor] = []
+    for paths, others in zip(stacks, fallback, strict=True):
+        whole = _compute(torch.cat([rows[path] for path in paths], dim=1))
+        scaled.append(unit_rows(whole, [sizes[path] for path in paths], fallback=others))
+    return _columns_of(stacks, scaled, sizes)

@@ -1,11 +1,68 @@
-"""Random-k: elements that all ranks draw alike, so that they add."""
+"""Random-k and random block: elements that all ranks draw alike, so that they add."""
 
+import abc
+from typing import ClassVar
+
+import torch
 from torch import Tensor
 
-from fnddp.core import random
+from fnddp.core import random, tree
+from fnddp.core.codec import CodecState
+from fnddp.core.layout import in_format_of
 from fnddp.core.options import Share, require_share
-from fnddp.core.sync import Sync, transform
-from fnddp.transforms.drawn import Drawn
+from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+
+
+class Drawn(Sync):
+    """A pipeline that sends elements of each leaf that all ranks draw alike over `inner`, and zeros for others."""
+
+    inner: Sync
+    ratio: float | None
+    unbiased: bool
+    seed: int
+
+    counted: ClassVar[str]
+    """Name of the field for a number of elements, instead of `ratio`."""
+    needs_sums: ClassVar[str] = "and what is not drawn comes back as zeros"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_share(type(self).__name__, self.ratio, self.counted, getattr(self, self.counted))
+
+    @abc.abstractmethod
+    def draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
+        """Return distinct indices into the flat leaf, as many as `share_of` it."""
+
+    def share_of(self, leaf: Tensor) -> int:
+        return Share(self.ratio, getattr(self, self.counted)).of(leaf.numel())
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        drawn = {path: leaf.detach() for path, leaf in leaves.items() if _is_drawn_from(leaf)}
+        payload = {path: leaf.new_empty(self.share_of(leaf)) for path, leaf in drawn.items()}
+        return CodecState(0, self.inner.init({**leaves, **payload}))
+
+    def exchange(self, leaves: Leaves, state: CodecState) -> Exchange:
+        drawn = {path: self.draw(path, leaf, state.step) for path, leaf in leaves.items() if _is_drawn_from(leaf)}
+        payload = {path: leaf.reshape(-1)[drawn[path]] if path in drawn else leaf for path, leaf in leaves.items()}
+
+        def decode(of: Leaves) -> Leaves:
+            whole = dict(of)
+            for path, indices in drawn.items():
+                leaf = leaves[path]
+                values = of[path] * (leaf.numel() / indices.numel()) if self.unbiased else of[path]
+                # Zeros of the values, which have no row for each rank where a mean is simulated.
+                flat = values.new_zeros(leaf.numel()).index_copy(0, indices, values)
+                whole[path] = in_format_of(leaf, flat.view(leaf.shape))
+            return whole
+
+        done = self.inner.exchange(payload, state.inner)
+        return replaced(done.decoded(decode), state=CodecState(state.step + 1, done.state))
+
+
+def _is_drawn_from(leaf: Tensor) -> bool:
+    return is_inexact(leaf) and leaf.numel() > 0
 
 
 @transform
@@ -28,7 +85,6 @@ class random_k(Drawn):
 
     Source: Stich et al., "Sparsified SGD with memory", NeurIPS 2018, definition 2.1 (rand-k).
 
-    >>> import torch
     >>> from fnddp import allreduce
     >>> sync = random_k(allreduce, k=1)
     >>> grads = {"w": torch.ones(4)}
@@ -43,14 +99,46 @@ class random_k(Drawn):
     unbiased: bool = False
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_share("random_k", self.ratio, "k", self.k)
+    counted: ClassVar[str] = "k"
 
-    @property
-    def share(self) -> Share:
-        return Share(self.ratio, self.k)
+    def draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
+        lots = random.lots(leaf.numel(), name=path, seed=self.seed, step=step, device=leaf.device)
+        return lots.topk(self.share_of(leaf)).indices
+
+
+@transform
+class random_block(Drawn):
+    """Send one run of neighbouring elements of each leaf, drawn anew in each step, and zeros for all others.
+
+    The run goes on at the front where the leaf ends, so that each element is as likely to travel. It is used as
+    `random_k` is, and is the cheapest of all compressors, a copy. The wrong choice where neighbours are much alike
+    (rows of an embedding), and for gradients with few large elements.
+
+    Args:
+        inner: The pipeline of the run, a flat leaf.
+        ratio: The fraction of elements to send, in (0, 1], at least one; or
+        block: how many elements to send of each leaf. Exactly one of both.
+        unbiased: See `random_k`.
+
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019, section 4.1 (random block).
+
+    >>> from fnddp import allreduce
+    >>> sync = random_block(allreduce, block=2)
+    >>> grads = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    >>> sync(grads, sync.init(grads))[0]
+    {'w': tensor([1., 2., 0., 0.])}
+    """
+
+    inner: Sync
+    ratio: float | None = None
+    block: int | None = None
+    unbiased: bool = False
+    seed: int = 0
+
+    counted: ClassVar[str] = "block"
 
     def draw(self, path: str, leaf: Tensor, step: int) -> Tensor:
         n = leaf.numel()
-        return random.lots(n, name=path, seed=self.seed, step=step, device=leaf.device).topk(self.share.of(n)).indices
+        word = random.integers((1,), bits=31, name=path, seed=self.seed, step=step, device=leaf.device)
+        # The high half of the product: uniform over all starts of a leaf of up to 2 ** 31 elements.
+        return ((word.long() * n >> 31) + torch.arange(self.share_of(leaf), device=leaf.device)) % n

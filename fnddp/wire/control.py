@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.device import device_of_backends
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D, C10d
 from fnddp.wire.groups import live_group, live_rank, require_alone, world_size
@@ -17,27 +18,22 @@ BROADCAST_BYTES = 250 * 2**20
 """Size of a message of `broadcast`."""
 
 
-def total(value: int, group: str | None) -> int:
+def total(value: int, group: str | None, op: str = "sum") -> int:
     """Return the sum of `value` over the ranks of `group`."""
-    return _reduced(value, "sum", group)
-
-
-def highest(value: int, group: str | None) -> int:
-    """Return the largest `value` of the ranks of `group`."""
-    return _reduced(value, "max", group)
-
-
-def _reduced(value: int, op: str, group: str | None) -> int:
     with without_modes():  # WireCounter's
         flag = torch.tensor([value], device=wire_device(group))
         waited(C10D.start(ALL_REDUCE, flag, flag, op, group))
         return int(flag.item())
 
 
+def highest(value: int, group: str | None) -> int:
+    """Return the largest `value` of the ranks of `group`."""
+    return total(value, group, "max")
+
+
 def wire_device(group: str | None) -> torch.device:
-    """Return the device of payloads of `group`: the current CUDA device for NCCL, the CPU otherwise."""
-    on_cuda = "nccl" in dist.get_backend(live_group(group))
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    """Return the device of payloads of `group`: the current one of the accelerator if its backend moves only those."""
+    return device_of_backends(dist.get_backend_config(live_group(group)))
 
 
 def broadcast(tensors: list[Tensor], group: str | None, *, source: int = 0, wire: Wire = C10D) -> None:
@@ -57,9 +53,10 @@ def _broadcast_over(wire: Wire, tensor: Tensor, group: str | None, source: int) 
         tensor.copy_(everyone[source].view(tensor.dtype).reshape(tensor.shape))
 
 
-def all_gather_object(value: Any, group: str | None) -> list[Any]:
+def all_gather_object(value: Any, group: str | None, wire: Wire = C10D) -> list[Any]:
     """Return `value` of every rank, in rank order: for set-up, never inside a step."""
-    return gather_over(C10D, value, group, wire_device(group)) if dist.is_initialized() else [value]
+    is_alone = wire is C10D and not dist.is_initialized()
+    return [value] if is_alone else gather_over(wire, value, group, _device(wire, group))
 
 
 def gather_object(value: Any, group: str | None) -> list[Any]:
@@ -99,14 +96,14 @@ def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:
     return gathered
 
 
-def all_gather_bytes(value: bytes, group: str | None) -> list[bytes]:
-    """Return `value` of every rank, of the same length on all.
-
-    Raises:
-        RuntimeError: A launcher has started several ranks, but torch.distributed is not initialized.
-    """
-    if not dist.is_initialized():
+def all_gather_bytes(value: bytes, group: str | None, wire: Wire = C10D) -> list[bytes]:
+    """Return `value` of every rank, of the same length on all; raise a RuntimeError as `world_size` does."""
+    if wire is C10D and not dist.is_initialized():
         require_alone()
         return [value]
-    mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(wire_device(group))
-    return [bytes(row.tolist()) for row in _gathered(C10D, mine, group)]
+    mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(_device(wire, group))
+    return [bytes(row.tolist()) for row in _gathered(wire, mine, group)]
+
+
+def _device(wire: Wire, group: str | None) -> torch.device:
+    return wire_device(group) if wire is C10D else torch.device("cpu")

@@ -2,33 +2,22 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fnddp.torch_private import TorchDispatchMode, has_modes, tree_leaves
+from fnddp.torch_private import TorchDispatchMode, modes, tree_leaves
 
-# Collectives by operator name. Functional ones take the payload first; c10d's take outputs before it, if they differ.
+# The place of the payload by operator. Functional ones take it first; c10d's take outputs before it, if they differ.
 _PAYLOAD_ARGUMENT = {
-    "_c10d_functional::all_reduce": 0,
-    "_c10d_functional::all_gather_into_tensor": 0,
-    "_c10d_functional::reduce_scatter_tensor": 0,
-    "_c10d_functional::all_to_all_single": 0,
-    "_c10d_functional::all_reduce_": 0,
-    "_c10d_functional::all_reduce_coalesced": 0,
-    "_c10d_functional::all_gather_into_tensor_coalesced": 0,
-    "_c10d_functional::reduce_scatter_tensor_coalesced": 0,
-    "_c10d_functional::broadcast": 0,
-    "c10d::allreduce_": 0,
-    "c10d::allreduce_coalesced_": 0,
-    "c10d::reduce_": 0,
-    "c10d::gather_": 1,
-    "c10d::reduce_scatter_": 1,
-    "c10d::alltoall_": 1,
-    "c10d::allgather_": 1,
-    "c10d::_allgather_base_": 1,
-    "c10d::_reduce_scatter_base_": 1,
-    "c10d::alltoall_base_": 1,
-    "c10d::broadcast_": 0,
+    f"{library}::{name}": position
+    for library, position, names in (
+        ("_c10d_functional", 0, "all_reduce all_reduce_ all_reduce_coalesced broadcast all_to_all_single"),
+        ("_c10d_functional", 0, "all_gather_into_tensor all_gather_into_tensor_coalesced"),
+        ("_c10d_functional", 0, "reduce_scatter_tensor reduce_scatter_tensor_coalesced"),
+        ("c10d", 0, "allreduce_ allreduce_coalesced_ reduce_ broadcast_"),
+        ("c10d", 1, "gather_ reduce_scatter_ alltoall_ allgather_"),
+        ("c10d", 1, "_allgather_base_ _reduce_scatter_base_ alltoall_base_"),
+    )
+    for name in names.split()
 }
 
 
@@ -55,31 +44,20 @@ class WireCounter(TorchDispatchMode):
         self.wire_bytes = 0
         self.collectives = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         position = _PAYLOAD_ARGUMENT.get(func._schema.name)
-        if func is _count:
-            self.wire_bytes += args[0]
-            self.collectives += 1
-        elif position is not None:
+        if position is not None:
             payload = [leaf for leaf in tree_leaves(args[position]) if isinstance(leaf, Tensor)]
-            self.wire_bytes += sum(leaf.numel() * leaf.element_size() for leaf in payload)
-            self.collectives += 1
+            self.count(sum(leaf.numel() * leaf.element_size() for leaf in payload))
         return func(*args, **(kwargs or {}))
+
+    def count(self, nbytes: int) -> None:
+        self.wire_bytes += nbytes
+        self.collectives += 1
 
 
 def count_payload(nbytes: int) -> None:
     """Report a collective that the counters of this thread do not see: of a plan, or on a wire of one's own."""
-    if has_modes():
-        _count(nbytes)
-
-
-def _do_nothing(nbytes: int) -> None:
-    pass
-
-
-_library = torch.library.Library("fnddp", "DEF")
-_library.define("count_payload(int nbytes) -> ()")
-_library.impl("count_payload", _do_nothing, "CompositeExplicitAutograd")
-_count: Any = torch.ops.fnddp.count_payload.default
+    for mode in modes():
+        if isinstance(mode, WireCounter):
+            mode.count(nbytes)

@@ -56,6 +56,9 @@ class World:
         return {group: n for group, n in self.size.items() if group in groups}
 
 
+LIVE = World()
+"""torch.distributed as it is."""
+
 _world: ContextVar[World | None] = ContextVar("_world", default=None)
 
 
@@ -70,22 +73,23 @@ def within(world: World) -> Generator[None]:
 
 
 @torch_private.constant_for_dynamo
-def current() -> World | None:
-    """Return the world of the block that this runs in; None for torch.distributed as it is."""
+def _given() -> World | None:
     return _world.get()
+
+
+def current() -> World:
+    """Return the world of the block that this runs in."""
+    return _given() or LIVE  # a global, whose attributes Dynamo can guard
 
 
 def world_size(group: str | None) -> int:
     """Return the number of ranks in `group`; 1 without torch.distributed.
 
     Raises:
-        RuntimeError: A launcher started several ranks but the process group is not initialized, or a group is named
-            that does not exist.
+        RuntimeError: A launcher started several ranks but torch.distributed is not initialized; or there is no `group`.
         ValueError: A plan is made for groups of other names.
     """
     world = current()
-    if world is None:
-        return live_size(group)
     if world.simulated is not None:
         return world.simulated.size(group)
     if isinstance(world.size, int):
@@ -132,17 +136,17 @@ def is_slurm_shell() -> bool:
 def ranks(group: str | None) -> int:
     """Return the divisor of a mean over `group`: the ranks that take part in the step. A graph takes it as an input."""
     world = current()
-    return world_size(group) if world is None or group not in world.ranks else world.ranks[group]
+    return world.ranks[group] if group in world.ranks else world_size(group)
 
 
 def rank(group: str | None) -> Any:
     """Return this rank in `group`, an int, or a tensor where ranks are simulated; 0 without torch.distributed."""
     world = current()
-    if world is not None and world.simulated is not None:
+    if world.simulated is not None:
         return world.simulated.rank_in(group)
-    if world is not None and world.size is not None:
+    if world.size is not None:
         return 0  # a plan for ranks that need not be there is the first one's
-    return live_rank(group) if world is None or world.wire is None else world.wire.rank(group)
+    return live_rank(group) if world.wire is None else world.wire.rank(group)
 
 
 def live_rank(group: str | None) -> int:
@@ -153,16 +157,12 @@ def live_rank(group: str | None) -> int:
 def is_alone() -> bool:
     """Return whether there is no other rank: no process group, and no other wire or plan for one."""
     world = current()
-    is_live = world is None or (world.size is None and world.wire is None and world.simulated is None)
-    return is_live and not dist.is_initialized()
+    is_elsewhere = world.size is not None or world.wire is not None or world.simulated is not None
+    return not is_elsewhere and not dist.is_initialized()
 
 
 def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
-    """Return what differs if `group` is initialized again under the same name; None without torch.distributed.
-
-    Raises:
-        RuntimeError: See `world_size`.
-    """
+    """Return what differs if `group` is initialized again under the same name; None without torch.distributed."""
     live_size(group)
     return weakref.ref(live_group(group)) if dist.is_initialized() else None
 
@@ -173,11 +173,7 @@ def live_name(group: str | None) -> str:
 
 
 def live_group(group: str | None) -> dist.ProcessGroup:
-    """Return the process group of that name.
-
-    Raises:
-        RuntimeError: There is none.
-    """
+    """Return the process group of that name; raise a RuntimeError if there is none."""
     try:
         return torch_private.live_group(group)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -191,27 +187,22 @@ def live_group(group: str | None) -> dist.ProcessGroup:
 class Membership:
     """The process group for which something was made, which may be gone later.
 
-    Args:
-        group: Its name; None for the default one, or for none at all.
-        then: The event in it, for the error.
-        fix: The advice in another one.
+    `then` is what happened in it, for the error, and `fix` the advice. None is the default group, or none at all.
     """
 
     def __init__(self, group: str | None, then: str, fix: str) -> None:
-        live = _live_or_none(group)
         self._group, self._then, self._fix = group, then, fix
-        self._live = None if live is None else weakref.ref(live)
-        self._was = _described(live)
+        live = _live_or_none(group)
+        self._live, self._was = live and weakref.ref(live), _described(live)
 
     def require_same(self) -> None:
         """Raise a RuntimeError if there is another process group now, or none, or none was there before."""
         live = _live_or_none(self._group)
-        if live is None if self._live is None else live is not None and live is self._live():
-            return
-        raise RuntimeError(
-            f"{self._then} {self._was}, and now it runs {_described(live)}: gradients would not be the mean over its "
-            f"ranks; {self._fix}"
-        )
+        if (live and weakref.ref(live)) != self._live:
+            raise RuntimeError(
+                f"{self._then} {self._was}, and now it runs {_described(live)}: gradients would not be the mean over "
+                f"its ranks; {self._fix}"
+            )
 
 
 def _live_or_none(group: str | None) -> dist.ProcessGroup | None:

@@ -8,11 +8,11 @@ kind has something for each rank, the buffer has a row for each.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.torch_private import functional_collectives as _functional
-from fnddp.wire.in_order import sum_in_rank_order
 
 # torch 2.13 renames them, and warns of the old names.
 _dist: Any = dist
@@ -41,7 +41,6 @@ class Kind:
     """A collective as plans, wires, costs and simulations know it. Each kind is one value.
 
     Attributes:
-        name: As errors and plans call it.
         computes: Whether payloads are added up, or the largest is taken. Otherwise it moves bytes of any dtype.
         sends_rows: Whether a rank sends a part to each rank, `[n, ...]`.
         receives_rows: Whether a rank gets a part from each rank, `[n, ...]`.
@@ -69,6 +68,12 @@ class Kind:
         """Return the shape of the result of a payload of `shape`."""
         rest = shape[1:] if self.sends_rows else shape
         return (n, *rest) if self.receives_rows else rest
+
+    def joined_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+        """Return the same, with rows from the ranks joined along the first dimension of the payload."""
+        if self.sends_rows == self.receives_rows:
+            return shape
+        return (shape[0] * n if self.receives_rows else shape[0] // n, *shape[1:])
 
     def passes(self, n: int) -> tuple[Pass, ...]:
         """Return how payloads travel."""
@@ -130,19 +135,69 @@ ALL_TO_ALL = Kind("all_to_all", False, True, True, _functional.all_to_all_single
 KINDS = {kind.name: kind for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)}
 
 
-def of_operator(target: Any) -> Kind | None:
-    """Return the kind that a function of a traced graph stands for."""
-    return next((kind for kind in KINDS.values() if kind.operator is target), None)
-
-
 def named(kind: Kind | str) -> Kind:
-    """Return the kind of that name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the kind of that name; raise a ValueError if there is none."""
     if isinstance(kind, Kind):
         return kind
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of collective; known: {', '.join(KINDS)}")
     return KINDS[kind]
+
+
+def sum_in_rank_order(rows: Tensor, onto: Tensor | None = None) -> Tensor:
+    """Return `((rows[0] + rows[1]) + rows[2]) + ...`, `[*shape]`.
+
+    torch's own sum over a dimension adds in an order that depends on the shape, the strides and the machine.
+
+    Args:
+        rows: Of each rank, `[ranks, *shape]`.
+        onto: The sum of the ranks before these, `[*shape]`: `(onto + rows[0]) + ...`.
+
+    >>> rows = torch.tensor([[1e8], [1.0], [-1e8]])
+    >>> sum_in_rank_order(rows), sum_in_rank_order(rows[2:], onto=sum_in_rank_order(rows[:2]))
+    (tensor([0.]), tensor([0.]))
+    """
+    return SUM(rows, onto)
+
+
+def _add_up(rows: Tensor, onto: Tensor | None = None) -> Tensor:
+    return _add_up_into(rows, onto, out=rows.new_empty(rows.shape[1:]))
+
+
+def _add_up_into(rows: Tensor, onto: Tensor | None = None, *, out: Tensor) -> Tensor:
+    first, *others = rows.unbind() if onto is None else (onto, *rows.unbind())
+    if not others:
+        return out.copy_(first)
+    torch.add(first, others[0], out=out)
+    for row in others[1:]:
+        out += row
+    return out
+
+
+def _like_a_row(rows: Tensor, onto: Tensor | None = None) -> Tensor:
+    return rows.new_empty(rows.shape[1:])
+
+
+def _add_up_batch(
+    info: Any, in_dims: tuple[int | None, ...], rows: Tensor, onto: Tensor | None = None
+) -> tuple[Tensor, int]:
+    of_rows, of_onto = (*in_dims, None)[:2]
+    rows = rows.unsqueeze(1) if of_rows is None else rows.movedim(of_rows, 1)
+    if onto is not None:
+        onto = onto.unsqueeze(0) if of_onto is None else onto.movedim(of_onto, 0)
+        batch = max(rows.shape[1], onto.shape[0])
+        rows, onto = rows.expand(-1, batch, *rows.shape[2:]), onto.expand(batch, *onto.shape[1:])
+    return SUM(rows, onto), 0
+
+
+# An operation of its own: one node of a graph for any number of ranks, which no compiler may reorder.
+torch.library.define("fnddp::sum_in_rank_order", "(Tensor rows, Tensor? onto=None) -> Tensor", tags=())
+torch.library.impl("fnddp::sum_in_rank_order", "CompositeExplicitAutograd", _add_up)
+torch.library.register_fake("fnddp::sum_in_rank_order", _like_a_row)
+torch.library.register_vmap("fnddp::sum_in_rank_order", _add_up_batch)
+torch.library.define(
+    "fnddp::sum_in_rank_order.out", "(Tensor rows, Tensor? onto=None, *, Tensor(a!) out) -> Tensor(a!)", tags=()
+)
+torch.library.impl("fnddp::sum_in_rank_order.out", "CompositeExplicitAutograd", _add_up_into)
+SUM: Any = torch.ops.fnddp.sum_in_rank_order.default
+SUM_INTO: Any = torch.ops.fnddp.sum_in_rank_order.out

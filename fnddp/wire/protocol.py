@@ -20,7 +20,7 @@ class Work(Protocol):
         ...
 
     def wait(self) -> object:
-        """Return when it is done; on CUDA, when the current stream will wait for it. False: it failed."""
+        """Return when it is done; on an accelerator, when the current stream will wait for it. False: it failed."""
         ...
 
 

@@ -15,13 +15,7 @@ Division = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of a simulation.
-
-    Attributes:
-        n: Their number.
-        rank: The rank that runs: within vmap, all of them.
-        groups: By name; the default group has all ranks.
-    """
+    """The `n` ranks of a simulation: the one that runs (within vmap, all of them), and their groups by name."""
 
     n: int
     rank: Tensor
@@ -55,11 +49,9 @@ class Ranks:
     def moved(self, kind: Kind, payload: Tensor, op: str | None, group: str | None) -> Tensor:
         """Return the result of a collective in which every rank sends its `payload`."""
         division = self.division(group)
-        everyone = _together(
-            payload, kind.name, op, self.n, [r for members in division for r in members], len(division)
-        )
-        is_same_for_all = not kind.sends_rows and len(division) == 1
-        return everyone[0] if is_same_for_all else everyone[self.rank]
+        order = [rank for members in division for rank in members]
+        everyone = _together(payload, kind.name, op, self.n, order, len(division))
+        return everyone[self.rank] if kind.sends_rows or len(division) > 1 else everyone[0]
 
 
 def _of_all(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:
@@ -102,7 +94,7 @@ def _together_batch(
 torch.library.define(
     "fnddp::together", "(Tensor payload, str kind, str? op, int n, int[] order, int groups) -> Tensor", tags=()
 )
-torch.library.impl("fnddp::together", ("CPU", "CUDA"), _of_all)
+torch.library.impl("fnddp::together", "CompositeExplicitAutograd", _of_all)
 torch.library.register_fake("fnddp::together", _like_received)
 torch.library.register_vmap("fnddp::together", _together_batch)
 _together: Any = torch.ops.fnddp.together.default

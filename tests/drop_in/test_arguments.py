@@ -1,7 +1,6 @@
 """The drop-in module takes torch's arguments, and they do what they do there."""
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce, fp16
-from fnddp.adapters.torch_compat.arguments import BucketSizes
 from fnddp.laws import bits
 from tests.drop_in.models import (
     SMALL,
@@ -27,26 +25,12 @@ from tests.drop_in.models import (
     descend,
     grads_of,
     normed,
-    since_213,
     step,
     steps_alike,
     total,
 )
 from tests.ranks import on_ranks
 from tests.test_register import COMPRESSED, Branches, batch, make_model
-
-
-@since_213
-@pytest.mark.parametrize("options", [{}, {"forward_sync_buffers": False}, {"broadcast_buffers": False}], ids=str)
-@on_ranks(2)
-def test_buffers_are_made_equal_when_torch_makes_them_equal(rank: int, options: dict[str, bool]) -> None:
-    models = []
-    for cls in (DDP, TorchDDP):
-        module = normed()
-        module[1].running_mean += rank
-        with pytest.warns(FutureWarning) if "broadcast_buffers" in options else nullcontext():
-            models.append(cls(module, **options))
-    assert bits(models[0].state_dict()) == bits(models[1].state_dict())
 
 
 @pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.thorough)])
@@ -116,11 +100,7 @@ def test_buckets_are_filled_as_torch_fills_them(rank: int, options: dict[str, An
     assert (logged["has_rebuilt_buckets"], logged["num_buckets_reduced"]) == (1, len(want))
 
 
-def test_sizes_of_buckets_are_the_lists_or_the_cap():
-    mib = 2**20
-    assert BucketSizes.of(None, None) == BucketSizes((mib, 25 * mib))
-    assert BucketSizes.of(0.5, None) == BucketSizes((mib // 2,))
-    assert BucketSizes.of(9, [1, 2]) == BucketSizes((mib, 2 * mib), (mib, 2 * mib))
+def test_sizes_of_buckets_are_positive():
     for options in ({"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [1, -1]}):
         with pytest.raises(ValueError, match="positive size in MiB"):
             DDP(nn.Linear(2, 2), **options)
@@ -133,17 +113,6 @@ def test_parameters_to_delay_are_synchronized(rank: int) -> None:
     ours = DDP(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[2].weight)
     theirs = TorchDDP(make_model())  # torch's own delayed reduction is not waited for
     steps_alike(rank, ours, theirs)
-
-
-@on_ranks(2)
-def test_unused_parameters_are_found_either_way(rank: int) -> None:
-    models = [*(DDP(Parts(), find_unused_parameters=find) for find in (True, False))]
-    theirs = TorchDDP(Parts(), find_unused_parameters=True)
-    for i, use in enumerate(["ab", "b", "abc", "a" if rank == 0 else "b", "ac"]):
-        for model in (*models, theirs):
-            step(model, batch(rank, i), use)
-        for ours in models:
-            assert_same_grads(ours, theirs)  # None where unused on all ranks
 
 
 @pytest.mark.parametrize(("first", "then"), [("ab", "a"), ("ab", "abc"), ("abc", "c")])

@@ -205,10 +205,7 @@ class Outer(nn.Module):
         return self.last(self.inner(self.first(x)).tanh())
 
 
-PAIRS = [("bf16(allreduce)", WITH_RESIDUAL), ("allreduce", COMPRESSED)]
-
-
-@pytest.mark.parametrize("texts", PAIRS)
+@pytest.mark.parametrize("texts", [("bf16(allreduce)", WITH_RESIDUAL), ("allreduce", COMPRESSED)])
 @on_ranks(2, seconds=40)
 def test_a_wrapped_module_inside_another(rank: int, texts: tuple[str, str]) -> None:
     outer, inner = map(fnddp.parse, texts)
@@ -224,26 +221,3 @@ def test_a_wrapped_module_inside_another(rank: int, texts: tuple[str, str]) -> N
         descend(plain)
         assert_same_grads(model, plain)
     assert bits(model.module.inner.sync_state) == bits(state)
-
-
-@pytest.mark.parametrize("texts", PAIRS)
-@on_ranks(2, seconds=40)
-def test_two_wrapped_modules_alternately(rank: int, texts: tuple[str, str]) -> None:
-    """As a generator and a discriminator: alternately, and one through the other."""
-    models = [DDP(Checkpointed(None), sync=fnddp.parse(text), **SMALL) for text in texts]
-    plains = [Checkpointed(None) for _ in texts]
-    states = [model.sync_state for model in models]
-    for i in range(4):
-        for both in (models, plains):
-            for model in both:
-                model.zero_grad()
-            if i % 2:
-                total(both[1](both[0](batch(rank, i)))).backward()
-            else:
-                for model in both:
-                    total(model(batch(rank, i))).backward()
-        for k, (model, plain) in enumerate(zip(models, plains, strict=True)):
-            states[k] = average(model.sync, plain.named_parameters(), states[k])
-            assert_same_grads(model, plain)
-            descend(model)
-            descend(plain)

@@ -72,11 +72,14 @@ def test_public_names_are_there(rank: int) -> None:
 
 
 def wrapped(make: Any, options: dict[str, Any]) -> list[Any]:
-    """Modules wrapped in our class and in torch's, which warn alike."""
+    """Modules wrapped in our class and in torch's, which warn alike, with buffers that differ by rank before."""
     models = []
     for cls in (DDP, TorchDDP):
+        module = make()
+        for buffer in module.buffers():
+            buffer += dist.get_rank()
         with pytest.warns(FutureWarning) if DEPRECATED & options.keys() else nullcontext() as warned:
-            models.append(cls(make(), **options))
+            models.append(cls(module, **options))
         future = [warning for warning in warned or () if warning.category is FutureWarning]
         assert all(warning.filename == __file__ for warning in future)  # where the user wraps the module
     return models

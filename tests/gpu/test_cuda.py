@@ -7,7 +7,9 @@ skipped where there is no GPU. Run alone: `python -m pytest tests/gpu`.
 
 import copy
 import json
+import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -25,7 +28,6 @@ from fnddp import Sync
 from fnddp.core import tree
 from fnddp.laws import bits, engine_step, make_engine
 from fnddp.plan.draft import Donation
-from tests.gpu.nccl import on, run_nccl
 from tests.pipelines import EXAMPLES, grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -34,6 +36,41 @@ STEPS = 6
 CYCLES = 2_000_000  # about a millisecond, in which the host and the side stream run ahead of the main stream
 # float32 products in another order than the CPU's, three exchanges deep; half-precision leaves round once more
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.complex64: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+SECONDS = 200  # of ranks over NCCL
+
+
+def run_nccl(n: int, fn: Callable[..., None], *arguments: Any) -> None:
+    """Run `fn(rank, *arguments)` on `n` ranks, all on the first GPU."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.spawn(_rank, args=(n, store.port, fn, arguments), nprocs=n, join=False)
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not context.join(timeout=max(0.0, deadline - time.monotonic())):  # one call ends with one process
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{n} ranks over NCCL did not finish in {SECONDS} s")
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def _rank(rank: int, n: int, port: int, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    # Newer NCCL allows several ranks on one GPU; older ones only refuse ranks of one host.
+    several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": str(rank)}
+    os.environ.update(several, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    torch.cuda.set_device(0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("nccl", rank=rank, world_size=n, store=store)
+    try:
+        fn(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def on(device: str, grads: Any) -> Any:
+    """A tree of tensors on `device`, with the strides they have."""
+    return tree.map_leaves(lambda leaf: leaf.to(device), grads)
 
 
 @pytest.mark.parametrize("text", EXAMPLES.values())
@@ -148,7 +185,7 @@ def test_training_over_nccl(wrap, n):
     run_nccl(n, check_training, wrap, TRAINED)
 
 
-def check_shared_gradients() -> None:
+def check_shared_gradients(rank: int) -> None:
     """Gradients that are views of what the rest of backward still reads are not written over."""
     sync = fnddp.parse("error_feedback(fp16(allreduce))")
     params = {name: torch.randn(512, 512, device="cuda") for name in ("first", "position")}
@@ -166,11 +203,7 @@ def check_shared_gradients() -> None:
 
 
 def test_shared_gradients_over_nccl():
-    run_nccl(1, _without_rank, check_shared_gradients)
-
-
-def _without_rank(rank: int, fn: Callable[[], None]) -> None:
-    fn()
+    run_nccl(1, check_shared_gradients)
 
 
 class Fails(nn.Module):

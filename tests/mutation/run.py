@@ -6,13 +6,11 @@ dependencies:
     pip install cosmic-ray
     python tests/mutation/run.py                        # a sample of every folder, by the first ring of tests
     python tests/mutation/run.py --thorough             # by both rings: `-m thorough`, too
-    python tests/mutation/run.py plan run --sample 100 --seed 7 --out results.jsonl
-    python tests/mutation/run.py --again results.jsonl  # those that survived or ran out of time, once more
+    python tests/mutation/run.py plan run --sample 100 --seed 7
 
 One warm process has imported torch; each mutant is a fork of it that imports the changed module and runs the tests of
 its folder up to the first failure, file after file. The gloo pool is forked too, so that the ranks run the mutant. A
-mutant with which `fnddp` cannot be imported is left out, and so is one that runs out of time: run it again on an idle
-machine. Those in `equivalent.txt` change nothing that can be observed, and are left out, too.
+mutant with which `fnddp` cannot be imported is left out, and so is one that runs out of time.
 """
 
 import argparse
@@ -23,7 +21,6 @@ import importlib
 import importlib.abc
 import importlib.util
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -33,7 +30,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -46,7 +43,6 @@ from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parents[2]
-EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 WARM = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.utils", "torch.testing", "optree"]
 WARM += ["torch.fx.experimental.proxy_tensor", "torch.distributed._functional_collectives"]
 
@@ -71,21 +67,19 @@ class Suite:
 SUITES = {
     "plan": Suite(
         ("fnddp/plan/**/*.py", "fnddp/ir/*.py"),
-        "mutants plan engine period show kinds carriers cost step stats powersgd backends place plan_cli hierarchical "
+        "plan engine period show kinds carriers cost step stats powersgd backends passes plan_cli hierarchical "
         "execute laws",
     ),
     "run": Suite(
         ("fnddp/run/*.py",),
-        "engine mutants adapters stats weights functional backward step elastic backends kinds wire module schedules "
+        "engine adapters stats weights functional backward step elastic backends kinds wire module schedules "
         "user_collectives debug execute plan failures drop_in/",
     ),
-    "memory": Suite(("fnddp/memory/*.py",), "memory transforms schedules laws"),
-    "transforms": Suite(
-        ("fnddp/transforms/*.py",), "transforms powersgd references schedules codecs memory laws carriers"
-    ),
+    "memory": Suite(("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
+    "transforms": Suite(("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": Suite(
         ("fnddp/adapters/**/*.py",),
-        "stats backward mutants adapters drop_in/ module_refusals elastic functional weights module register "
+        "stats backward adapters drop_in/ elastic functional weights module register "
         "user_collectives debug state agreement checkpoint schedules failures",
     ),
 }
@@ -131,7 +125,6 @@ def operators() -> dict[str, Operator]:
 
 @dataclass(frozen=True)
 class Mutant:
-    suite: str
     path: str
     line: int
     operator: str
@@ -176,7 +169,7 @@ def sites(suite: str, known: dict[str, Operator]) -> dict[tuple[str, int, int], 
                 positions = [at for node in preorder(module) for at, *_ in operator.mutation_positions(node)]
                 for occurrence, at in enumerate(positions):
                     if not any(first <= at < last for first, last in skipped):
-                        mutant = Mutant(suite, name, at[0], operator_name, occurrence)
+                        mutant = Mutant(name, at[0], operator_name, occurrence)
                         found.setdefault((name, *at), []).append(mutant)
     return found
 
@@ -279,20 +272,10 @@ def in_fork(suite: Suite, mutant: Mutated | None, thorough: bool) -> str:
     return result or "killed by a crash"
 
 
-def sample(names: list[str], known: dict[str, Operator], size: int, seed: int) -> list[Mutant]:
-    drawn = []
-    for suite in names:
-        places, draw = sites(suite, known), random.Random(f"{seed} {suite}")
-        count = len([mutant for mutants in places.values() for mutant in mutants])
-        print(f"{suite}: {count} mutants in {len(places)} places", flush=True)
-        chosen = draw.sample(sorted(places), min(size, len(places)))
-        drawn += [draw.choice(places[place]) for place in chosen]
-    return drawn
-
-
-def equivalent() -> set[str]:
-    lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
-    return {line.strip() for line in lines if line.startswith("fnddp/")}
+def sample(suite: str, known: dict[str, Operator], size: int, seed: int) -> list[Mutant]:
+    places, draw = sites(suite, known), random.Random(f"{seed} {suite}")
+    print(f"{suite}: {sum(map(len, places.values()))} mutants in {len(places)} places", flush=True)
+    return [draw.choice(places[place]) for place in draw.sample(sorted(places), min(size, len(places)))]
 
 
 def main() -> None:
@@ -300,52 +283,28 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="folders; all, when none is named")
     parser.add_argument("--sample", type=int, default=40, help="mutants for each folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="where a line of JSON for each mutant is added")
-    parser.add_argument(
-        "--again", type=Path, help="the mutants of this file that no test has killed, instead of a sample"
-    )
     parser.add_argument("--thorough", action="store_true", help="run the second ring of tests, too")
-    parser.add_argument("--trusted", action="store_true", help="do not first see whether tests pass without a mutant")
     given = parser.parse_args()
-    names = given.suites or list(SUITES)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for module in WARM:
         importlib.import_module(module)
     known = operators()
-    if given.again:
-        lines = [json.loads(line) for line in given.again.read_text().splitlines()]
-        mutants = [Mutant(**line["mutant"]) for line in lines if line["result"].startswith(("survived", "timed out"))]
-        mutants = [mutant for mutant in mutants if mutant.suite in names]
-    else:
-        mutants = sample(names, known, given.sample, given.seed)
-    for suite in [] if given.trusted else names:
-        passed = in_fork(SUITES[suite], None, given.thorough)
+    for name in given.suites or SUITES:
+        passed = in_fork(SUITES[name], None, given.thorough)
         if passed != "survived":
-            raise SystemExit(f"{suite}, without a mutant: {passed}; see the output above")
-    counts: Counter[tuple[str, str]] = Counter()
-    accepted = equivalent()
-    for mutant in mutants:
-        mutated = mutant.source(known)
-        if mutated is None:
-            raise ValueError(f"{mutant}: no such place; the source has changed since it was drawn")
-        change, begin = mutant.change(mutated), time.monotonic()
-        if change in accepted:
-            result = "equivalent"
-        else:
-            result = in_fork(SUITES[mutant.suite], Mutated(mutant.path, mutated), given.thorough)
-        seconds = time.monotonic() - begin
-        print(f"{result}  [{seconds:.0f} s]  line {mutant.line}  {mutant.operator}  {change}", flush=True)
-        counts[mutant.suite, result.split()[0]] += 1
-        if given.out:
-            with given.out.open("a") as out:
-                out.write(json.dumps({"mutant": asdict(mutant), "change": change, "result": result}) + "\n")
-    kinds = ("killed", "survived", "equivalent", "incompetent", "timed")
-    for suite in [*names, "all"]:
-        row = [sum(counts[name, kind] for name in names if suite in (name, "all")) for kind in kinds]
-        score = f"{row[0] / (row[0] + row[1]):.0%}" if row[0] + row[1] else "-"
-        print(f"{suite:12}", *(f"{kind} {n:4}" for kind, n in zip(kinds, row, strict=True)), "score", score)
+            raise SystemExit(f"{name}, without a mutant: {passed}; see the output above")
+        counts: Counter[str] = Counter()
+        for mutant in sample(name, known, given.sample, given.seed):
+            mutated, begin = mutant.source(known), time.monotonic()
+            assert mutated is not None
+            result = in_fork(SUITES[name], Mutated(mutant.path, mutated), given.thorough)
+            took = f"[{time.monotonic() - begin:.0f} s]  line {mutant.line}  {mutant.operator}"
+            print(f"{result}  {took}  {mutant.change(mutated)}", flush=True)
+            counts[result.split()[0]] += 1
+        score = counts["killed"] / max(1, counts["killed"] + counts["survived"])
+        print(f"{name}: {dict(counts)}, score {score:.0%}")
 
 
 if __name__ == "__main__":

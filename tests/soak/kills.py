@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.replica import POINTS, Record
-from tests.replicas import Job
+from tests.replicas import POINTS, Job, Record, write
 
 PIPELINES = (
     "allreduce",
@@ -31,19 +30,17 @@ PIPELINES = (
 OWN_POINTS = ("forward", "backward", "commit", "committed", "stepped")  # those where torchft's classes can be stopped
 
 
-def wrap_torchft(manager: Any, net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-    from torchft import DistributedDataParallel
+def wrap_theirs(manager: Any, net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    from torchft import ddp
 
-    return DistributedDataParallel(manager, net)
-
-
-def wrap_pure(manager: Any, net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-    from torchft.ddp import PureDistributedDataParallel
-
-    return PureDistributedDataParallel(manager, net)
+    return getattr(ddp, options["theirs"])(manager, net)
 
 
-WRAPS = {"fnddp": {}, "torchft": {"wrap": wrap_torchft}, "pure": {"wrap": wrap_pure}}
+WRAPS = {
+    "fnddp": {},
+    "torchft": {"wrap": wrap_theirs, "theirs": "DistributedDataParallel"},
+    "pure": {"wrap": wrap_theirs, "theirs": "PureDistributedDataParallel"},
+}
 
 
 class Soak:
@@ -60,8 +57,7 @@ class Soak:
         point = self.random.choice(self.points) if self.random.random() < 0.5 else ""
         for victim in victims:
             if point:
-                (self.job.path / "trap").write_text(point)
-                (self.job.path / "trap").rename(self.job.path / f"{victim}.trap")
+                write(self.job.path / f"{victim}.trap", point)
             else:
                 time.sleep(self.random.uniform(0, 0.05))
                 self.job.processes[victim].kill()
@@ -100,8 +96,7 @@ class Soak:
     def stop(self) -> None:
         """All end with the same step."""
         last = max(r.step for r in self.job.records()) + 20
-        (self.job.path / "new").write_text(str(last))
-        (self.job.path / "new").rename(self.job.path / "stop")
+        write(self.job.path / "stop", str(last))
         self.job.wait_for(lambda: all(p.exitcode is not None for p in self.job.processes.values()), "to stop")
 
 

@@ -21,9 +21,15 @@ def is_differentiated(tensor: Tensor) -> bool:
     return torch_private.has_tangent(tensor) or torch_private.tracks_gradient(tensor)
 
 
-def gated(tensors: Mapping[str, Tensor], run: Run) -> dict[str, Tensor]:
-    """Return the same tensors, whose gradients will be `run` of their gradients."""
-    return dict(zip(tensors, _Gate.apply(run, *tensors.values()), strict=True))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+def gated(tensors: Mapping[str, Tensor], mean_of: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Any:
+    """Return the same tensors, whose gradients will be `mean_of` their gradients."""
+    names = tuple(tensors)
+
+    def run(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        mean = mean_of(dict(zip(names, grads, strict=True)))
+        return tuple(mean[name] for name in names)
+
+    return dict(zip(names, _Gate.apply(run, *tensors.values()), strict=True))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
 class _Gate(torch.autograd.Function):

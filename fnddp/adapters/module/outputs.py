@@ -17,31 +17,23 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         item = waiting.popleft()
         if isinstance(item, Tensor):
             yield item
-            continue
-        parts = _items(item)
-        if parts is None:
+        parts: Any = ()
+        if isinstance(item, Mapping):
+            parts = item.values()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        elif isinstance(item, list | tuple | set):
+            parts = item  # pyright: ignore[reportUnknownVariableType]
+        elif looks > 1 and not isinstance(item, Tensor | type | ModuleType | nn.Module):  # which no forward has made
             looks -= 1
-            parts = _attributes(item) if looks > 0 else []
+            parts = _attributes(item)
         for part in parts:
             if id(part) not in seen and not isinstance(part, int | float | str | bytes | None):
                 seen[id(part)] = part  # kept, so that its id stays its own
                 waiting.append(part)
 
 
-def _items(item: Any) -> list[Any] | None:
-    if isinstance(item, Mapping):
-        return list(item.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType, reportUnknownMemberType]
-    if isinstance(item, list | tuple | set):
-        return list(item)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return None
-
-
 def _attributes(item: Any) -> list[Any]:
-    if isinstance(item, type | ModuleType | nn.Module):  # which no forward has made
-        return []
-    slots = [name for kind in type(item).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    own: dict[str, Any] = getattr(item, "__dict__", {})
-    return [*own.values(), *(getattr(item, name, None) for name in slots)]
+    slots = [slot for kind in type(item).__mro__ for slot in _names(vars(kind).get("__slots__", ()))]
+    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, slot, None) for slot in slots)]
 
 
 def _names(slots: Any) -> list[str]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fnddp import torch_private
-from fnddp.core.state import describe
 from fnddp.ir.program import LeafSpec
+from fnddp.torch_private import buffers_in, grad_dtype, modules_in, parameters_in
 
 OWNER = "DistributedDataParallel"
 
@@ -46,7 +45,8 @@ class Trained:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return tensors like the gradients: the parameters, but for those with another `grad_dtype`."""
-        return {name: _like_gradient(parameter) for name, parameter in self.parameters.items()}
+        dtypes = {name: grad_dtype(p) for name, p in self.parameters.items()}
+        return {n: p if p.dtype == dtypes[n] else p.detach().to(dtypes[n]) for n, p in self.parameters.items()}
 
     def leaves(self) -> dict[str, LeafSpec]:
         """Return the gradients as plans describe them."""
@@ -57,47 +57,36 @@ class Slots:
     """The places of the parameters that `module` was wrapped with, where other tensors may be by now.
 
     `torch.func.functional_call` swaps them for one call; a user may assign new ones for good.
+
+    Attributes:
+        buffers: The dicts that hold the module's.
     """
 
     def __init__(self, module: nn.Module, trained: Trained) -> None:
-        self._parameters, self._frozen, self._ignored = trained.parameters, trained.frozen, trained.others
+        self._trained = trained
         # So torch.utils.swap_tensors, which would take our hooks away, refuses to swap them, as it does torch's class.
         self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]
         self._look_up(module)
 
-    @property
-    def has_buffers(self) -> bool:
-        """True if the module has any."""
-        return any(self._buffers)
-
-    def swapped(self) -> dict[str, Tensor]:
-        """Return the tensors in the places of other parameters, by the names of those."""
-        known = self._parameters
-        return {n: t for n, held, key in self._owners if (t := held.get(key)) is not known[n] and t is not None}
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that the module runs with, by name."""
-        return {name: t for name, held, key in self._owners if (t := held.get(key)) is not None}
+        return {name: t for name, held, key in self._places if (t := held.get(key)) is not None}
 
     def require_known(self, module: nn.Module) -> None:
         """Raise a RuntimeError if a frozen parameter is not frozen any more, or there are new parameters."""
-        thawed = [n for n, held, key in self._frozen_owners if (t := held.get(key)) is not None and t.requires_grad]
+        thawed = [n for n, held, key in self._frozen_places if (t := held.get(key)) is not None and t.requires_grad]
         if thawed:
             raise RuntimeError(
                 f"{OWNER}: {', '.join(thawed)} did not require a gradient when the module was wrapped, and does now, "
                 "so its gradient would not be synchronized; wrap the module again"
             )
-        has_all = module is self._module and all(held.get(key) is part for held, key, part in self._parts)
-        if has_all and all(len(held) == size for held, size in self._sizes):
+        has_same_parts = module is self._module and all(held == before for held, before in self._parts)
+        if has_same_parts and all(len(held) == size for held, size in self._sizes):
             return
-        known = {id(parameter) for parameter in [*self._parameters.values(), *self._frozen.values()]}
-        new = [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-            and id(parameter) not in known
-            and name not in {*self._parameters, *self._ignored}
-        ]
+        of = self._trained
+        known = {id(parameter) for parameter in [*of.parameters.values(), *of.frozen.values()]}
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        new = [name for name, _ in named if name not in of.parameters and name not in of.others]
         if new:
             raise RuntimeError(
                 f"{OWNER}: {', '.join(new)} came into the module after it was wrapped, so its gradient would not be "
@@ -106,38 +95,24 @@ class Slots:
         self._look_up(module)
 
     def _look_up(self, module: nn.Module) -> None:
-        self._module = module
         parts = dict(module.named_modules(remove_duplicate=False))
-        self._parts = [
-            (torch_private.modules_in(parts[name.rpartition(".")[0]]), name.rpartition(".")[2], part)
-            for name, part in parts.items()
-            if name
-        ]
-        self._buffers = [torch_private.buffers_in(part) for part in parts.values()]
-        self._sizes: list[tuple[dict[str, Any], int]] = [
-            (held, len(held))
-            for part in parts.values()
-            for held in (torch_private.modules_in(part), torch_private.parameters_in(part))
-        ]
-        self._owners, self._frozen_owners = _owners(parts, self._parameters), _owners(parts, self._frozen)
-
-    def require_alike(self, swapped: Mapping[str, Tensor]) -> None:
-        """Raise a ValueError unless the tensors have the shapes and dtypes of the parameters."""
-        for name, tensor in swapped.items():
-            expected = self._parameters[name]
-            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-                raise ValueError(
-                    f"{OWNER}: {name!r} is now {describe(tensor)}, but was {describe(expected)} when the module was "
-                    "wrapped; wrap it again"
-                )
+        modules, parameters = ([of(each) for each in parts.values()] for of in (modules_in, parameters_in))
+        self._module, self.buffers = module, [buffers_in(part) for part in parts.values()]
+        self._parts = [(held, dict(held)) for held in modules]
+        self._sizes = [(held, len(held)) for held in parameters]
+        self._places, self._frozen_places = (
+            _places(parts, self._trained.parameters),
+            _places(parts, self._trained.frozen),
+        )
 
 
-def _owners(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
+def _places(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
     """Return for each parameter its name, the dict that holds it, and its key there."""
     split = [(name, *name.rpartition(".")[::2]) for name in names]
-    return [(name, torch_private.parameters_in(parts[path]), key) for name, path, key in split if path in parts]
+    return [(name, parameters_in(parts[path]), key) for name, path, key in split if path in parts]
 
 
-def _like_gradient(parameter: nn.Parameter) -> Tensor:
-    dtype = torch_private.grad_dtype(parameter)
-    return parameter if dtype == parameter.dtype else parameter.detach().to(dtype)
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of embeddings whose gradients are sparse."""
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
+    return {parameter for part in embeddings for parameter in part.parameters(recurse=False)}

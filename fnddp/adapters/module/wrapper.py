@@ -1,5 +1,6 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -8,36 +9,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
-from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.gate import gated, is_differentiated
-from fnddp.adapters.module.outputs import tensors_in
-from fnddp.adapters.module.slots import OWNER, Slots, Trained
-from fnddp.adapters.module.steps import Block, Steps, take_over_optimizers
+from fnddp.adapters.module.promises import Promises
+from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
+from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
-from fnddp.adapters.torch_compat.arguments import Arguments, BucketSizes
-from fnddp.adapters.torch_compat.buffers import HookLocation
-from fnddp.adapters.torch_compat.names import TorchNames
-from fnddp.adapters.torch_compat.parameters import sparse_parameters
-from fnddp.adapters.torch_compat.reducer import Reducer
+from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
+from fnddp.adapters.torch_compat.names import HookLocation, TorchNames, reducer, weighed_within_join
 from fnddp.core import state
-from fnddp.core.agreement import agree, agree_on_state, description, fails_alike
+from fnddp.core.agreement import agree, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.device import device_of
-from fnddp.plan.plan import Plan
+from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.stats import SyncStats, stats
-from fnddp.torch_private import is_transforming
+from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
-from fnddp.wire.protocol import CollectiveError, Wire
+from fnddp.wire.groups import Membership
+from fnddp.wire.protocol import Wire
 from fnddp.wire.weights import Weight
 
 _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
@@ -66,12 +63,11 @@ class DistributedDataParallel(TorchNames):
         init_sync: Whether to verify and broadcast parameters and buffers now. If not, they must be equal.
         process_group: The group of reducers that name none; None for the default one.
         bucket_cap_mb: Size of a bucket of gradients in MiB; None for 25, and 1 for the first one.
-        find_unused_parameters: Needless: unused parameters are always found, at no cost.
         check_reduction: Does nothing, as in torch.
-        gradient_as_bucket_view: Needless: no gradient is copied that need not be.
         static_graph: A promise that every step uses the same parameters. It is checked, and needless.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives, and these
-            parameters are synchronized as all others.
+        find_unused_parameters, gradient_as_bucket_view, batched_grad_copy: Needless: unused parameters are always
+            found, and copies are part of the plan.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives.
         mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype` and gradients are those
             of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline chooses its own.
             Activation checkpointing within it fails; use torch.autocast.
@@ -79,7 +75,6 @@ class DistributedDataParallel(TorchNames):
         skip_all_reduce_unused_params: A promise that the parameters that no rank uses in the first step are never used.
             They are not sent any more; a broken promise is an error on all ranks.
         bucket_cap_mb_list: Sizes of the first buckets in the order of arrival, the last one that of all others too.
-        batched_grad_copy: Needless: copies are part of the plan.
         forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
         sync: The pipeline.
         wire: Who moves gradients between ranks; torch.distributed by default. Another one must know the group of the
@@ -133,43 +128,44 @@ class DistributedDataParallel(TorchNames):
         wire: Wire = C10D,
         backend: str | None = None,
     ) -> None:
-        arguments.check_delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
+            )
         if check_reduction:
-            arguments.warn_of_check_reduction()
+            warnings.warn("`check_reduction` is deprecated, and does nothing", FutureWarning, stacklevel=2)
         sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
         group = group_name(arguments.checked_group(process_group, device_mesh, module))
         ignored = torch_private.params_and_buffers_to_ignore(module)
         with fails_alike(group, enabled=init_sync):
             trained = _trained(module, ignored)
             parameters = [p for name, p in module.named_parameters() if name not in ignored]
-            indices, output_index = arguments.checked_devices(parameters, device_ids, output_device)
-            arguments.require_no_sync_batch_norm_on_cpu(module, parameters[0].device.type)
-            sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
-        given = Arguments(
-            group=group,
-            device_mesh=device_mesh,
-            ignored=ignored,
-            device=parameters[0].device,
-            is_multi_device=len({p.device for p in parameters}) > 1,
-            device_ids=indices,
-            output_device=output_index,
-            dim=dim,
-            sizes=sizes,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            batched_grad_copy=batched_grad_copy,
-            static_graph=static_graph,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            mixed_precision=mixed_precision,
-            forward_sync_buffers=sync_in_forward,
+            devices = arguments.checked_devices(module, parameters, device_ids, output_device)
+            caps = arguments.bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.module, self.parameters_to_ignore, self._trained = module, ignored, trained
+        self._group, self._wire, self._backend = group, wire, backend
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.device, self.is_multi_device_module = parameters[0].device, len({p.device for p in parameters}) > 1
+        self.device_type = self.device.type
+        (self.device_ids, self.output_device), self.dim = devices, dim
+        self._bucket_caps, self.bucket_bytes_cap = caps, max(caps)
+        self.bucket_bytes_cap_list = list(caps) if bucket_cap_mb_list else []
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
+        self.mixed_precision = mixed_precision
+        self.forward_sync_buffers = sync_in_forward
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self._promises = Promises(
+            list(trained.parameters), static_graph=static_graph, skips_unused=skip_all_reduce_unused_params
         )
-        super().__init__(module, trained, given)
-        self._wire, self._backend = wire, backend
-        self._install(*self._agreed(sync, verify=init_sync))
-        self._steps.engine.connect()
+        self._set_up(*self._agreed(sync, verify=init_sync))
+        self._engine.connect()
         if init_sync:
-            buffers = self._buffers_of_module.named().values() if sync_now else ()
-            control.broadcast([t.detach() for t in [*parameters, *buffers]], self._group, wire=wire)
+            buffers = self.modules_buffers if sync_now else ()
+            control.broadcast([t.detach() for t in [*parameters, *buffers]], group, wire=wire)
         if mixed_precision is not None:
             torch_private.set_up_mixed_precision(mixed_precision, module)
 
@@ -185,62 +181,20 @@ class DistributedDataParallel(TorchNames):
             RankMismatchError: On all ranks, if they disagree about the new pipeline.
             RuntimeError: A step is under way.
         """
-        return self._steps.sync
+        return self._engine.sync
 
     @sync.setter
     def sync(self, sync: Sync) -> None:
-        if self._steps.engine.is_open and torch_private.is_within_backward():
+        if self._engine.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
-        self._go_on(*self._agreed(sync, verify=True))
-
-    @property
-    def sync_state(self) -> State:
-        """The pipeline's state after the last step: a pytree keyed by the names of `module`'s parameters.
-
-        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks, which compare
-        what is replicated in it if that changes.
-
-        Raises:
-            CollectiveError: Another rank has not set it within the timeout of the process group.
-            RankMismatchError: On all ranks: some set a state with other replicated parts.
-            RuntimeError: A step is under way.
-            ValueError: It is of another pipeline or other parameters.
-        """
-        return self._steps.engine.state
-
-    @sync_state.setter
-    def sync_state(self, saved: State) -> None:
-        with device_of(self.device).selected():
-            agree_on_state(self.sync, self._steps.engine.state, saved, self._group, self._wire)
-        self._steps.engine.state = saved
-
-    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """The pipeline's state for torch.distributed.checkpoint.
-
-        Args:
-            saved_world_size: To load what another number of ranks has saved.
-        """
-        return Checkpoint(self, self._group, saved_world_size)
-
-    def sync_stats(self) -> SyncStats:
-        """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
-
-        Times are measured from the first call on, so they are None in it: call it once before training. On CUDA it
-        waits for the device. Of a pipeline that has another state from now on, steps are counted anew.
-        """
-        return stats(self._steps.engine)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the last backward; None before the first, and for a pipeline that cannot be lowered."""
-        return self._steps.engine.plan
+        self._use(*self._agreed(sync, verify=True))
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; the backward of what it returns synchronizes."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            if self._steps.engine.is_open and torch_private.is_within_backward():
+            if self._engine.is_open and torch_private.is_within_backward():
                 return self.module(*inputs, **kwargs)  # activation checkpointing computes it again
             self._steps.settle()
             inputs, kwargs = self._before_forward(inputs, kwargs)
@@ -251,7 +205,7 @@ class DistributedDataParallel(TorchNames):
                     output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
             else:
                 output = self.module(*inputs, **kwargs)
-            self._after_forward(output, has_stand_ins=bool(stand_ins))
+            self._after_forward(output, is_functional=bool(stand_ins))
             return output
 
     @contextmanager
@@ -289,37 +243,38 @@ class DistributedDataParallel(TorchNames):
             ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; the
                 pipeline takes no mean.
         """
+        steps = self._steps
         if self._join_config.enable:
-            raise _weighed_within_join()
-        if self._steps.block is not None:
+            raise weighed_within_join()
+        if steps.weight is not None:
             raise RuntimeError(
                 f"{OWNER}: the weight {Weight.of(count).text} is given within a block of the weight "
-                f"{self._steps.block.weight.text}; end that one first"
+                f"{steps.weight.text}; end that one first"
             )
-        self._steps.settle()
-        self._steps.require_same_world()
+        steps.settle()
+        steps.require_same_world()
         self._require_weighted_parts(count)
-        self._steps.block = block = Block(Weight.of(count))
+        steps.weight, steps.may_step, begun = Weight.of(count), False, self._engine.begun
         is_for_steps = torch.is_grad_enabled()  # and not for a forward alone
         try:
             yield
-            if is_for_steps and not (block.has_stepped or block.may_step):
+            if is_for_steps and self._engine.begun == begun and not steps.may_step:
                 raise RuntimeError(
-                    f"{OWNER}: the weight {block.weight.text} was given for nothing: no backward that synchronizes "
+                    f"{OWNER}: the weight {steps.weight.text} was given for nothing: no backward that synchronizes "
                     "began in its block, nor did the forward of one run there. A weight is for a whole step, with all "
                     "that no_sync has accumulated: put the last backward into the block"
                 )
         except BaseException as error:
-            if is_for_steps and not block.has_stepped:
-                self._steps.leave_out(error)
+            if is_for_steps and self._engine.begun == begun:
+                steps.leave_out(error)
             raise
         finally:
-            self._steps.block = None
+            steps.weight = None
 
     def _require_weighted_parts(self, count: float) -> None:
         """Raise a RuntimeError, on all ranks, if a wrapped part's steps would not have the weight of the module's."""
         parts = _parts(self.module)
-        if any(part._steps.block is None for part in parts):
+        if any(part._steps.weight is None for part in parts):
             error = RuntimeError(
                 f"{OWNER}: the weight {Weight.of(count).text} is that of the module alone, and parts of it are wrapped "
                 "themselves; give each its weight first: with model.module.part.weight(n), model.weight(n): ..."
@@ -358,19 +313,13 @@ class DistributedDataParallel(TorchNames):
         loaded = super().load_state_dict(rest, strict, assign)
         if assign:  # the parameters are others now
             self._trained = _trained(self.module, self.parameters_to_ignore)
-            before, promises = self._steps.engine, dict(vars(self._promises))
-            self._go_on(self.sync, self.sync_state)
-            if self._steps.engine.take_over_from(before):  # other ranks need not do this, and learn nothing anew
+            before, promises = self._engine, dict(vars(self._promises))
+            self._use(self.sync, self.sync_state)
+            if self._engine.take_over_from(before):  # other ranks need not do this, and learn nothing anew
                 vars(self._promises).update(promises)
         if synced:
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """See `torch.distributed.algorithms.Joinable`."""
-        if self._steps.block is not None:
-            raise _weighed_within_join()
-        return super().join_hook(**kwargs)
 
     # Forward
 
@@ -381,15 +330,19 @@ class DistributedDataParallel(TorchNames):
             raise _shared_with_torch("it, or a module of which it is a part,")
         self._slots.require_known(self.module)
         if not self._log.has_stepped:
-            take_over_optimizers(self._trained.parameters.values())
+            # Those of torch.distributed.optim._apply_optimizer_in_backward run when gradients are synchronized. As in
+            # torch, gradients are None then.
+            theirs = [p for p in self._trained.parameters.values() if torch_private.optimizers_in_backward(p)]
+            if theirs:
+                torch_private.take_over_optimizers_in_backward(theirs)
         if self._synchronizes:
             self._steps.require_same_world()
-            self._steps.engine.connect()  # of a module that was unpickled, or has another pipeline since
+            self._engine.connect()  # of a module that was unpickled, or has another pipeline since
             self._log.forward_starts()
         with device_of(self.device).selected():
             Join.notify_join_context(self)
             self._sync_buffers(HookLocation.PRE_FORWARD)
-            self._steps.scale = self._inputs.scale(self._synchronizes) if self._join_config.enable else 1.0
+            self._steps.scale = self._share_of_inputs() if self._join_config.enable else 1.0
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             (inputs,), (kwargs,) = torch_private.to_kwargs(inputs, kwargs, device)
@@ -398,38 +351,12 @@ class DistributedDataParallel(TorchNames):
         return inputs, kwargs
 
     @torch_private.untraced
-    def _after_forward(self, output: Any, *, has_stand_ins: bool) -> None:
+    def _after_forward(self, output: Any, *, is_functional: bool) -> None:
         with device_of(self.device).selected():
             self._sync_buffers(HookLocation.POST_FORWARD)
-        self._buffers_of_module.is_due = self._synchronizes
-        forward_weight = self._block_weight
+        self.require_forward_param_sync = self._synchronizes
         if torch.is_grad_enabled():
-            self._steps.is_armed, self._steps.forward_weight = self._synchronizes and not has_stand_ins, forward_weight
-        if self._steps.block is not None:
-            self._steps.block.may_step |= self._synchronizes
-        if self._steps.is_armed and torch.is_grad_enabled() and not is_transforming():
-            # What is returned is the first to have a gradient: with it a step begins even if no parameter is used.
-            is_seen = False
-            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
-                    is_seen = True
-                    behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
-                    tensor.register_hook(partial(self._steps.start_of, forward_weight, behind))
-            self._steps.expect_backward(is_seen=is_seen)
-
-    def _sync_buffers(self, location: HookLocation) -> None:
-        if not self._slots.has_buffers or not self._buffers_of_module.runs_at(location):
-            return
-        if dist.is_initialized():
-            self._steps.require_same_world()
-        try:
-            self._buffers_of_module.sync(self._inputs.source_of_buffers() if self._join_config.enable else 0)
-        except RuntimeError as error:
-            self._steps.engine.broken = error
-            raise CollectiveError(
-                f"buffers could not be made equal in forward: {error}. Another rank has failed or left, or is in "
-                "another step; see its own error"
-            ) from error
+            self._steps.expect_backward(output, synchronizes=self._synchronizes, is_functional=is_functional)
 
     @property
     def _synchronizes(self) -> bool:
@@ -441,21 +368,31 @@ class DistributedDataParallel(TorchNames):
 
         They are put there by torch.func.functional_call, or for good.
         """
-        swapped = self._slots.swapped()
         if not torch.is_grad_enabled():
             return {}
+        known, tensors = self._trained.parameters, self._slots.tensors()
+        swapped = {name: t for name, t in tensors.items() if t is not known[name]}
         if not self._synchronizes or not any(t.requires_grad or is_differentiated(t) for t in swapped.values()):
-            self._require_no_replaced(swapped)
+            replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+            if replaced:
+                raise RuntimeError(
+                    f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, so no_sync cannot "
+                    "accumulate their gradients; wrap the module again"
+                )
             return {}
         if self._join_config.enable:
             raise RuntimeError(
                 f"{OWNER}: within join, ranks that have run out of inputs cannot follow torch.func or parameters that "
                 f"are not those it was wrapped with: {', '.join(swapped)}"
             )
-        self._slots.require_alike(swapped)
-        now = self._slots.tensors().items()
-        tensors = {name: t for name, t in now if t.requires_grad or is_differentiated(t)}
-        return gated(tensors, partial(self._synchronize, tuple(tensors), self._block_weight))
+        for name, t in swapped.items():
+            if (t.shape, t.dtype) != (known[name].shape, known[name].dtype):
+                raise ValueError(
+                    f"{OWNER}: {name!r} is now {state.describe(t)}, but was {state.describe(known[name])} when the "
+                    "module was wrapped; wrap it again"
+                )
+        trained = {name: t for name, t in tensors.items() if t.requires_grad or is_differentiated(t)}
+        return gated(trained, partial(self._steps.synchronize, forward_weight=self._steps.weight))
 
     @torch_private.untraced
     def _cast_parameters(self, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -465,27 +402,6 @@ class DistributedDataParallel(TorchNames):
         held = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
         dtype = self.mixed_precision.param_dtype
         return {n: t.to(dtype) if t.is_floating_point() else t for n, t in (held | stand_ins).items()}
-
-    def _require_no_replaced(self, swapped: Mapping[str, Tensor]) -> None:
-        """Raise a RuntimeError for a replaced parameter: within no_sync its gradient would stay unsynchronized."""
-        replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
-        if replaced:
-            raise RuntimeError(
-                f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, so no_sync cannot "
-                "accumulate their gradients; wrap the module again"
-            )
-
-    @property
-    def _block_weight(self) -> Weight | None:
-        """The weight of the block that runs now."""
-        block = self._steps.block
-        return None if block is None else block.weight
-
-    def _synchronize(
-        self, names: tuple[str, ...], forward_weight: Weight | None, grads: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        mean = self._steps.synchronize(dict(zip(names, grads, strict=True)), forward_weight)
-        return tuple(mean[name] for name in names)
 
     # Set-up
 
@@ -498,7 +414,12 @@ class DistributedDataParallel(TorchNames):
             pipeline = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))
-            return {"options": self._options(), **description(pipeline, grads, made[-1][1])}
+            caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
+            options = (
+                f"buckets of {caps} MiB, static_graph={self.static_graph}, "
+                f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, backend={self._backend}"
+            )
+            return {"options": options, **description(pipeline, grads, made[-1][1])}
 
         if verify:
             with device_of(self.device).selected():
@@ -507,48 +428,47 @@ class DistributedDataParallel(TorchNames):
             begin()
         return made[-1]
 
-    def _options(self) -> str:
-        """Return the options that ranks must agree on, since plans and errors follow from them."""
-        caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
-        return (
-            f"buckets of {caps} MiB, static_graph={self.static_graph}, "
-            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, backend={self._backend}"
-        )
+    def _set_up(self, pipeline: Sync, initial: State) -> None:
+        """Make what is neither copied nor pickled, and begin with `pipeline` in the state `initial`."""
+        self._steps = Steps(self._promises)
+        self.reducer = reducer(self._steps)
+        self._use(pipeline, initial)
 
-    def _install(self, pipeline: Sync, initial: State) -> None:
-        """Begins with `pipeline` in the state `initial`."""
-        self._begin_records()
+    def _use(self, pipeline: Sync, initial: State) -> None:
+        """Go on with `pipeline` from the state `initial` on."""
         self._slots = Slots(self.module, self._trained)
-        have_sparse = sparse_parameters(self.module)
-        self._steps = Steps(
-            self._trained,
+        engine = Engine(
             pipeline,
-            initial,
+            self._trained.leaves(),
+            state=initial,
+            donation=Donation(gradients="yes", state=True),
             bucket_caps=self._bucket_caps,
-            group=self._group,
+            learns_order=True,
+            groups=[self._group],
             wire=self._wire,
             backend=self._backend,
-            promises=self._promises,
-            log=self._log,
-            sparse=[name for name, parameter in self._trained.parameters.items() if parameter in have_sparse],
-            futures=self._buffers_of_module.futures,
         )
-        self.reducer = Reducer(self._promises, self._steps.arm)
-
-    def _go_on(self, pipeline: Sync, initial: State) -> None:
-        """Goes on with `pipeline` instead of the one that is there."""
-        before = self._steps
-        self._install(pipeline, initial)
-        before.detach(self._steps)
-
-    def _take_part(self) -> None:
-        self._steps.participate_with_zeros()
+        world = Membership(self._group, f"{OWNER}: the module was wrapped", "wrap the module again")
+        self._steps.use(engine, self._trained, sparse_parameters(self.module), world)
+        flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        self._log = self._steps.log = Log(
+            {
+                "module_name": type(self.module).__name__,
+                "device_ids": ", ".join(map(str, self.device_ids or ())),
+                "output_device": -1 if self.output_device is None else self.output_device,
+                "bucket_cap_bytes": self.bucket_bytes_cap,
+                "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
+                **{flag: int(getattr(self, flag)) for flag in (*flags, "is_multi_device_module")},
+                **environment(self.process_group),
+                **parameter_facts(engine.leaves, self._bucket_caps),
+            }
+        )
 
     def _remove_autograd_hooks(self) -> None:
         self._steps.detach()
 
     def _check_reducer_finalized(self) -> None:
-        if self._steps.engine.is_open:
+        if self._engine.is_open:
             raise RuntimeError("a backward of this module has not finished")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -561,7 +481,7 @@ class DistributedDataParallel(TorchNames):
         attributes = dict(attributes)
         saved = attributes.pop("_saved")
         super().__setstate__(attributes)
-        self._install(*saved)
+        self._set_up(*saved)
 
 
 # So that isinstance and issubclass take it for torch's class, as accelerate, lightning and DCP do to find `module`.
@@ -587,7 +507,3 @@ def _shared_with_torch(what: str) -> RuntimeError:
         f"{OWNER}: {what} is wrapped in torch's DistributedDataParallel, too, and each would take gradients from the "
         "other; wrap it in one of the two only"
     )
-
-
-def _weighed_within_join() -> RuntimeError:
-    return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")

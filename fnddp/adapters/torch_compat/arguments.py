@@ -1,11 +1,9 @@
 """Checks of the constructor's arguments, as torch's `DistributedDataParallel` reads them."""
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +33,7 @@ def checked_group(
 
 
 def checked_devices(
-    parameters: Iterable[nn.Parameter], device_ids: list[Any] | None, output_device: Any
+    module: nn.Module, parameters: Sequence[nn.Parameter], device_ids: list[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
     """Return the indices of the inputs' device and of the output's; None if inputs stay where they are."""
     if isinstance(device_ids, Sync):
@@ -43,7 +41,6 @@ def checked_devices(
             f"{OWNER}: the second argument is device_ids, as in torch's class; give the pipeline by name: "
             f"DistributedDataParallel(module, sync={device_ids!r})"
         )
-    parameters = list(parameters)
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise RuntimeError(
             f"{OWNER}: the module has parameters without a shape yet; run its forward once before you wrap it"
@@ -52,6 +49,8 @@ def checked_devices(
     types = {device.type for device in devices}
     if len(types) > 1:
         raise ValueError(f"{OWNER}: all parameters must be on one type of device, got {sorted(types)}")
+    if types == {"cpu"} and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError("SyncBatchNorm layers only work with GPU modules")
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"{OWNER}: device_ids must name one device, got {device_ids}")
     if not device_ids and output_device is None:
@@ -81,34 +80,12 @@ def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: b
     return keep_equal, keep_equal
 
 
-def warn_of_check_reduction() -> None:
-    warnings.warn(
-        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
-        FutureWarning,
-        stacklevel=3,
-    )
-
-
-class BucketSizes(NamedTuple):
-    """Capacities of buckets in bytes."""
-
-    caps: tuple[int, ...]  # of the first ones in the order of arrival; the last one holds for all others too
-    listed: tuple[int, ...] = ()  # those in bucket_cap_mb_list
-
-    @classmethod
-    def of(cls, bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> "BucketSizes":
-        """Read the arguments, in MiB: the list wins; with neither the first bucket has 1 and others 25."""
-        sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
-        if min(sizes) <= 0:
-            raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
-        caps = tuple(int(size * MB) for size in sizes)
-        return cls(caps, caps if bucket_cap_mb_list else ())
-
-
-def check_delay(named_parameters: list[tuple[str, nn.Parameter]] | None, hooked: nn.Parameter | None) -> None:
-    """Raise a ValueError unless both arguments of a delayed reduction are given, or neither."""
-    if (named_parameters is None) != (hooked is None):
-        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> tuple[int, ...]:
+    """Return bytes of the first buckets, the last for all others too: the list wins; with neither, 1 and 25 MiB."""
+    sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
+    if min(sizes) <= 0:
+        raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
+    return tuple(int(size * MB) for size in sizes)
 
 
 def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
@@ -124,31 +101,3 @@ def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
             "itself what travels; leave reduce_dtype out and write it there, as in fp16(allreduce)"
         )
     return sync
-
-
-def require_no_sync_batch_norm_on_cpu(module: nn.Module, device_type: str) -> None:
-    """Raise a ValueError where SyncBatchNorm would fail in the middle of forward."""
-    if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-        raise ValueError("SyncBatchNorm layers only work with GPU modules")
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments that torch's class keeps as attributes, checked."""
-
-    group: str | None  # the name of the process group
-    device_mesh: DeviceMesh | None
-    ignored: set[str]  # names of parameters and buffers that are not synchronized
-    device: torch.device  # the first parameter's
-    is_multi_device: bool
-    device_ids: list[int] | None
-    output_device: int | None
-    dim: int
-    sizes: BucketSizes
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    batched_grad_copy: bool
-    static_graph: bool
-    skip_all_reduce_unused_params: bool
-    mixed_precision: Any
-    forward_sync_buffers: bool

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnddp.adapters.module.slots import Trained
 from fnddp.core.buckets import assign_buckets
 from fnddp.ir.program import LeafSpec
+from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.run.step import Step
 
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
-_GLOO_THREADS = 2  # as torch's ProcessGroupGloo starts for each device
 _ALWAYS = 10  # steps that are always sampled
 
 
@@ -64,45 +63,41 @@ class Log:
     def backward_ends(self) -> None:
         self._note("backward_compute_time_end")
 
-    def step_ends(self, engine: Engine, unused: Iterable[str]) -> None:
-        if self._at.keys() >= {"backward_compute_time_start", "backward_compute_time_end"}:
-            self._write_times(self._at)
-            size = sum(engine.leaves[name].nbytes for name in unused)
-            self.facts.update(iteration=self._step, unused_parameter_size=size, **_schedule(engine))
-        self._at = {}
-        self._step += 1
-
     def _note(self, moment: str) -> None:
         if self._at:
             self._at.setdefault(moment, time.time_ns())
 
-    def _write_times(self, at: dict[str, int]) -> None:
-        begins, ends = at["backward_compute_time_start"], at["backward_compute_time_end"]
-        sent = at.setdefault("backward_comm_time_start", ends)
-        self._note("backward_comm_time_end")
-        self._sampled += 1
-        for name, took in {
-            "forward_compute_time": begins - at["forward_compute_time_start"],
-            "backward_compute_time": ends - begins,
-            "backward_comm_time": at["backward_comm_time_end"] - sent,
-            "backward_compute_comm_overlap_time": ends - sent,
-        }.items():
-            mean = self.facts.get(f"avg_{name}", 0)
-            self.facts.update({name: took, f"avg_{name}": mean + (took - mean) // self._sampled})
-        self.facts.update(at)
+    def step_ends(self, engine: Engine, unused: Iterable[str]) -> None:
+        at, self._at = self._at, {}
+        if at.keys() >= {"backward_compute_time_start", "backward_compute_time_end"}:
+            begins, ends = at["backward_compute_time_start"], at["backward_compute_time_end"]
+            sent = at.setdefault("backward_comm_time_start", ends)
+            at["backward_comm_time_end"] = time.time_ns()
+            self._sampled += 1
+            for name, took in {
+                "forward_compute_time": begins - at["forward_compute_time_start"],
+                "backward_compute_time": ends - begins,
+                "backward_comm_time": at["backward_comm_time_end"] - sent,
+                "backward_compute_comm_overlap_time": ends - sent,
+            }.items():
+                mean = self.facts.get(f"avg_{name}", 0)
+                self.facts.update({name: took, f"avg_{name}": mean + (took - mean) // self._sampled})
+            size = sum(engine.leaves[name].nbytes for name in unused)
+            self.facts.update(**at, iteration=self._step, unused_parameter_size=size)
+            if engine.plan is not None:
+                self.facts.update(_schedule(engine.leaves, engine.plan))
+        self._step += 1
 
 
-def _schedule(engine: Engine) -> dict[str, Any]:
-    if engine.plan is None:
-        return {}
-    indices = {name: str(i) for i, name in enumerate(engine.leaves)}
-    buckets = _grouped(engine.plan.buckets)
+def _schedule(leaves: Mapping[str, LeafSpec], plan: Plan) -> dict[str, Any]:
+    indices = {name: str(i) for i, name in enumerate(leaves)}
+    buckets = _grouped(plan.buckets)
     return {
         "has_rebuilt_buckets": 1,
-        "rebuilt_bucket_sizes": _sizes(engine.leaves, buckets),
-        "prev_iteration_grad_ready_order_indices": ", ".join(indices[name] for name in engine.plan.buckets),
+        "rebuilt_bucket_sizes": _sizes(leaves, buckets),
+        "prev_iteration_grad_ready_order_indices": ", ".join(indices[name] for name in plan.buckets),
         "rebuilt_per_bucket_param_indices": ", ".join(" ".join(indices[n] for n in names) for names in buckets),
-        "num_buckets_reduced": len({collective.bucket for collective in engine.plan.collectives}),
+        "num_buckets_reduced": len({collective.bucket for collective in plan.collectives}),
     }
 
 
@@ -111,15 +106,14 @@ def environment(group: dist.ProcessGroup | None) -> dict[str, Any]:
     if group is None:
         return {"world_size": 1, "rank": 0}
     facts = {"world_size": group.size(), "rank": group.rank(), "backend_name": dist.get_backend(group)}
-    names = _ENVIRONMENT
-    if facts["backend_name"] == "gloo":
-        facts["gloo_num_threads"], names = _GLOO_THREADS, (*_ENVIRONMENT, *_OF_GLOO)
-    return {**facts, **{name.lower(): os.environ.get(name, "N/A") for name in names}}
+    is_gloo = facts["backend_name"] == "gloo"
+    names = (*_ENVIRONMENT, *_OF_GLOO) if is_gloo else _ENVIRONMENT
+    threads = {"gloo_num_threads": 2} if is_gloo else {}  # as torch's ProcessGroupGloo starts for each device
+    return {**facts, **threads, **{name.lower(): os.environ.get(name, "N/A") for name in names}}
 
 
-def parameter_facts(trained: Trained, caps: Sequence[float]) -> dict[str, Any]:
+def parameter_facts(leaves: dict[str, LeafSpec], caps: Sequence[float]) -> dict[str, Any]:
     """Return the facts about the parameters and their first buckets."""
-    leaves = trained.leaves()
     buckets = assign_buckets({name: leaves[name].nbytes for name in reversed(leaves)}, caps)
     return {
         "dtypes": ", ".join(sorted({_NAMES.get(leaf.dtype, str(leaf.dtype)) for leaf in leaves.values()})),

@@ -2,29 +2,31 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
+from fnddp.adapters.handle import HasPipeline
 from fnddp.adapters.hook import from_hook
-from fnddp.adapters.module.promises import Promises
-from fnddp.adapters.module.slots import Trained
-from fnddp.adapters.torch_compat.arguments import Arguments
-from fnddp.adapters.torch_compat.buffers import Buffers, HookLocation
-from fnddp.adapters.torch_compat.join import UnevenInputs
-from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
-from fnddp.adapters.torch_compat.parameters import sparse_parameters
+from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
+from fnddp.adapters.module.steps import Steps
+from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.sync import Sync
 from fnddp.device import device_of
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.transforms.cast import fp16
 from fnddp.wire import control, groups
+from fnddp.wire.protocol import CollectiveError
+
+HookLocation = torch_private.BufferCommHookLocation
 
 _BUILTIN_HOOKS: dict[Any, Sync] = {
     dist.BuiltinCommHookType.ALLREDUCE: allreduce,
@@ -32,19 +34,32 @@ _BUILTIN_HOOKS: dict[Any, Sync] = {
 }
 
 
-def _delegated(owner: str, name: str) -> Any:
-    """Return a property that reads and writes the attribute `name` of the attribute `owner`."""
-    return property(attrgetter(f"{owner}.{name}"), lambda self, value: setattr(getattr(self, owner), name, value))
+def _delegated(path: str) -> Any:
+    """Return a property that reads and writes an attribute, or that of an attribute."""
+    *owner, name = path.split(".")
+    return property(attrgetter(path), lambda self, value: setattr(reduce(getattr, owner, self), name, value))
 
 
-class TorchNames(nn.Module, Joinable):
-    """Attributes and methods of torch's class that are not about synchronizing with a pipeline.
+def weighed_within_join() -> RuntimeError:
+    return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
 
-    Args:
-        module: The wrapped module.
-        trained: Its parameters.
-        given: The constructor's arguments.
-    """
+
+def reducer(steps: Steps) -> SimpleNamespace:
+    """Return an object in the place of torch's reducer, with the methods that tools call; it reduces nothing."""
+
+    def prepare_for_backward(_: Sequence[Tensor]) -> None:
+        steps.arm()
+
+    return SimpleNamespace(
+        prepare_for_backward=prepare_for_backward,
+        _delay_all_reduce=lambda: None,  # lightning: after the first backward of a static graph, which has synchronized
+        _rebuild_buckets=lambda: False,
+        _ddp_graph_static=lambda: steps.promises.is_static,
+    )
+
+
+class TorchNames(HasPipeline, nn.Module, Joinable):
+    """Attributes and methods of torch's class that are not about synchronizing with a pipeline."""
 
     broadcast_bucket_size = control.BROADCAST_BYTES
     use_side_stream_for_tensor_copies = True  # in `to_kwargs`
@@ -58,38 +73,25 @@ class TorchNames(nn.Module, Joinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_private.set_params_and_buffers_to_ignore)
     _build_debug_param_to_name_mapping = torch_private.debug_names
 
-    static_graph = _delegated("_promises", "static_graph")
-    skip_all_reduce_unused_params = _delegated("_promises", "skips_unused")
-    forward_sync_buffers = broadcast_buffers = _delegated("_buffers_of_module", "is_synced")
-    require_forward_param_sync = _delegated("_buffers_of_module", "is_due")
+    static_graph = _delegated("_promises.static_graph")
+    skip_all_reduce_unused_params = _delegated("_promises.skips_unused")
+    broadcast_buffers = _delegated("forward_sync_buffers")
+    _engine: Any = _delegated("_steps.engine")
 
+    module: nn.Module
+    device: torch.device
+    parameters_to_ignore: set[str]
+    forward_sync_buffers: bool
     sync: Any  # a property of the subclass
-    _take_part: Callable[[], None]  # in a step, without gradients
-
-    def __init__(self, module: nn.Module, trained: Trained, given: Arguments) -> None:
-        nn.Module.__init__(self)
-        Joinable.__init__(self)
-        self.module = module
-        self._trained = trained
-        self._group = given.group
-        if given.device_mesh is not None:
-            self.device_mesh = given.device_mesh
-        self.parameters_to_ignore = given.ignored
-        self.device, self.is_multi_device_module = given.device, given.is_multi_device
-        self.device_type = self.device.type
-        self.device_ids, self.output_device, self.dim = given.device_ids, given.output_device, given.dim
-        self._bucket_caps = given.sizes.caps
-        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(given.sizes.caps), list(given.sizes.listed)
-        self.find_unused_parameters = given.find_unused_parameters
-        self.gradient_as_bucket_view = given.gradient_as_bucket_view
-        self.batched_grad_copy = given.batched_grad_copy
-        self.mixed_precision = given.mixed_precision
-        self.require_backward_grad_sync = True
-        self._buffers_of_module = Buffers(module, given.ignored, given.group, given.forward_sync_buffers)
-        self._inputs = UnevenInputs(given.group)
-        self._promises = Promises(
-            list(trained.parameters), static_graph=given.static_graph, skips_unused=given.skip_all_reduce_unused_params
-        )
+    _trained: Trained
+    _slots: Slots
+    _steps: Steps
+    _log: Log
+    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None  # in the place of the broadcast
+    _buffer_location = HookLocation.PRE_FORWARD
+    _divides_by_initial_world_size = True  # within join, a mean is over all ranks, with inputs or without
+    require_backward_grad_sync: bool
+    require_forward_param_sync: bool  # the next forward makes buffers equal, as it does after one that synchronizes
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -111,35 +113,63 @@ class TorchNames(nn.Module, Joinable):
         Ranks without inputs take part in the others' steps with zeros. A pipeline's own state goes on: an error
         feedback residual of theirs is still sent, nothing is lost, and what is replicated stays equal.
         """
-        self._inputs.divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        if self._steps.weight is not None:
+            raise weighed_within_join()
+        self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         hook = JoinHook()
         hook.main_hook, hook.post_hook = self._follow_others, self._copy_last_joiner
         return hook
 
     def _follow_others(self) -> None:
         """Take part in one forward and backward of the ranks that have inputs."""
-        buffers = self._buffers_of_module
         with device_of(self.device).selected():
-            if buffers.runs_at(HookLocation.PRE_FORWARD):
-                buffers.sync(self._inputs.source_of_buffers(has_inputs=False))
+            self._sync_buffers(HookLocation.PRE_FORWARD, has_inputs=False)
             synchronizes = control.total(0, self._group) > 0
-            if buffers.runs_at(HookLocation.POST_FORWARD):
-                buffers.sync(self._inputs.source_of_buffers(has_inputs=False))
-            buffers.is_due = synchronizes
+            self._sync_buffers(HookLocation.POST_FORWARD, has_inputs=False)
+            self.require_forward_param_sync = synchronizes
             if synchronizes:
-                self._take_part()
+                self._steps.participate_with_zeros()
 
     def _copy_last_joiner(self, is_last_joiner: bool) -> None:
         """Copy parameters and buffers from a rank that has seen the last input."""
-        buffers = self._buffers_of_module
         with device_of(self.device).selected():
-            buffers.futures.wait()
-            source = self._inputs.source_of_buffers(has_inputs=is_last_joiner)
+            self._steps.wait_for_futures()
             named = dict(self.module.named_parameters())
-            named |= buffers.named() if buffers.is_synced else {}
+            named |= self.named_module_buffers if self.forward_sync_buffers else {}
             kept = [tensor.detach() for name, tensor in named.items() if name not in self.parameters_to_ignore]
-            control.broadcast(kept, self._group, source=source)
+            control.broadcast(kept, self._group, source=self._source_of_buffers(is_last_joiner))
         self._join_config = torch_private.JoinConfig.construct_disabled_join_config()
+
+    def _source_of_buffers(self, has_inputs: bool) -> int:
+        """Return the last rank that has inputs, within join: its buffers are right."""
+        return control.highest(groups.rank(self._group) if has_inputs else -1, self._group)
+
+    def _share_of_inputs(self) -> float:
+        """Return the factor of this rank's gradients within join."""
+        left = control.total(int(torch.is_grad_enabled() and self.require_backward_grad_sync), self._group)
+        return 1.0 if self._divides_by_initial_world_size or not left else groups.world_size(self._group) / left
+
+    def _sync_buffers(self, location: HookLocation, *, has_inputs: bool = True) -> None:
+        """Make the buffers equal, or run the hook in the place of that, where it is due before or after a forward."""
+        if location != self._buffer_location or not any(self._slots.buffers) or not self.will_sync_module_buffers():
+            return
+        named = self.named_module_buffers
+        if dist.is_initialized():
+            self._steps.require_same_world()
+        try:
+            # Backward has saved some of them: it must not find that they have changed.
+            with torch.no_grad(), torch_private.keeping_versions(list(named.values())):
+                if self._buffer_hook is not None:
+                    self._steps.futures += self._buffer_hook(named) or ()
+                else:
+                    source = self._source_of_buffers(has_inputs) if self._join_config.enable else 0
+                    control.broadcast(list(named.values()), self._group, source=source)
+        except RuntimeError as error:
+            self._engine.broken = error
+            raise CollectiveError(
+                f"buffers could not be made equal in forward: {error}. Another rank has failed or left, or is in "
+                "another step; see its own error"
+            ) from error
 
     # Hooks
 
@@ -182,14 +212,14 @@ class TorchNames(nn.Module, Joinable):
     ) -> None:
         if not callable(hook):
             raise TypeError(f"_register_buffer_comm_hook: expected hook(state, named_buffers), got {hook!r}")
-        self._buffers_of_module.hook, self._buffers_of_module.location = partial(hook, state), comm_hook_location
+        self._buffer_hook, self._buffer_location = partial(hook, state), comm_hook_location
 
     # Buffers and parameters
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers by name."""
-        return self._buffers_of_module.named()
+        """The buffers by name, looked up each time, since modules assign new ones."""
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -207,23 +237,6 @@ class TorchNames(nn.Module, Joinable):
         return parameters, [parameter in sparse for parameter in parameters]
 
     # Logs
-
-    def _begin_records(self) -> None:
-        """Forget all steps so far."""
-        self._promises.begin()
-        flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        self._log = Log(
-            {
-                "module_name": type(self.module).__name__,
-                "device_ids": ", ".join(map(str, self.device_ids or ())),
-                "output_device": -1 if self.output_device is None else self.output_device,
-                "bucket_cap_bytes": self.bucket_bytes_cap,
-                "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
-                **{flag: int(getattr(self, flag)) for flag in (*flags, "is_multi_device_module")},
-                **environment(self.process_group),
-                **parameter_facts(self._trained, self._bucket_caps),
-            }
-        )
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return dict(self._log.facts)

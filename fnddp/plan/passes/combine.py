@@ -6,8 +6,7 @@ deeper than those it depends on. XLA's all-reduce combiner does the same; the bu
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,14 +16,13 @@ from fnddp.plan.draft import Draft
 from fnddp.plan.graph import is_light, launch, sorted_topologically, take, tensor_nodes, value
 from fnddp.torch_private import functional_collectives
 from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
-from fnddp.wire.kinds import Kind, of_operator
+from fnddp.wire.kinds import KINDS, Kind
 
 aten: Any = torch.ops.aten
 _wait: Any = functional_collectives.wait_tensor.default
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(NamedTuple):
     """The dependences of a node: leaves (a bit for each), and the longest chain of collectives."""
 
     leaves: int
@@ -35,18 +33,15 @@ def reaches(graph: fx.Graph) -> dict[fx.Node, Reach]:
     """Return the reach of each node of a traced graph; a collective is as deep as its payload, its result one more."""
     reach: dict[fx.Node, Reach] = {}
     for i, node in enumerate(graph.nodes):
-        inputs = [reach[source] for source in node.all_input_nodes]
-        leaves = 1 << i if node.op == "placeholder" else 0
-        depth = 0
-        for source in inputs:
-            leaves |= source.leaves
-            depth = max(depth, source.depth)
+        leaves, depth = 1 << i if node.op == "placeholder" else 0, 0
+        for source in node.all_input_nodes:
+            leaves |= reach[source].leaves
+            depth = max(depth, reach[source].depth)
         reach[node] = Reach(leaves, depth + (node.target is _wait))
     return reach
 
 
-@dataclass(frozen=True)
-class Traced:
+class Traced(NamedTuple):
     """A collective of a traced graph: the nodes of it, its result and its payload; the rest as in `Collective`."""
 
     node: fx.Node
@@ -57,8 +52,7 @@ class Traced:
     group: str | None
 
 
-@dataclass(frozen=True, order=True)
-class Key:
+class Key(NamedTuple):
     """The key of collectives that share a buffer, which sorts them in the order in which they are issued.
 
     By slot, then depth: a bucket's second round is issued behind the next bucket's first. Names of groups do not count:
@@ -74,11 +68,7 @@ class Key:
 
 
 def combine(draft: Draft) -> Draft:
-    """Replace the collectives of a traced graph by combined ones.
-
-    Raises:
-        LoweringError: The pipeline's own code calls a collective that is none of the kinds.
-    """
+    """Replace the collectives of a traced graph by combined ones; one that is none of the kinds is a LoweringError."""
     graph, paths, buckets = draft.graph, draft.paths, draft.request.buckets
     reach = reaches(graph)
     arrival = {path: position for position, path in enumerate(buckets)}
@@ -90,18 +80,17 @@ def combine(draft: Draft) -> Draft:
 
     groups: dict[tuple[Key, str | None, str | None], list[Traced]] = {}
     for traced in _traced(draft):
-        node, like = traced.node, value(traced.payload)
-        bucket = max((buckets[path] for path in leaves_of(node)), default=0)
+        depth, like = reach[traced.node].depth, value(traced.payload)
+        bucket = max((buckets[path] for path in leaves_of(traced.node)), default=0)
         dtype = str(like.dtype) if traced.kind.computes else ""
-        key = Key(bucket + reach[node].depth, reach[node].depth, bucket, traced.kind.name, dtype, str(like.device))
+        key = Key(bucket + depth, depth, bucket, traced.kind.name, dtype, str(like.device))
         groups.setdefault((key, traced.op, traced.group), []).append(traced)
 
     with within(draft.request.world):
         for index, (key, op, group) in enumerate(sorted(groups, key=lambda found: found[0])):
             members = sorted(groups[key, op, group], key=_alignment, reverse=True)
             labels = [_label(leaves_of(traced.node)) for traced in members]
-            collective = _laid_out(index, key, members, labels, world_size(group))
-            _replace(graph, members, collective)
+            _replace(graph, members, _laid_out(index, key, members, labels, world_size(group)))
     sorted_topologically(graph)
     return draft
 
@@ -118,10 +107,9 @@ def _traced(draft: Draft) -> list[Traced]:
     for node in tensor_nodes(draft.graph):
         if node.target is _wait or not str(node.target).startswith(("_c10d_functional", "c10d")):
             continue
-        kind = of_operator(node.target)
-        read = None if kind is None else kind.read(node.args)
-        users = list(node.users)
-        if kind is None or read is None or len(users) != 1 or users[0].target is not _wait:
+        kind = next((kind for kind in KINDS.values() if kind.operator is node.target), None)
+        read, users = kind and kind.read(node.args), list(node.users)
+        if not kind or not read or len(users) != 1 or users[0].target is not _wait:
             raise LoweringError(
                 f"{draft.request.sync!r} cannot be lowered: it calls {node.target} in a way that has no place in a "
                 "schedule; use the collectives of fnddp.core.collectives"
@@ -181,19 +169,14 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
             else:  # a column of the buffer: what follows was traced on a tensor without gaps
                 rows, width = collective.received_shape(position)
                 result.meta["val"] = like.new_empty((rows, 2 * width))[:, :width]
-                for function, rest in ((aten.clone.default, ()), (aten.view.default, (list(like.shape),))):
-                    made = graph.call_function(function, (result, *rest), _CONTIGUOUS if not rest else {})
-                    made.meta["val"] = like.reshape(rows, width) if not rest else like
-                    result = made
+                result = graph.call_function(aten.clone.default, (result,), {"memory_format": torch.contiguous_format})
+                result.meta["val"] = like.reshape(rows, width)
+                result = graph.call_function(aten.view.default, (result, list(like.shape)))
+                result.meta["val"] = like
             traced.waited.replace_all_uses_with(result)
             graph.erase_node(traced.waited)
             graph.erase_node(traced.node)
 
 
-_CONTIGUOUS: Any = {"memory_format": torch.contiguous_format}
-
-
 def _label(paths: list[str]) -> str:
-    if not paths:
-        return "(state)"
-    return paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
+    return "..".join([paths[0], *paths[1:][-1:]]) if paths else "(state)"

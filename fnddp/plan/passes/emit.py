@@ -1,7 +1,11 @@
-"""Pass 9: the code of every segment, as a function of named values."""
+"""Pass 9: the code of every segment, as a function of named values.
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+It is straight-line Python code of calls, which frees each value when it has been read for the last time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +16,6 @@ from fnddp.plan.draft import Cut, Draft
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
 from fnddp.plan.passes.foreach import is_in_place, is_whole
 from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
-from fnddp.plan.script import Script, Variable
 from fnddp.torch_private import FOREACH, foreach_copy
 
 aten: Any = torch.ops.aten
@@ -27,16 +30,14 @@ _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what th
 
 def emit(draft: Draft) -> Draft:
     """Turn every cut into a segment."""
-    assert draft.placement is not None
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
     written = [_Code(cut, draft) for cut in draft.cuts]
     last_read = {name: i for i, code in enumerate(written) for name in code.inputs}
-    segments: list[Segment] = []
     for i, (cut, code) in enumerate(zip(draft.cuts, written, strict=True)):
         outputs = [node for node in code.made if name_of(node, draft.names) in kept or Temp(node.name) in last_read]
         frees = [name for name in code.inputs if last_read[name] == i and name not in kept and not _persists(name)]
-        segments.append(
+        draft.segments.append(
             Segment(
                 slot=cut.slot,
                 needs=tuple(cut.needs),
@@ -50,7 +51,7 @@ def emit(draft: Draft) -> Draft:
                 commits=cut.commits,
             )
         )
-    return replace(draft, segments=tuple(segments))
+    return draft
 
 
 def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
@@ -67,17 +68,75 @@ def _persists(name: Name) -> bool:
     return isinstance(name, Sent | Span | Received | Mean | Scratch)
 
 
-class _Code:
-    """The code of one segment while it is written.
+class Variable(str):
+    """A name in a script."""
 
-    Attributes:
-        inputs: Variables of the values that it reads or writes.
-        made: Variables of the values that it computes.
-        operations: The computation, to be shown.
-    """
+
+class Script:
+    """The body of a function while it is written."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, list[Variable], set[Variable]]] = []  # with what they make and what they read
+        self._scope: dict[str, Any] = {}
+        self._names: dict[int, str] = {}  # in the scope, by what they stand for
+        self._count = 0
+
+    def variable(self) -> Variable:
+        self._count += 1
+        return Variable(f"v{self._count}")
+
+    def call(self, function: Callable[..., Any], arguments: Any, options: Any = MappingProxyType({})) -> Variable:
+        """Add a call; return the variable of its result. Arguments are variables, constants, and lists of them."""
+        made = self.variable()
+        self._add(made, [made], function, arguments, options)
+        return made
+
+    def call_for(self, count: int, function: Callable[..., Any], arguments: Any, options: Any) -> list[Variable]:
+        """Add a call that returns a list of `count` results."""
+        made = [self.variable() for _ in range(count)]
+        self._add(f"[{', '.join(made)}]", made, function, arguments, options)
+        return made
+
+    def function(self, inputs: Iterable[Variable], outputs: Sequence[Variable]) -> Callable[..., tuple[Any, ...]]:
+        """Return the script as a function of `inputs`, which returns a tuple of `outputs`."""
+        kept, lines = set(outputs), list[str]()
+        for line, made, read in reversed(self._lines):
+            done = sorted({*made, *read} - kept)
+            kept |= {*made, *read}
+            lines.append(f" {line}{'; ' if done else ''}{' = '.join([*done, 'None']) if done else ''}")
+        returned = "".join(f"{variable}, " for variable in outputs)
+        scope = dict(self._scope)
+        code = "\n".join([f"def run({', '.join(inputs)}):", *reversed(lines), f" return ({returned})"])
+        exec(compile(code, "<plan>", "exec"), scope)
+        return scope["run"]
+
+    def _add(self, to: str, made: list[Variable], function: Any, arguments: Any, options: Any) -> None:
+        read: set[Variable] = set()
+        given = [self._text(argument, read) for argument in arguments]
+        given += [f"{'from_' if key == 'from' else key}={self._text(option, read)}" for key, option in options.items()]
+        self._lines.append((f"{to} = {self._constant(function)}({', '.join(given)})", made, read))
+
+    def _text(self, argument: Any, read: set[Variable]) -> str:
+        if isinstance(argument, Variable):
+            read.add(argument)
+            return argument
+        if isinstance(argument, list | tuple):
+            return f"[{', '.join([self._text(each, read) for each in argument])}]"
+        if argument is None or isinstance(argument, bool | int | str):
+            return repr(argument)
+        return self._constant(argument)
+
+    def _constant(self, value: Any) -> str:
+        if id(value) not in self._names:
+            self._names[id(value)] = f"c{len(self._names)}"
+            self._scope[self._names[id(value)]] = value  # which keeps it alive, and its id its own
+        return self._names[id(value)]
+
+
+class _Code:
+    """The code of one segment while it is written: variables of the values that it reads or writes, and computes."""
 
     def __init__(self, cut: Cut, draft: Draft) -> None:
-        assert draft.placement is not None
         self.inputs: dict[Name, Variable] = {}
         self.made: dict[fx.Node, Variable] = {}
         self.operations: list[Operation] = []
@@ -97,7 +156,7 @@ class _Code:
             self._pack_the_rest(cut.launches)
 
     def _compute(self, node: fx.Node) -> None:
-        target, function = self._placement.targets.get(node), _target(node)
+        target, function = self._placement.targets.get(node), _QUICK.get(node.target, node.target)
         arguments, options = self._values(node.args), self._values(node.kwargs)
         if target is None:
             self.made[node] = self.script.call(function, arguments, options)
@@ -108,14 +167,13 @@ class _Code:
         self._say(node)
 
     def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
-        """Compute `node` into given memory."""
         if self._is_compiled:  # which makes one of the two, and takes no `out` with gaps
-            return self.script.call(aten.copy_.default, [place, self.script.call(_target(node), arguments, options)])
+            made = self.script.call(_QUICK.get(node.target, node.target), arguments, options)
+            return self.script.call(aten.copy_.default, [place, made])
         writing = PRODUCTS.get(node.target) or elementwise(node.target)
         return self.script.call(writing, arguments, {**options, "out": place})
 
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
-        """Compute operations that are alike, as one."""
         first = nodes[0]
         operands = [self._values(node.args[0]) for node in nodes]
         rest = self._values(first.args[1:])
@@ -163,9 +221,9 @@ class _Code:
 
     def _pack(self, source: fx.Node) -> None:
         """Copy a large result into the buffers that it is sent in."""
-        for place in self._placement.payloads.get(source, ()):
-            if Sent(*place) != self._placement.targets.get(source):
-                self._copy_into([(source, _collective_of(source, place), place[1])])
+        for collective, position in self._placement.payloads.get(source, ()):
+            if Sent(collective.index, position) != self._placement.targets.get(source):
+                self._copy_into([(source, collective, position)])
 
     def _pack_the_rest(self, launched: fx.Node) -> None:
         """Copy what is not in the buffer: small results, gradients, parts of the state, results of collectives."""
@@ -230,38 +288,17 @@ class _Code:
     def _say_copied(self, place: Name, source: Any, count: int) -> None:
         self.operations.append(Operation(place, None, "copy", (name_of(source, self._names),), count=count))
 
-    def _shown(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(_named(argument, self._names) for argument in arguments)
+    def _shown(self, arguments: Any) -> Any:
+        return fx.map_arg(arguments, lambda node: name_of(node, self._names))
 
 
 def _spans(places: Iterable[Any]) -> Iterator[Span]:
     """Yield payloads, neighbours as one."""
-    last: Span | None = None
-    for place in sorted(places, key=lambda place: (place.collective, place.position)):
-        if last is not None and (last.collective, last.last + 1) == (place.collective, place.position):
-            last = Span(last.collective, last.first, place.position)
-        else:
-            if last is not None:
-                yield last
-            last = Span(place.collective, place.position, place.position)
-    if last is not None:
-        yield last
-
-
-def _target(node: fx.Node) -> Any:
-    return _QUICK.get(node.target, node.target)
+    ordered = enumerate(sorted(places, key=lambda place: (place.collective, place.position)))
+    for _, run in groupby(ordered, lambda at: (at[1].collective, at[1].position - at[0])):
+        neighbours = [place for _, place in run]
+        yield Span(neighbours[0].collective, neighbours[0].position, neighbours[-1].position)
 
 
 def _function(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-
-
-def _collective_of(node: fx.Node, place: tuple[int, int]) -> Collective:
-    found = (launch_of(user)[1] for user in node.users if user.target is launch)
-    return next(collective for collective in found if collective.index == place[0])
-
-
-def _named(argument: Any, names: dict[fx.Node, Name]) -> Any:
-    if isinstance(argument, list | tuple):
-        return [_named(each, names) for each in argument]
-    return name_of(argument, names)

@@ -6,13 +6,13 @@ further from the cache.) The order has put them side by side; here it is checked
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx
 
+from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec, Scratch, Sent
 from fnddp.plan.draft import Draft, Placement
 from fnddp.plan.graph import is_light, is_tensor, kind_of, launch, launch_of, output_nodes, value
@@ -26,23 +26,16 @@ def foreach(draft: Draft) -> Draft:
     """Find the operations that are run as one."""
     if draft.request.backend == "inductor":  # compiled into loops, which nobody calls one by one
         return draft
-    assert draft.placement is not None
     placement = draft.placement
     returned = {placement.memory(node) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
-    batches: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    copies: list[fx.Node] = []
     for cut in draft.cuts:
-        for members in _alike(cut.nodes, placement, returned):
-            batches[members[0]] = members
-            copies += [node for node in members if node.target in COPIES and node not in placement.targets]
+        draft.batches |= {members[0]: members for members in _alike(cut.nodes, placement, returned)}
     # A copy needs a place; those that stay within a step have memory that is there already, whatever it is.
-    places = {node: Scratch(node.name) for node in copies}
-    placement = replace(
-        placement,
-        targets={**placement.targets, **places},
-        scratch={**placement.scratch, **{place: LeafSpec.of(value(node)) for node, place in places.items()}},
-    )
-    return replace(draft, batches=batches, placement=placement)
+    for node in [node for members in draft.batches.values() for node in members if node.target in COPIES]:
+        if node not in placement.targets:
+            placement.targets[node] = placement.lies_in[node] = Scratch(node.name)
+            placement.scratch[Scratch(node.name)] = LeafSpec.of(value(node))
+    return draft
 
 
 def is_in_place(node: fx.Node, placement: Placement) -> bool:
@@ -82,9 +75,8 @@ def _may_be_joined(node: fx.Node, placement: Placement, returned: set[Any]) -> b
 
 
 def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
-    # CUDA multiplies by the inverse of a number where it divides one tensor by it, and divides each of many.
     by_number = node.target is aten.div.Tensor and not is_tensor(node.args[1])
-    return not by_number or value(node).device.type != "cuda" or is_whole(node, placement)
+    return not by_number or device_of(value(node).device).rounds_lists_alike or is_whole(node, placement)
 
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:

@@ -14,7 +14,7 @@ runs as soon as it can, while what it reads is in the cache and what it makes is
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -33,8 +33,7 @@ from fnddp.plan.graph import (
 )
 
 
-@dataclass(frozen=True, order=True)
-class Position:
+class Position(NamedTuple):
     """The place of a node in the order: slot by slot, collectives of earlier rounds first, leaves as they arrive.
 
     Nodes that only a mean needs follow those of the state: a mean may then take the memory of its gradient's residual.
@@ -57,13 +56,14 @@ def order(draft: Draft) -> Draft:
     end = max((positions[node].slot for node in feeding), default=-1) + 1
     for node, at in positions.items():
         if node not in feeding:
-            positions[node] = replace(at, slot=end, depth=0, only_for_mean=node not in remembering)
+            positions[node] = at._replace(slot=end, depth=0, only_for_mean=node not in remembering)
     leaf_of = dict(zip(placeholders(graph), paths, strict=False))
     runs: dict[Position, list[fx.Node]] = {}
     for node in tensor_nodes(graph):
         runs.setdefault(positions[node], []).append(node)
     nodes = [node for position in sorted(runs) for node in _side_by_side(runs[position], reading)]
-    return replace(draft, cuts=tuple(_cut(nodes, positions, leaf_of, end)))
+    draft.cuts = _cut(nodes, positions, leaf_of, end)
+    return draft
 
 
 def _positions(

@@ -7,17 +7,17 @@ nobody reads that again. All of it is decided here, once; none of it changes a b
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent
-from fnddp.plan.draft import Donation, Draft, Placement
+from fnddp.device import device_of
+from fnddp.ir.program import LeafSpec, Mean, Scratch, Sent
+from fnddp.plan.draft import Donation, Draft, Memory
 from fnddp.plan.graph import is_light, is_tensor, is_view, launch, launch_of, output_nodes, placeholders, value
 from fnddp.torch_private import elementwise_out
-from fnddp.wire.in_order import SUM, SUM_INTO
+from fnddp.wire.kinds import SUM, SUM_INTO
 
 aten: Any = torch.ops.aten
 
@@ -31,16 +31,13 @@ def elementwise(target: Any) -> Any:
     return aten.addmm.out if target is aten.addmm.default else elementwise_out(target)
 
 
-Memory: TypeAlias = fx.Node | Mean | Scratch
-"""The memory of a result: the node that made it, or its name."""
-
-
 def place(draft: Draft) -> Draft:
     """Decide what each operation writes over."""
     memories = _Memories(draft)
     for node in memories.nodes:
         memories.decide(node)
-    return replace(draft, placement=memories.placement())
+    memories.decide_for_next_step()
+    return draft
 
 
 class _Memories:
@@ -49,7 +46,9 @@ class _Memories:
     def __init__(self, draft: Draft) -> None:
         graph, paths = draft.graph, draft.paths
         self.nodes = [node for cut in draft.cuts for node in [*cut.nodes, cut.launches] if node is not None]
-        self.donation: Donation = draft.request.donation
+        self.donation, self.is_compiled = draft.request.donation, draft.request.backend is not None
+        self.placement = draft.placement
+        self.memory = draft.placement.holder
         inputs, outputs = placeholders(graph), output_nodes(graph)
         self.when = {node: i for i, node in enumerate(self.nodes)}
         self.leaves = dict(zip(inputs, paths, strict=False))
@@ -57,15 +56,12 @@ class _Memories:
         parts, means, state = inputs[len(paths) :], outputs[: len(paths)], outputs[len(paths) :]
         committing = [cut.nodes[0] for cut in draft.cuts if cut.commits]
         self.commits = self.when[committing[0]] if committing else float("inf")
-        self._payloads: dict[fx.Node, list[tuple[int, int]]] = {}
-        self._collectives: dict[int, Collective] = {}
         for node in self.nodes:
             if node.target is launch:
                 sources, collective = launch_of(node)
-                self._collectives[collective.index] = collective
                 for position, source in enumerate(sources):
-                    self._payloads.setdefault(source, []).append((collective.index, position))
-        self._lies_in: dict[fx.Node, Memory] = {node: node.all_input_nodes[0] for node in self.nodes if is_view(node)}
+                    self.placement.payloads.setdefault(source, []).append((collective, position))
+        self.placement.lies_in |= {node: node.all_input_nodes[0] for node in self.nodes if is_view(node)}
         self._last_read: dict[Memory, float] = {}
         for node in self.nodes:
             for source in node.all_input_nodes:
@@ -78,18 +74,6 @@ class _Memories:
         self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
         self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
         self.remembered = _read_together(self.leaves, parts)
-        self._targets: dict[fx.Node, fx.Node | Name] = {}
-        self._overwritten: set[fx.Node] = set()
-        self._results: set[str] = set()
-        self.is_compiled = draft.request.backend is not None
-        self.scratch: dict[Scratch, Tensor] = {}  # as bytes
-
-    def memory(self, node: fx.Node) -> Memory:
-        """Return the memory of the result of `node`."""
-        memory: Memory = node
-        while isinstance(memory, fx.Node) and memory in self._lies_in:
-            memory = self._lies_in[memory]
-        return memory
 
     def decide(self, node: fx.Node) -> None:
         """Give `node` its place by the first rule that has one."""
@@ -97,19 +81,19 @@ class _Memories:
             return
         payload = self._payload(node)
         if payload is not None:
-            self._targets[node] = payload
+            self.placement.targets[node] = payload
             return
         target = next((found for rule in RULES if (found := rule(self, node)) is not None), None)
         if target is None:
             return
         memory = target if isinstance(target, Mean | Scratch) else self.memory(target)
-        self._targets[node] = target
-        self._lies_in[node] = memory
+        self.placement.targets[node] = target
+        self.placement.lies_in[node] = memory
         self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
         if isinstance(memory, Mean):
-            self._results.add(memory.path)
+            self.placement.results.add(memory.path)
         elif isinstance(memory, fx.Node) and memory.op == "placeholder":
-            self._overwritten.add(memory)
+            self.placement.overwritten.add(memory)
 
     def is_free(self, memory: Memory, node: fx.Node) -> bool:
         """Return whether `node` may write there: nothing reads it later, and `node` itself only element by element."""
@@ -122,22 +106,24 @@ class _Memories:
         in_place = len(reads) == 1 and _is_first_only(node, reads[0]) and _same_layout(value(reads[0]), value(node))
         return self._last_read[memory] == now and elementwise(node.target) is not None and in_place
 
+    def may_commit(self, given: fx.Node | None, node: fx.Node) -> bool:
+        """Return whether `node` may write over an input of the graph that is like it, as late as that is allowed."""
+        if given is None or self.when[node] < self.commits:
+            return False
+        return _same_kind(value(given), value(node)) and self.is_free(given, node)
+
     def is_kept(self, memory: Memory) -> bool:
         """Return whether it is part of the result."""
         return self._last_read.get(memory) == float("inf")
 
-    def placement(self) -> Placement:
-        """Return all decisions."""
-        memories = {path: self._for_next(path, node) for path, node in zip(self.leaf_at, self._means, strict=True)}
-        return Placement(
-            payloads=self._payloads,
-            targets=self._targets,
-            lies_in=self._lies_in,
-            overwritten=frozenset(self._overwritten),
-            scratch={name: LeafSpec.of(flat) for name, flat in self.scratch.items()},
-            results=frozenset(self._results),
-            memories={path: memory for path, memory in memories.items() if memory is not None},
-        )
+    def decide_for_next_step(self) -> None:
+        """Choose memory for each leaf's next mean, once nothing holds this one."""
+        for path, mean in zip(self.leaf_at, self._means, strict=True):
+            if path in self.placement.results:
+                is_there = is_tensor(mean) and self.memory(mean) == Mean(path)
+                is_free = is_there or not self.is_kept(Mean(path))
+                memory = Mean(path) if is_free else self.remembered.get(path)
+                self.placement.memories |= {} if memory is None else {path: memory}
 
     def _payload(self, node: fx.Node) -> Sent | None:
         """Return the one payload that `node` becomes, maybe through an operation that writes over it.
@@ -153,20 +139,12 @@ class _Memories:
             and _same_layout(value(node), value(user))
         )
         written = user if is_written_over and len(user.users) == 1 else node
-        places = self._payloads.get(written, [])
+        places = self.placement.payloads.get(written, [])
         if len(places) != 1:
             return None
-        index, position = places[0]
-        fits = self._collectives[index].sent_shape(position) == tuple(value(node).shape)
-        return Sent(index, position) if fits else None
-
-    def _for_next(self, path: str, mean: Any) -> Memory | None:
-        """Return the memory of the leaf's next mean, once nothing holds this one."""
-        if path not in self._results:
-            return None
-        if isinstance(mean, fx.Node) and self.memory(mean) == Mean(path):
-            return Mean(path)
-        return self.remembered.get(path) if self.is_kept(Mean(path)) else Mean(path)
+        collective, position = places[0]
+        fits = collective.sent_shape(position) == tuple(value(node).shape)
+        return Sent(collective.index, position) if fits else None
 
 
 def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
@@ -184,22 +162,17 @@ def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
     return operand if memories.is_free(memory, node) else None
 
 
-def over_part(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """The part of the state that `node` is the next value of: states keep their memory."""
-    part = memories.part_of.get(node)
-    if not memories.donation.state or part is None or memories.when[node] < memories.commits:
-        return None
-    return part if _same_kind(value(part), value(node)) and memories.is_free(part, node) else None
+def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
+    """The part of the state that `node` is the next value of: states keep their memory.
 
-
-def over_remembered(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """The residual, before this step, of the gradient that `node` is the mean of; the next state comes first."""
-    path = memories.mean_of.get(node)
-    part = None if path is None else memories.remembered.get(path)
-    if not memories.donation.state or memories.donation.gradients != "yes" or part is None:
+    For a mean the residual, before this step, of its gradient; the next state comes first.
+    """
+    if not memories.donation.state:
         return None
-    is_free = memories.when[node] >= memories.commits and memories.is_free(part, node)
-    return part if is_free and _same_kind(value(part), value(node)) else None
+    path, parts = memories.mean_of.get(node), [memories.part_of.get(node)]
+    if path is not None and memories.donation.gradients == "yes":
+        parts.append(memories.remembered.get(path))
+    return next((part for part in parts if memories.may_commit(part, node)), None)
 
 
 def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
@@ -218,36 +191,34 @@ def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
 def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
     """The gradient that `node` is the mean of, where means replace gradients."""
     path = memories.mean_of.get(node)
-    if path is None or memories.donation.gradients == "no" or memories.when[node] < memories.commits:
+    if path is None or memories.donation.gradients == "no":
         return None
     leaf = memories.leaf_at[path]
-    fits = _same_kind(value(leaf), value(node)) and value(leaf).is_contiguous()
-    return leaf if fits and memories.memory(leaf) is leaf and memories.is_free(leaf, node) else None
+    return leaf if value(leaf).is_contiguous() and memories.may_commit(leaf, node) else None
 
 
 def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
     """Memory of earlier steps, for large results that do not outlive this one.
 
-    On a CPU new pages cost many times what it costs to fill them. (A compiler makes less, and CUDA has an allocator.)
+    On a CPU new pages cost many times what it costs to fill them. (A compiler makes less; accelerators cache memory.)
     """
     made = value(node)
-    if memories.is_compiled or made.device.type != "cpu" or is_light(node) or memories.is_kept(memories.memory(node)):
+    if memories.is_compiled or device_of(made.device).is_asynchronous or is_light(node):
+        return None
+    if memories.is_kept(memories.memory(node)):
         return None
     if not made.is_contiguous():
         return None
-    name = next((name for name in memories.scratch if memories.is_free(name, node)), None)
-    if name is None:
-        name = Scratch(f"shared {len(memories.scratch)}")
-    known = memories.scratch.get(name)
-    nbytes = max(made.numel() * made.element_size(), 0 if known is None else known.numel())
-    memories.scratch[name] = made.new_empty(nbytes, dtype=torch.uint8)
+    scratch = memories.placement.scratch
+    name = next((name for name in scratch if memories.is_free(name, node)), Scratch(f"shared {len(scratch)}"))
+    nbytes = max(made.numel() * made.element_size(), scratch[name].nbytes if name in scratch else 0)
+    scratch[name] = LeafSpec.of(made.new_empty(nbytes, dtype=torch.uint8))
     return name
 
 
 RULES: tuple[Callable[[_Memories, fx.Node], Memory | None], ...] = (
     over_operand,
-    over_part,
-    over_remembered,
+    over_state,
     over_mean,
     over_gradient,
     over_scratch,

@@ -1,25 +1,48 @@
-"""Pass 3: without operations that change nothing."""
+"""Passes 2 to 4: without what nothing needs and what changes nothing, and residuals in one pass over memory."""
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import is_view, remove_dead, tensor_nodes, value
+from fnddp.plan.graph import is_tensor, is_view, output_nodes, placeholders, remove_dead, tensor_nodes, value
+from fnddp.plan.passes.combine import reaches
 
 aten: Any = torch.ops.aten
+
+SMALLEST = 2**16  # elements from which a pass over memory is worth saving
+SAMPLE = 512  # rows and columns on which bits are compared
+
+
+def drop(draft: Draft) -> Draft:
+    """Make the means of dropped leaves their gradients, which are zeros, and keep the state that only they change."""
+    graph, n = draft.graph, len(draft.paths)
+    gone = sum(1 << i for i, path in enumerate(draft.paths) if path in draft.request.dropped)
+    if not gone:
+        return draft
+    reach = reaches(graph)
+
+    def is_dropped(i: int, node: Any) -> bool:
+        read = reach[node].leaves & ((1 << n) - 1) if isinstance(node, fx.Node) else 0
+        return (read != 0 and read & ~gone == 0) or (i < n and node is not None and bool(gone >> i & 1))
+
+    both = zip(placeholders(graph), output_nodes(graph), strict=False)
+    kept: Any = [given if is_dropped(i, node) else node for i, (given, node) in enumerate(both)]
+    graph.output_node().args = (kept,)
+    remove_dead(graph)
+    return draft
 
 
 def simplify(draft: Draft) -> Draft:
     """Remove views whose shape and strides are those of what they view, and zeros that memory subtracts."""
-    graph = draft.graph
-    for node in list(tensor_nodes(graph)):
-        source = node.args[0] if node.args else None
+    for node in list(tensor_nodes(draft.graph)):
+        source: Any = node.args[0] if node.args else None
         changes_nothing = is_view(node) or _subtracts_zeros(node)
-        if changes_nothing and isinstance(source, fx.Node) and _same(value(source), value(node)):
+        if changes_nothing and is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node):
             node.replace_all_uses_with(source)
-    remove_dead(graph)
+    remove_dead(draft.graph)
     return draft
 
 
@@ -29,14 +52,66 @@ def _subtracts_zeros(node: fx.Node) -> bool:
     return is_difference and getattr(node.args[1], "target", None) is aten.zeros_like.default
 
 
-def _same(before: object, after: object) -> bool:
-    return (
-        isinstance(before, Tensor)
-        and isinstance(after, Tensor)
-        and before.shape == after.shape
-        and before.stride() == after.stride()
-        and before.storage_offset() == after.storage_offset()
-        and before.dtype == after.dtype
-        and before.is_conj() == after.is_conj()
-        and before.is_neg() == after.is_neg()
-    )
+def _layout(node: fx.Node) -> Any:
+    made: Tensor = value(node)
+    return made.shape, made.stride(), made.storage_offset(), made.dtype, made.is_conj(), made.is_neg()
+
+
+def fuse(draft: Draft) -> Draft:
+    """Turn `x - p @ q`, of a product that nothing else reads, into `addmm`, where the bits stay the same.
+
+    They do where the product is summed before x is added. BLAS libraries differ in that, so it is tried.
+    """
+    graph = draft.graph
+    for node in list(tensor_nodes(graph)):
+        if node.target is not aten.sub.Tensor or node.kwargs or not all(map(is_tensor, node.args)):
+            continue
+        x: Any = node.args[0]
+        product = _through_views(node.args[1])
+        if product.target is not aten.mm.default or len(product.users) > 1 or not _fits(value(x), value(product)):
+            continue
+        p, q = product.args
+        layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))
+        # A smaller shape that a product's kernels treat alike: with the same remainders.
+        rows, columns = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in value(product).shape)
+        device = torch.device("cpu") if value(x).device.type == "meta" else value(x).device
+        if not _keeps_bits((rows, columns, value(p).shape[1]), layouts, device):
+            continue
+        with graph.inserting_before(node):
+            matrix = _view(graph, x, value(product).shape)
+            lost = graph.call_function(aten.addmm.default, (matrix, p, q), {"alpha": -1})
+            lost.meta["val"] = value(product)
+            node.replace_all_uses_with(_view(graph, lost, value(node).shape))
+    remove_dead(graph)
+    return draft
+
+
+def _through_views(node: Any) -> fx.Node:
+    while is_view(node) and len(node.users) == 1 and is_tensor(node) and value(node).is_contiguous():
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _fits(x: Tensor, product: Tensor) -> bool:
+    is_large = x.numel() == product.numel() >= SMALLEST and x.dtype == product.dtype == torch.float32
+    return is_large and x.is_contiguous() and product.is_contiguous()
+
+
+def _view(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
+    if value(node).shape == shape:
+        return node
+    view = graph.call_function(aten.view.default, (node, list(shape)))
+    view.meta["val"] = value(node).view(shape)
+    return view
+
+
+@cache
+def _keeps_bits(shape: tuple[int, int, int], is_row_major: tuple[bool, ...], device: torch.device) -> bool:
+    rows, columns, rank = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(n: int, m: int, row_major: bool = True) -> Tensor:
+        return torch.randn(n, m, generator=generator, device=device) if row_major else random(m, n).mT
+
+    x, p, q = random(rows, columns), random(rows, rank, is_row_major[0]), random(rank, columns, is_row_major[1])
+    return torch.equal(x - p @ q, torch.addmm(x, p, q, alpha=-1))

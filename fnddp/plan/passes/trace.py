@@ -4,9 +4,15 @@ The pipeline's own Python runs once, on fake tensors, while a recorder writes do
 state enter as symbols, so no step number is baked into a graph: a comparison such as `step < steps` becomes a guard,
 and the outcomes of all guards are the phase that the graph is for. What means divide by enters as a symbol too: a step
 may have fewer ranks.
+
+The recorder replaces make_fx, which spends its time on proxies, and on computing again the shapes that an operation
+makes of another leaf of the same shape.
 """
 
+import operator
 import threading
+from types import NoneType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -17,9 +23,192 @@ from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, Part
 from fnddp.ir.schedule import Phase
 from fnddp.plan.draft import Draft, Request
 from fnddp.plan.graph import placeholders, remove_dead
-from fnddp.plan.recorder import Recorder
-from fnddp.torch_private import Fakes, HasNoFake, ReadsValue, refusing_compiled, without_autocast, without_modes
+from fnddp.torch_private import (
+    Fakes,
+    HasNoFake,
+    ReadsValue,
+    TorchDispatchMode,
+    has_symbolic_size,
+    is_dense_fake,
+    is_fake_view,
+    like_of,
+    makes_one_tensor,
+    makes_one_view,
+    number_nodes,
+    out_of_place,
+    refusing_compiled,
+    storage_key,
+    without_autocast,
+    without_modes,
+)
 from fnddp.wire.groups import World, is_alone, within, world_size
+
+aten: Any = torch.ops.aten
+
+_MANY = 10_000  # results that are kept for later traces
+_CONSTANTS = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations on fake tensors while it is entered, within their mode.
+
+    A node's `meta["val"]` is the fake tensor, or the symbolic number, that it stands for. Tensors with values that were
+    met on the way are `held`, by the names of their `get_attr` nodes.
+    """
+
+    _shared: ClassVar[dict[Any, Any]] = {}
+    """Results of torch's own operations, by their arguments: of all traces, of which one runs at a time."""
+
+    def __init__(self, fakes: Fakes, inputs: list[Any]) -> None:
+        super().__init__()
+        self._fakes = fakes
+        self.graph = fx.Graph()
+        self.held: dict[str, Tensor] = {}
+        self._whole: set[Any] = set()  # operations that are not made of others
+        self._nodes: dict[int, list[fx.Node]] = {}  # the one of each tensor, by its id: nodes keep them alive
+        self._detached: list[Tensor] = []  # tensors that have the node of another
+        self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
+        self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
+        self._own: dict[Any, Any] = {}  # what operations make of what is of this trace alone, by their arguments
+        self._owners: dict[int, int] = {}  # how many of the tensors share a storage
+        for i, value in enumerate(inputs, 1):
+            node = self.graph.placeholder(f"input_{i}")
+            node.meta["val"] = value
+            if isinstance(value, Tensor):
+                self._stands_for(node, value)
+            else:
+                self._numbers[value.node.expr] = node
+
+    def finish(self, outputs: list[Any]) -> None:
+        self.graph.output([self._argument(output) for output in outputs])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question
+            quick = getattr(args[0], "fake_device", None) if func is torch.ops.prim.device.default else None
+            return quick or func(*args, **kwargs)
+        if func not in self._whole:
+            with self:
+                simpler = func.decompose(*args, **kwargs)
+            if simpler is not NotImplemented:
+                return simpler
+            self._whole.add(func)
+        if func is aten.detach.default:
+            return self._same(args[0], func(*args, **kwargs))
+        function = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        read = [self._argument(arg) for arg in args], {key: self._argument(arg) for key, arg in kwargs.items()}
+        made = self._made(func, args, kwargs)
+        if func._schema.is_mutable:
+            function = self._pure(func, args, made)
+        if isinstance(made, Tensor):
+            self._stands_for(self._called(function, *read, made), made)
+        elif isinstance(made, tuple | list) and any(isinstance(each, Tensor) for each in made):
+            whole = self._called(function, *read, made)
+            for i, each in enumerate(made):
+                if isinstance(each, Tensor):
+                    self._stands_for(self._called(operator.getitem, [whole, i], {}, each), each)
+        return made
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of the operation, from an earlier one like it if it makes one tensor or view."""
+        makes_view = makes_one_view(func)
+        if not makes_view and not makes_one_tensor(func):
+            return func(*args, **kwargs)
+        self._is_own = func.namespace != "aten"  # an operation of somebody else's may look at more than its arguments
+        key = func, self._like(args), self._like(tuple(sorted(kwargs.items()))), torch.get_default_dtype()
+        results = self._own if self._is_own else self._shared
+        known = results.get(key)
+        if known is not None:
+            return self._fakes.view(args[0], *known) if makes_view else self._fakes.dense(*known)
+        if len(self._shared) > _MANY:
+            self._shared.clear()
+        made = func(*args, **kwargs)
+        if makes_view and is_fake_view(made, args[0]):
+            results[key] = made.shape, made.stride(), made.storage_offset() - args[0].storage_offset()
+        elif not makes_view and is_dense_fake(made):
+            results[key] = made.shape, made.stride(), made.dtype, made.device
+        return made
+
+    def _like(self, argument: Any) -> Any:
+        """Return a key for `argument`, and note if results do not hold for other traces."""
+        if isinstance(argument, Tensor):
+            like = self._likes.get(id(argument))
+            self._is_own |= like is None
+            return like or (id(argument),)
+        if isinstance(argument, _SYMBOLS):
+            self._is_own = True
+            return argument.node.expr
+        if isinstance(argument, tuple | list):
+            return tuple(map(self._like, argument))
+        if isinstance(argument, torch.device) and argument.index is None:  # the current one, whichever that is
+            self._is_own |= argument.type not in ("cpu", "meta")
+        return type(argument), argument  # 1, 1.0 and True are not the same
+
+    def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
+        packet = getattr(function, "overloadpacket", function)
+        node = self.graph.create_node("call_function", function, tuple(args), kwargs, name=packet.__name__)
+        node.meta["val"] = made
+        return node
+
+    def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
+        if has_symbolic_size(tensor):
+            raise LoweringError("it makes a tensor whose size is a number in the state")
+        self._likes[id(tensor)] = like_of(tensor)
+        if id(tensor) in self._nodes:  # it was written to
+            self._nodes[id(tensor)][0] = node
+            return
+        self._nodes[id(tensor)] = [node]
+        key = storage_key(tensor)
+        self._owners[key] = self._owners.get(key, 0) + 1
+
+    def _same(self, tensor: Tensor, detached: Tensor) -> Tensor:
+        self._argument(tensor)
+        self._nodes[id(detached)], self._likes[id(detached)] = self._nodes[id(tensor)], self._likes[id(tensor)]
+        self._detached.append(detached)
+        return detached
+
+    def _pure(self, func: Any, args: Any, made: Any) -> Any:
+        """Return the operation that makes a new tensor, for one in place on memory that nothing else reads."""
+        pure = out_of_place(func)
+        if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
+            raise LoweringError(f"it writes with {func} to memory that others read")
+        return pure
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._nodes[id(value)][0] if id(value) in self._nodes else self._hold(value)
+        if isinstance(value, _SYMBOLS):
+            return self._number(value)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._argument, value))
+        if not isinstance(value, _CONSTANTS):
+            raise LoweringError(f"it holds a {type(value).__name__}, which has a state")
+        return value
+
+    def _number(self, symbolic: Any) -> Any:
+        expression = symbolic.node.expr
+        if expression not in self._numbers:
+            made = number_nodes(self.graph, expression, self._numbers)
+            if not isinstance(made, fx.Node):
+                return made
+            for node in self.graph.nodes:  # those on the way stand for numbers that nobody asks for
+                node.meta.setdefault("val", symbolic)
+            self._numbers[expression] = made
+        return self._numbers[expression]
+
+    def _hold(self, tensor: Tensor) -> fx.Node:
+        """Add a tensor with values, of the pipeline's own."""
+        value = getattr(tensor, "constant", tensor)  # of a fake tensor, the one that it stands for
+        if value is None:
+            raise LoweringError("it uses a tensor without values that another trace has made")
+        name = f"_tensor_constant{len(self.held)}"
+        self.held[name] = value
+        node = self.graph.create_node("get_attr", name)
+        node.meta["val"] = tensor
+        self._stands_for(node, tensor)
+        return node
+
 
 # How torch says that there is no fake kernel where it has no class for it.
 _IS_FOREIGN = (
@@ -41,16 +230,12 @@ def trace(request: Request) -> Draft:
     if not sync.traceable:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
     parts, spec = tree.flatten_any(request.state)
-    fakes = Fakes()
-    sizes = sizes_of(request)
+    fakes, sizes = Fakes(), sizes_of(request)
     with fakes.mode:
         grads = [leaf.empty() for leaf in leaves.values()]
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
     divisors = [fakes.number(size) for size in sizes.values()]
-
-    recorder = Recorder(fakes)
-    for value in [*grads, *state, *divisors]:
-        recorder.add_input(value)
+    recorder = Recorder(fakes, [*grads, *state, *divisors])
     world = World(request.world.wire, True, request.world.size, dict(zip(sizes, divisors, strict=True)))
     try:
         # Without modes such as a WireCounter, which sees what is sent.
@@ -67,8 +252,7 @@ def trace(request: Request) -> Draft:
             done = sync.exchange(dict(zip(leaves, grads, strict=True)), tree.unflatten_any(spec, state))
         require_means(sync, leaves, done.mean)
         # A leaf without an update in this phase has None for a mean.
-        outputs = [*(done.mean.get(path) for path in leaves), *parts_of(sync, done.state, spec)]
-        graph = recorder.finish(outputs)
+        recorder.finish([*(done.mean.get(path) for path in leaves), *parts_of(sync, done.state, spec)])
     except LoweringError as error:
         raise LoweringError(f"{sync!r} cannot be lowered: {error}") from error
     except ReadsValue as error:
@@ -79,7 +263,7 @@ def trace(request: Request) -> Draft:
                 f"{sync!r} cannot be lowered: it runs code that needs tensors with values ({error})"
             ) from error
         raise
-    remove_dead(graph)
+    graph = remove_dead(recorder.graph)
     inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Divisor, sizes)]
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}

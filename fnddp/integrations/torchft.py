@@ -1,10 +1,14 @@
-"""torchft's two wrapped modules, over any pipeline."""
+"""torchft: replicas that may die, and come back, under any pipeline. Needs `pip install 'fnddp[torchft]'`.
 
-from collections.abc import Callable
+A step's ranks are the quorum of a torchft manager, and a lost rank ends no process.
+"""
+
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fnddp.adapters.module import wrapper
@@ -13,18 +17,198 @@ from fnddp.core.agreement import RankMismatchError, description, first_differenc
 from fnddp.core.state import describe
 from fnddp.core.sync import REPLICATED, State, Sync, all_in, groups_of
 from fnddp.core.tree import Leaves
-from fnddp.integrations.torchft.wire import ManagerWire, QuorumError
-from fnddp.memory.ef21 import ef21
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.engine import Engine
+from fnddp.torch_private import without_modes
+from fnddp.transforms.memory import ef21
 from fnddp.wire.control import gather_over
 from fnddp.wire.groups import World, within
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, REDUCE_OP, REDUCE_SCATTER, Kind
+from fnddp.wire.protocol import Elastic, Work
 
 if TYPE_CHECKING:
     from torchft import Manager
 
+_c10d: Any = dist.distributed_c10d
 _KEY = "fnddp.sync_state"
 _BYTE = 2.0**-20  # in MiB
+
+
+class QuorumError(RuntimeError):
+    """There is no quorum: the lighthouse does not answer, or too few replicas have come in time."""
+
+
+class ManagerWire(Elastic):
+    """Wire between the replicas of a torchft manager, for any pipeline.
+
+    Means are over the participants of the quorum. A collective that fails, because a replica has died or is too slow,
+    raises nothing: its error is reported to the manager, its result is zero, later ones of the step are not started,
+    and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end steps by a vote, raise
+    `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask the manager.
+
+    The wrong choice for a module: `DistributedDataParallel` of this package also rolls back and heals the pipeline's
+    state. The wrong choice inside a replica: its ranks have torch.distributed.
+
+    Args:
+        manager: With `use_async_quorum=False`, and the usual world size mode. Each of a replica's ranks has its own.
+
+    Raises:
+        ValueError: The manager's quorum is asynchronous, or it has spares. In a collective: a group is named, or the
+            manager's process group cannot carry it.
+
+    Source: `torchft/manager.py`. Deviation: it sums before it divides, and so overflows a 16-bit wire.
+
+    >>> import torch
+    >>> from torchft import Manager, ProcessGroupGloo
+    >>> from torchft.coordination import LighthouseServer
+    >>> from fnddp import jit
+    >>> lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    >>> store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    >>> manager = Manager(
+    ...     pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1, use_async_quorum=False,
+    ...     rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port, hostname="127.0.0.1",
+    ...     lighthouse_addr=f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}",
+    ... )
+    >>> step = jit(allreduce, wire=ManagerWire(manager))
+    >>> manager.start_quorum(allow_heal=False)
+    >>> mean, state = step({"w": torch.ones(2)}, ())
+    >>> mean, manager.should_commit()
+    ({'w': tensor([1., 1.])}, True)
+    >>> manager.shutdown(); lighthouse.shutdown()
+    """
+
+    def __init__(self, manager: "Manager") -> None:
+        self._manager: Any = manager
+        self._lost: dict[int, Exception] = {}  # by epoch
+        self._reported: Exception | None = None
+        if self._manager._use_async_quorum:
+            raise ValueError(
+                "ManagerWire: the manager's quorum is asynchronous, so a replica that heals would take part in a step "
+                "with the state that it had before; give Manager use_async_quorum=False"
+            )
+        if self._manager._replica_world_size_mode.name != "DYNAMIC":
+            raise ValueError(
+                "ManagerWire: the manager has spares, whose gradients would be in the mean; leave world_size_mode out"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ManagerWire) and other._manager is self._manager
+
+    def __hash__(self) -> int:
+        return hash((ManagerWire, id(self._manager)))
+
+    @property
+    def epoch(self) -> int:
+        """Number of the quorum: torchft forms another one when members change, and after a failed step."""
+        return self._manager._quorum_id
+
+    def size(self, group: str | None) -> int:
+        """Return the number of replicas in this step; before the first quorum, for plans made ahead, the minimum."""
+        _require_unnamed(group)
+        with without_modes():  # torchft's calls are operations to a profiler, and so to a trace
+            return self._manager.num_participants() or self._manager._min_replica_size
+
+    def rank(self, group: str | None) -> int:
+        _require_unnamed(group)
+        with without_modes():
+            return self._manager.participating_rank() or 0
+
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
+        _require_unnamed(group)
+        self.require([kind])
+        return _Collective(self, self._started(kind, send, receive, op), receive, raises=False)
+
+    def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
+        gathered = flags.new_empty((self.size(group), *flags.shape))
+        work = self._started(ALL_GATHER, flags.reshape(-1), gathered, None)
+        return gathered, _Collective(self, work, gathered, raises=True)
+
+    def report(self, error: Exception) -> None:
+        if self._manager.errored() is None:
+            self._manager.report_error(error)
+            self._reported = error
+
+    def hang_up(self) -> None:
+        """Abort what others of this epoch wait for: in a ring not all of them are neighbours of the lost one."""
+        self._manager._pg.abort()
+
+    @property
+    def lost(self) -> Exception | None:
+        return self._lost.get(self.epoch)
+
+    def lose(self, error: Exception) -> None:
+        """Note that a collective has failed with `error`."""
+        if self.lost is None:
+            self._lost = {self.epoch: error}
+        self.report(error)
+
+    def require(self, kinds: Iterable[Kind]) -> None:
+        """Raise a ValueError unless the manager's process group carries `kinds`."""
+        name: str = self._manager._pg.getBackendName()
+        if REDUCE_SCATTER in kinds and name.startswith("torchft") and name.endswith("gloo"):
+            raise ValueError(
+                f"ManagerWire: torchft's process group {name!r} has no reduce_scatter; use a pipeline without one, "
+                "such as two_shot, or a process group of another backend"
+            )
+
+    def _started(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
+        known = self._manager.errored()
+        if known is not None and known.original_exception is not self._reported and self.lost is None:
+            # A replica that could not heal, or that reports an error, is kept out of all means.
+            self.lose(known.original_exception)
+            self.hang_up()
+        if self.lost is not None:
+            return None
+        try:
+            return _start(self._manager._pg, kind, send, receive.view(-1), op)
+        except Exception as error:  # an AssertionError where the group could not be set up: a rank died meanwhile
+            self.lose(error)
+            return None
+
+
+class _Collective:
+    """A collective that, if anything of the step has failed, raises, or leaves zeros."""
+
+    def __init__(self, wire: ManagerWire, work: Any, receive: Tensor, *, raises: bool) -> None:
+        self._wire, self._work, self._receive, self._raises = wire, work, receive, raises
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> bool:
+        try:
+            if self._work is not None:  # in a step that has failed, too: the backend may still write
+                self._work.wait()
+        except RuntimeError as error:
+            self._wire.lose(error)
+        if self._wire.lost is not None:
+            if self._raises:
+                self._work = None
+                self._wire.hang_up()
+                raise RuntimeError(str(self._wire.lost)) from self._wire.lost
+            self._receive.zero_()
+        return True
+
+
+def _start(pg: Any, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
+    # What torchft's process groups have: torch.distributed's functions call more, which these have not.
+    if kind is ALL_GATHER:
+        # Not allgather_into_tensor_coalesced, with which gloo of torch 2.13 corrupts memory.
+        return pg.allgather([list(receive.view(-1, send.numel()))], [send], _c10d.AllgatherOptions())
+    if kind not in (ALL_REDUCE, REDUCE_SCATTER):
+        return pg.alltoall_base(receive, send.view(-1), [], [], _c10d.AllToAllOptions())
+    options = _c10d.AllreduceOptions() if kind is ALL_REDUCE else _c10d.ReduceScatterOptions()
+    options.reduceOp = REDUCE_OP[op or "sum"]
+    if kind is ALL_REDUCE:
+        return pg.allreduce([send], options)
+    return pg.reduce_scatter_tensor_coalesced([receive], [send.view(-1)], options)
+
+
+def _require_unnamed(group: str | None) -> None:
+    if group is not None:
+        raise ValueError(
+            f"ManagerWire: the pipeline reduces over process group {group!r}, but a manager knows one group, that of "
+            "the replicas; leave group out"
+        )
 
 
 class DistributedDataParallel(wrapper.DistributedDataParallel):
@@ -48,9 +232,6 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         **kwargs: As of `fnddp.DistributedDataParallel`, except groups and initial broadcasts: each replica keeps its
             own buffers, as in torchft.
 
-    Attributes:
-        manager: The manager.
-
     Raises:
         ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it names a process group, its
             state is one for a fixed number of ranks, or it needs a collective that the manager's process group lacks.
@@ -61,7 +242,6 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     Source: `torchft/ddp.py`. Deviations: collectives overlap with backward; no gradient is written where a step fails.
 
     >>> import torch
-    >>> import torch.distributed as dist
     >>> from torchft import Manager, Optimizer, ProcessGroupGloo
     >>> from torchft.coordination import LighthouseServer
     >>> from fnddp import error_feedback, fp16
@@ -95,16 +275,15 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
                 "gradients to fnddp.jit(sync, wire=ManagerWire(manager))"
             )
         kwargs.pop("broadcast_buffers", None)
-        super().__init__(
-            module, init_sync=False, forward_sync_buffers=False, sync=sync, wire=ManagerWire(manager), **kwargs
-        )
+        wire = ManagerWire(manager)
+        super().__init__(module, init_sync=False, forward_sync_buffers=False, sync=sync, wire=wire, **kwargs)
         self.manager: Any = manager
+        self._replicas = wire
         plan = self._engine.prepare()  # now, since the others would wait for it in this replica's first step
         if plan is not None:
             self._replicas.require([collective.kind for collective in plan.collectives])
-        self._kept: State = None  # the pipeline's state at the start of a step that is not committed
-        self._is_uncommitted = False
-        self._begun = 0  # steps of the engine before that step
+        # Of a step that is not committed: the pipeline's state, and the number of the engine's steps, at its start.
+        self._before: tuple[State, int] | None = None
         self._epoch: int | None = None  # of the quorum whose members have agreed
         key = f"{_KEY}.{sum(known.startswith(_KEY) for known in self.manager._user_state_dicts)}"
         manager.register_state_dict_fn(key, self._heal, self._shared)
@@ -116,23 +295,14 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         _require_elastic(sync, self._trained.gradients())
         return super()._agreed(sync, verify=verify)
 
-    @property
-    def _engine(self) -> Engine:
-        return self._steps.engine
-
-    @property
-    def _replicas(self) -> ManagerWire:
-        assert isinstance(self._wire, ManagerWire)
-        return self._wire
-
     def _start_quorum(self, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if all(key.startswith(_KEY) for key in self.manager._user_state_dicts):
             raise ValueError(
                 "the manager has no state_dict, so a replica that joins would get no parameters; give Manager "
                 "state_dict and load_state_dict for the model and the optimizer"
             )
-        if self._is_uncommitted:
-            self._leave_out()
+        if self._before is not None:
+            self._leave_out(self._before[1])
         try:
             start(*args, **kwargs)
         except Exception as error:
@@ -142,12 +312,12 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
             raise QuorumError(f"replica {self.manager._replica_id!r} is in no quorum: {error}") from error
         if self._replicas.epoch != self._epoch:
             self._agree()
-        self._kept, self._begun, self._is_uncommitted = self.sync_state, self._engine.begun, True
+        self._before = self.sync_state, self._engine.begun
 
-    def _leave_out(self) -> None:
+    def _leave_out(self, begun: int) -> None:
         """End a step without `should_commit`, in the quorum in which the others wait for it."""
         error = RuntimeError("this replica has not finished its backward, or left it out")
-        if self._engine.begun == self._begun:
+        if self._engine.begun == begun:
             self._engine.fail_next(error)
         self._steps.fail(error)
         self._replicas.report(error)
@@ -162,11 +332,11 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         try:
             is_committed = ask(*args, **kwargs)
         finally:
-            if self._is_uncommitted:
+            if self._before is not None:
                 self._steps.settle_on(is_committed)
                 if not is_committed:
-                    self.sync_state = self._kept
-            self._is_uncommitted, self._kept = False, None
+                    self.sync_state, _ = self._before
+            self._before = None
         return is_committed
 
     def _agree(self) -> None:
@@ -182,7 +352,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         self._epoch = self._replicas.epoch
 
     def _shared(self) -> dict[str, Any]:
-        """Return what a replica that joins gets from this one."""
+        """Return the part of the state that a replica that joins gets from this one."""
         return {
             "description": description(self.sync, self._trained.gradients(), None),
             "state": {part.key: part.value for part in states.parts(self.sync_state) if part.kind == REPLICATED},
@@ -199,9 +369,9 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 
 
 class PureDistributedDataParallel(DistributedDataParallel):
-    """torchft's class of that name: `DistributedDataParallel` with a message for each parameter.
+    """`DistributedDataParallel` with a message for each parameter, as torchft's class of that name.
 
-    For debugging: many small messages are slow. Arguments and errors are those of `DistributedDataParallel`.
+    For debugging: many small messages are slow.
 
     Source: `torchft/ddp.py`, whose class never waits for a collective, so that replicas differ.
     """
@@ -213,11 +383,7 @@ class PureDistributedDataParallel(DistributedDataParallel):
 def _require_elastic(sync: Sync, grads: Leaves) -> None:
     """Raise a ValueError unless `sync` runs over a number of replicas that changes."""
     for group in groups_of(sync):
-        if group is not None:
-            raise ValueError(
-                f"{sync!r} reduces over process group {group!r}, but a manager knows one group, that of the "
-                "replicas; leave group out"
-            )
+        _require_unnamed(group)
     if any(isinstance(each, ef21) for each in all_in(sync)):
         raise ValueError(
             f"{sync!r}: ef21 holds the mean of all replicas' estimates, which is another one when a replica leaves; "

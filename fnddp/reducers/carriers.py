@@ -1,4 +1,4 @@
-"""Two-shot: each rank adds up one chunk, and sends its mean to all."""
+"""Carriers: they move payloads that need not add, and add up what they decode to."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -7,10 +7,45 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, tree
-from fnddp.core.codec import Carrier, Code, Encoded, Key, encode, exchanged, wide
+from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Local, State, registry, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
+
+
+@transform
+class all_gather(Carrier):
+    """Send each rank's payload to all: encoded once, decoded by each, added in float32 in rank order.
+
+    `allgather` is the ready-made `all_gather()`. A codec has one row for each leaf, and loses something once, on the
+    rank whose gradient it was. The wrong choice for many ranks: each receives n - 1 payloads, where a ring receives
+    about two whatever n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
+
+    Args:
+        group: See `all_reduce`.
+
+    >>> allgather({"w": torch.ones(2)}, allgather.init(None))
+    ({'w': tensor([1., 1.])}, ())
+    """
+
+    group: Group = None
+
+    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+        group = group_name(self.group)
+        rank = collectives.rank(group)
+        encoded = {path: encode(code, x.unsqueeze(0), Key(path, rank)) for path, x in leaves.items()}
+        everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
+        n, ranks = collectives.world_size(group), collectives.ranks(group)
+        mean = {path: added_up(encoded[path], everyone[path], n, x) / ranks for path, x in leaves.items()}
+        sent = {path: each.decode(each.payload)[0] for path, each in encoded.items()} if code else leaves
+        return mean, sent, state
+
+    def __repr__(self) -> str:
+        return "allgather" if self == allgather else super().__repr__()
+
+
+allgather = all_gather()
+registry.add("allgather", allgather)
 
 
 class TwoShotState(NamedTuple):
@@ -30,17 +65,14 @@ class two_shot_mean(Carrier):
 
     The owner of a chunk counts the losses of its second hop n times in its `sent`, since a mean divides by n, so error
     feedback outside makes up for both hops. The wrong choice for many leaves of few elements a rank, whose rows are
-    shorter than a codec's blocks: lay them out in buckets, `bucketize(quantize(two_shot))`.
+    shorter than a codec's blocks: `bucketize(quantize(two_shot))`.
 
     Args:
         group: See `all_reduce`.
         server_memory: The owner keeps the losses of its second hop, a residual of one chunk, and adds it to the next
-            mean, instead of counting it in `sent`. The mean of `sent` is then the mean before the second hop; the sum
-            of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. Fed back n
-            times, the error would inflate the scales of its chunk's blocks.
-
-    Raises:
-        ValueError: At the exchange: the residual is of another number of ranks.
+            mean, instead of counting it in `sent`, n times, which would inflate the scales of its chunk's blocks. The
+            sum of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. It is of
+            a fixed number of ranks: a ValueError at the exchange with another.
 
     Source: sum and means by owner as in torchft's quantized all-reduce and in 1-bit Adam (Tang et al., ICML 2021). The
     two residuals of the latter are `error_feedback(sign(two_shot(server_memory=True)))`.

@@ -1,1 +1,0 @@
-"""Memory: sends later what a lossy pipeline has lost in earlier steps."""

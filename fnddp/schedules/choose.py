@@ -1,0 +1,347 @@
+"""Choice of the pipeline of each leaf and each step."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import field
+from fnmatch import translate
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnddp.core import tree
+from fnddp.core.options import at_least, checked_int, checked_pairs
+from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.tree import Leaves, Tree, check_entries, paired, replaced
+from fnddp.reducers.all_reduce import allreduce
+
+MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
+
+
+class PartitionState(NamedTuple):
+    """`rules`: the state of each pattern's pipeline, by pattern."""
+
+    rules: dict[str, State]
+
+
+@transform
+class partition(Sync):
+    """Run on every leaf the pipeline of the first pattern that matches its path.
+
+    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. A leaf that matches none, and a pattern
+    that gets none, are a ValueError in `init` and `exchange`, so that a typo is no silently uncompressed model.
+
+    Args:
+        rules: Pipelines by pattern; the first match wins.
+
+    >>> from fnddp import allreduce, fp16
+    >>> sync = partition({"*.bias": allreduce, "*": fp16(allreduce)})
+    >>> sync
+    partition({'*.bias': allreduce, '*': fp16(allreduce)})
+    >>> sync.init({"fc.weight": torch.ones(2, 2)})
+    Traceback (most recent call last):
+        ...
+    ValueError: partition: pattern '*.bias' gets none of the leaves ['fc.weight']; remove it or mend it
+    """
+
+    rules: Mapping[str, Sync] | tuple[tuple[str, Sync], ...]
+    _compiled: dict[str, re.Pattern[str]] = field(init=False, repr=False, compare=False)
+
+    wraps_skipping: ClassVar[bool] = True
+    tables = frozenset({"rules"})
+
+    def __post_init__(self) -> None:
+        rules = checked_pairs("partition: rules must be a dict of pipelines by pattern", self.rules, Sync, str)
+        object.__setattr__(self, "rules", rules)
+        if not rules:
+            raise ValueError("partition: no rules; write partition({'*': allreduce})")
+        for pattern, _ in rules:
+            if len(pattern) > MAX_PATTERN:
+                raise ValueError(f"partition: a pattern has {len(pattern)} characters, more than {MAX_PATTERN}")
+        if len(dict(rules)) < len(rules):
+            raise ValueError(f"partition: a pattern occurs twice in {[pattern for pattern, _ in rules]}")
+        # Compiled here: Dynamo can trace a match, but not the translation of a pattern.
+        object.__setattr__(self, "_compiled", {pattern: re.compile(translate(pattern)) for pattern, _ in rules})
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        parts = split_by_pattern("partition", leaves, self._compiled)
+        return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in dict(self.rules).items()})
+
+    def exchange(self, leaves: Leaves, state: PartitionState) -> Exchange:
+        parts = split_by_pattern("partition", leaves, self._compiled)
+        done = {
+            pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in dict(self.rules).items()
+        }
+        owner = {path: pattern for pattern, part in parts.items() for path in part}
+        return Exchange(
+            mean={path: done[owner[path]].mean[path] for path in leaves if path in done[owner[path]].mean},
+            sent={path: done[owner[path]].sent[path] for path in leaves},
+            state=PartitionState({pattern: exchange.state for pattern, exchange in done.items()}),
+        )
+
+    def reduces(self, path: str) -> bool:
+        owner = next((sync for pattern, sync in dict(self.rules).items() if self._compiled[pattern].match(path)), None)
+        return owner is None or owner.reduces(path)
+
+
+def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Pattern[str]]) -> dict[str, Leaves]:
+    """Return the leaves of each pattern, the first one that matches their path: see `partition`."""
+    parts: dict[str, Leaves] = {pattern: {} for pattern in patterns}
+    for path, leaf in leaves.items():
+        for pattern, compiled in patterns.items():
+            if compiled.match(path):
+                parts[pattern][path] = leaf
+                break
+        else:
+            raise ValueError(
+                f"{owner}: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
+            )
+    for pattern, part in parts.items():
+        if leaves and not part:  # a tree without leaves has none to miss
+            raise ValueError(
+                f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
+            )
+    return parts
+
+
+class WarmupState(NamedTuple):
+    """`step`: exchanges done so far, at most the number of warm-up steps."""
+
+    step: Replicated[int]
+    before: State
+    inner: State
+
+
+@transform
+class warmup(Sync):
+    """Run `before` for the first `steps` exchanges, then `inner`.
+
+    The first steps of a training run tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
+    `warmup(error_feedback(...), 100)`, unless `before` is lossy too.
+
+    >>> from fnddp import fp16
+    >>> sync = warmup(fp16(allreduce), steps=1)
+    >>> grads = {"w": torch.tensor([1 + 2**-20])}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> bool(first["w"] == grads["w"]), second["w"].item(), state.step
+    (True, 1.0, 1)
+    """
+
+    inner: Sync
+    steps: int
+    before: Sync = allreduce
+
+    wraps_skipping: ClassVar[bool] = True
+    limits: ClassVar = {"steps": at_least(0)}
+
+    def init(self, grads: Tree) -> State:
+        return WarmupState(0, self.before.init(grads), self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: WarmupState) -> Exchange:
+        if state.step < self.steps:
+            before = self.before.exchange(leaves, state.before)
+            return replaced(before, state=WarmupState(state.step + 1, before.state, state.inner))
+        inner = self.inner.exchange(leaves, state.inner)
+        return replaced(inner, state=WarmupState(state.step, state.before, inner.state))
+
+
+class SwitchState(NamedTuple):
+    """`step`: exchanges done, at most the first step of the last stage. `stages`: their states, by their first step.
+
+    None stands in place of a tensor that an earlier stage has.
+    """
+
+    step: Replicated[int]
+    stages: dict[str, State]
+
+
+@transform
+class switch(Sync):
+    """Run another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
+
+    For ranks, ratios and precisions that change during training; for a first phase alone `warmup` is shorter. A stage
+    takes over tensors of the stage before: those at the same place in a state of the same class, with the same
+    shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
+    queries of another rank and counters begin anew. Memory outside, `error_feedback(switch({...}))`, needs none of
+    that. The wrong choice for changes in every step: each stage is a phase, with a plan of its own, of which adapters
+    keep at most 8.
+
+    Args:
+        stages: Pipelines by their first step, counted in exchanges; one begins at 0.
+
+    >>> from fnddp import allreduce, fp16
+    >>> sync = switch({0: allreduce, 1: fp16(allreduce)})
+    >>> grads = {"w": torch.tensor([1 + 2**-20])}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> bool(first["w"] == grads["w"]), second["w"].item(), state.step
+    (True, 1.0, 1)
+    """
+
+    stages: Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
+
+    wraps_skipping: ClassVar[bool] = True
+    tables = frozenset({"stages"})
+
+    def __post_init__(self) -> None:
+        pairs = checked_pairs("switch: stages must be a dict of pipelines by step", self.stages, Sync)
+        steps = [checked_int("switch: a step", step) for step, _ in pairs]
+        if not steps or min(steps) != 0 or len(set(steps)) < len(steps):
+            raise ValueError(f"switch: the first of the stages begins at step 0, others later, got the steps {steps}")
+        by_step = dict(zip(steps, (sync for _, sync in pairs), strict=True))
+        object.__setattr__(self, "stages", tuple((step, by_step[step]) for step in sorted(by_step)))
+
+    def init(self, grads: Tree) -> State:
+        stages: dict[str, State] = {}
+        whole: State = None
+        for step, sync in dict(self.stages).items():
+            stages[str(step)] = paired(_none_where_same, sync.init(grads), whole)
+            whole = paired(_or_before, stages[str(step)], whole)
+        return SwitchState(0, stages)
+
+    def exchange(self, leaves: Leaves, state: SwitchState) -> Exchange:
+        begun = [(str(step), sync) for step, sync in dict(self.stages).items() if state.step >= step]
+        whole: State = None
+        for name, _ in begun:
+            whole = paired(_or_before, state.stages[name], whole)
+        inner = begun[-1][1].exchange(leaves, whole)
+        stages, rest = dict(state.stages), inner.state
+        for name, _ in reversed(begun):  # to where each part stands
+            own = stages[name]
+            stages[name] = paired(_replaced, own, rest)
+            rest = paired(lambda mine, following: following if mine is None else None, own, rest)
+        step = state.step + 1 if state.step < max(dict(self.stages)) else state.step
+        return replaced(inner, state=SwitchState(step, stages))
+
+
+def _none_where_same(own: Any, before: Any) -> Any:
+    same = (
+        isinstance(own, Tensor)
+        and isinstance(before, Tensor)
+        and (own.shape, own.dtype, own.device) == (before.shape, before.dtype, before.device)
+    )
+    return None if same else own
+
+
+def _or_before(own: Any, before: Any) -> Any:
+    return before if own is None else own
+
+
+def _replaced(own: Any, following: Any) -> Any:
+    return following if _is_part(own) and _is_part(following) else own
+
+
+def _is_part(value: Any) -> bool:
+    return value is not None and not isinstance(value, tuple | list | dict)  # of a state of another structure
+
+
+class EveryState(NamedTuple):
+    """`step`: steps since the last exchange, below n."""
+
+    step: Replicated[int]
+    inner: State
+
+
+@transform
+class every(Sync):
+    """Exchange in each n-th step; in the others, no leaf has an update.
+
+    The pipeline returns None for those leaves, and adapters leave `.grad` None, on all ranks alike, so that Adam's
+    moments and weight decay stand still.
+
+    By itself it **loses** the gradients of the other steps. With memory outside they add up, and the n-th step sends
+    the sum: `error_feedback(every(4, topk(allgather, ratio=0.01)))`. The update is then about n times as large. The
+    wrong choice where a loop may wait: gradient accumulation (`no_sync`) does the same without memory.
+
+    Args:
+        n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
+
+    Source: the period of communication of Qsparse-local-SGD (Basu et al., NeurIPS 2019, Algorithm 1) with one set of
+    parameters: here they stand still in between.
+
+    >>> from fnddp import allreduce, error_feedback
+    >>> sync = error_feedback(every(2, allreduce))
+    >>> grads = {"w": torch.ones(2)}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> first, second
+    ({'w': None}, {'w': tensor([2., 2.])})
+    """
+
+    n: int
+    inner: Sync
+
+    wraps_skipping: ClassVar[bool] = True
+    limits: ClassVar = {"n": at_least(1)}
+
+    @property
+    def skips(self) -> bool:
+        return self.n > 1 or super().skips
+
+    def init(self, grads: Tree) -> State:
+        return EveryState(0, self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: EveryState) -> Exchange:
+        if state.step + 1 < self.n:
+            nothing = {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
+            return Exchange({}, nothing, EveryState(state.step + 1, state.inner))
+        inner = self.inner.exchange(leaves, state.inner)
+        return replaced(inner, state=EveryState(0, inner.state))
+
+
+class DelayedState(NamedTuple):
+    """`step`: 0 before the first exchange, then 1. `last`: the mean of the last exchange, by leaf path."""
+
+    step: Replicated[int]
+    last: Replicated[Leaves]
+    inner: State
+
+
+@transform
+class delayed(Sync):
+    """Return the last step's mean now, and this step's in the next. In the first step no leaf has an update.
+
+    Use it to find out what a stale mean does to a training run. The wrong choice for anything else: engines end a step
+    when all of its collectives are complete, so it costs a copy of the gradients, and **saves no time today**.
+
+    `sent` is this rank's contribution to the next output, so memory outside remembers losses and not what is late: with
+    it, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients. Around `every` it
+    is a TypeError: write `every(n, delayed(...))`.
+
+    Source: one step of delay as in Pipe-SGD (Li et al., NeurIPS 2018), Algorithm 1 with K = 2.
+
+    >>> from fnddp import allreduce
+    >>> sync = delayed(allreduce)
+    >>> first, state = sync({"w": torch.ones(2)}, sync.init({"w": torch.ones(2)}))
+    >>> second, state = sync({"w": torch.zeros(2)}, state)
+    >>> first, second
+    ({'w': None}, {'w': tensor([1., 1.])})
+    """
+
+    inner: Sync
+
+    @property
+    def skips(self) -> bool:
+        return True
+
+    @property
+    def sent_is_exact(self) -> bool:
+        return False
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        last = {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
+        return DelayedState(0, last, self.inner.init(grads))
+
+    def exchange(self, leaves: Leaves, state: DelayedState) -> Exchange:
+        check_entries("delayed", state.last, {path: leaf.shape for path, leaf in leaves.items()})
+        inner = self.inner.exchange(leaves, state.inner)
+        # Copies: the caller may scale a mean in place, and gradients may be in memory that the next step reuses.
+        mean = _copies(state.last) if state.step else {}
+        return Exchange(mean, inner.sent, DelayedState(1, _copies(inner.mean), inner.state))
+
+
+def _copies(leaves: Leaves) -> dict[str, Tensor]:
+    return {path: leaf.clone() for path, leaf in leaves.items()}

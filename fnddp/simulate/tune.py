@@ -1,0 +1,346 @@
+"""Time and loss together: which pipeline ends near the plain mean's loss, in the shortest step. See `fnddp tune`."""
+
+import math
+import statistics
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fnddp.core.options import checked_int
+from fnddp.core.parse import parse
+from fnddp.core.sync import Sync
+from fnddp.core.tree import Leaves
+from fnddp.cost.estimate import Links
+from fnddp.cost.step import Compute, MeanStep
+from fnddp.plan.period import period
+from fnddp.run.measure import measure_backward, measure_segments
+from fnddp.simulate.training import simulate_training
+
+Batch: TypeAlias = tuple[Tensor, ...]
+Forward: TypeAlias = Callable[..., Any]  # a module, or a function that stands for one with other parameters
+Loss: TypeAlias = Callable[[Forward, Batch], Tensor]
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, batches and a loss: what all commands take, and `tune`.
+
+    Attributes:
+        build: Makes a new module. Its initial values are a function of torch's global seed.
+        loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
+        batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
+        optimizer: Makes one for a list of tensors, with `lr` to choose another learning rate.
+        quality: The final loss, of a function that stands for the trained module, in eval mode; None for the mean of
+            the training losses of the last tenth of the steps.
+        accuracy: The share of held-out data that is recognized, likewise; None where there is none.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Loss
+    batch: Callable[[int, int, torch.Generator], Batch]
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    quality: Callable[[Forward], float] | None = None
+    accuracy: Callable[[Forward], float] | None = None
+
+    def make(self, seed: int) -> nn.Module:
+        """Make a new module, a function of `seed` alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build()
+
+    def batches(self, n: int, seed: int, steps: int) -> Iterator[Batch]:
+        """Yield for each step tensors with a row for each rank, `[n, batch, ...]`."""
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            rows = [self.batch(rank, n, generator) for rank in range(n)]
+            yield tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+
+    def loss_of(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Return the loss as a function of the parameters of `module`, and a batch."""
+
+        def of_parameters(params: Leaves, *batch: Tensor) -> Tensor:
+            return self.loss(standing_for(module, params), batch)
+
+        return of_parameters
+
+
+def trained(module: nn.Module) -> Leaves:
+    """Return the parameters that require gradients, by name."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def standing_for(module: nn.Module, params: Any) -> Forward:
+    """Return a function that stands for `module` with other parameters."""
+    return lambda *inputs: functional_call(module, params, inputs)
+
+
+def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> float:
+    """Return the loss that training with `sync` on `n` virtual ranks ends with."""
+    model = problem.make(seed)
+    # Fused attention has no rule for vmap, which would run it rank by rank, and warn.
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
+        torch.manual_seed(seed)
+        done = simulate_training(
+            problem.loss_of(model),
+            trained(model),
+            problem.batches(n, seed, steps),
+            sync,
+            world_size=n,
+            optimizer=problem.optimizer,
+        )
+    if problem.quality is None:
+        return done.losses[-max(1, steps // 10) :].mean().item()
+    with torch.no_grad():
+        return problem.quality(standing_for(model.eval(), done.params))
+
+
+MEAN = "allreduce"
+SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
+"""Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
+
+MARGIN = 0.02
+"""A step must be shorter by this share to count as faster: predictions are not better than that."""
+SAME = 1e-4
+"""Losses that differ by less, relative to them, are the same: rounding does that."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The costs of a pipeline, and the losses that training with it ends with.
+
+    Attributes:
+        pipeline: Its expression.
+        wire_bytes: Bytes that one rank passes to its collectives in a step, the mean over a period after all warm-ups.
+        link_bytes: Bytes that one rank sends over its link in a step, likewise.
+        step: The steps of such a period, predicted.
+        losses: The final loss, by seed.
+    """
+
+    pipeline: str
+    wire_bytes: int
+    link_bytes: int
+    step: MeanStep
+    losses: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The mean time of a step."""
+        return self.step.seconds
+
+    @property
+    def loss(self) -> float:
+        """The mean over seeds; infinite where a training diverged."""
+        mean = statistics.fmean(self.losses)
+        return mean if math.isfinite(mean) else math.inf
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the best and the worst seed."""
+        return (max(self.losses) - min(self.losses)) / 2 if math.isfinite(self.loss) else math.inf
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the costs, for programs."""
+        parts = ("encode", "decode", "communication", "exposed")
+        times = {f"{part}_seconds": getattr(self.step, f"{part}_seconds") for part in parts}
+        sizes = {"wire_bytes": self.wire_bytes, "link_bytes": self.link_bytes}
+        return {"pipeline": self.pipeline, **sizes, "step_seconds": self.seconds, **times}
+
+    def beats(self, other: "Outcome") -> bool:
+        """Return whether `other` is no better in anything, and worse in something."""
+        slack = SAME * abs(other.loss)
+        is_no_worse = self.seconds <= other.seconds and self.loss <= other.loss + slack
+        return is_no_worse and (self.seconds < other.seconds or self.loss < other.loss - slack)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The findings of `tune`.
+
+    Attributes:
+        outcomes: Of each pipeline, the fastest first.
+        compute: Forward and backward, as measured.
+        within: How much worse than the plain mean's a loss may be, relative to it.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    compute: Compute
+    within: float
+
+    @property
+    def mean(self) -> Outcome:
+        """The plain mean's outcome."""
+        return next(each for each in self.outcomes if each.pipeline == MEAN)
+
+    @property
+    def threshold(self) -> float:
+        """The largest loss that is good enough; not finite where the plain mean diverged."""
+        return self.mean.loss + self.within * abs(self.mean.loss)
+
+    @property
+    def good(self) -> tuple[Outcome, ...]:
+        """Outcomes whose loss is good enough, the fastest first; none where the plain mean diverged."""
+        is_known = math.isfinite(self.threshold)
+        return tuple(each for each in self.outcomes if is_known and each.loss <= self.threshold)
+
+    @property
+    def pareto(self) -> tuple[Outcome, ...]:
+        """Outcomes that no other beats in time and loss."""
+        return tuple(each for each in self.outcomes if not any(other.beats(each) for other in self.outcomes))
+
+    @property
+    def winner(self) -> Outcome:
+        """The fastest whose loss is good enough, if it is faster than `plain` by `MARGIN`; `plain` otherwise.
+
+        Without any whose loss is good enough it is the plain mean, which has diverged: see `doubt`.
+        """
+        return next((each for each in self.good if _is_faster(each, self.plain)), self.plain)
+
+    @property
+    def plain(self) -> Outcome:
+        """The outcome to beat: of the fastest 16-bit wire that is good enough, if that beats the plain mean itself."""
+        half = self.sixteen_bits
+        return half if half is not None and _is_faster(half, self.mean) else self.mean
+
+    @property
+    def sixteen_bits(self) -> Outcome | None:
+        """The fastest 16-bit wire whose loss is good enough."""
+        return next((each for each in self.good if each.pipeline in SIXTEEN_BITS), None)
+
+    @property
+    def verdict(self) -> str:
+        """The winner in words, and by how much it is faster."""
+        if not self.good:
+            return "No winner: there is no loss to compare with"
+        best, plain = self.winner, self.plain
+        if best is plain:
+            return f"Nothing beats {'the plain mean' if plain is self.mean else 'a 16-bit wire'}: {plain.pipeline}"
+        ratio = f"{best.pipeline}: {plain.seconds / best.seconds:.2f}x as fast as {plain.pipeline}"
+        return ratio if self.sixteen_bits else f"{ratio}; no 16-bit wire is good enough"
+
+    @property
+    def doubt(self) -> str | None:
+        """The reason why the losses do not distinguish pipelines; None if they do."""
+        if not math.isfinite(self.mean.loss):
+            return "the plain mean itself diverged: lower the learning rate"
+        noise = self.mean.spread
+        if len(self.mean.losses) < 2:
+            return "one seed says nothing of the spread: give more"
+        if noise > self.within * abs(self.mean.loss):
+            relative = noise / abs(self.mean.loss)
+            return f"seeds alone move the plain mean's loss by {relative:.1%}, more than {self.within:.1%}"
+        return None
+
+
+def _is_faster(one: Outcome, other: Outcome) -> bool:
+    return one.seconds < (1 - MARGIN) * other.seconds
+
+
+CANDIDATES = (
+    "bucketize(quantize(two_shot))",
+    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
+    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
+    "error_feedback(topk(bf16(allgather), ratio=0.01))",
+    "error_feedback(topk(bf16(allgather), ratio=0.05))",
+    "error_feedback(powersgd(bf16(allreduce), rank=1))",
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+)
+
+
+def tune(
+    problem: Problem,
+    pipelines: Sequence[str] = CANDIDATES,
+    *,
+    link: Links,
+    ranks: int,
+    steps: int = 200,
+    seeds: Sequence[int] = (0, 1, 2),
+    within: float = 0.01,
+    bucket_cap_mb: float = 25,
+    threads: int = 1,
+    tell: Callable[[int, int], None] = lambda done, of: None,
+) -> Tuned:
+    """Train with each pipeline on `ranks` virtual ranks, cost a step of each on `link`, and compare.
+
+    The plain mean and 16-bit wires are always among them. Losses are simulated (`fnddp.simulate_training`); times are
+    predicted (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The wrong
+    judge at a learning rate that is not the plain mean's best (all train at one, and the order may be another at
+    another); for a cluster whose processors are not like this one's, or are shared by ranks; for a loss that decides
+    after more steps than these; and for a warm-up: it is trained with, but costed as if it were over.
+
+    Args:
+        problem: The model, batches and loss.
+        pipelines: Expressions.
+        link: The connection of the ranks.
+        ranks: Number of virtual ranks.
+        steps: Number of training steps.
+        seeds: A training for each, of the initial parameters and the batches; pipelines share them.
+        within: How much worse than the plain mean's a loss may be, relative to it.
+        bucket_cap_mb: MiB of gradients whose payloads travel together.
+        threads: Number of threads of a rank, while it is timed.
+        tell: Called after each training, with the number of those that are done, and of all.
+
+    Raises:
+        ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
+            seed; `within` is negative.
+        LoweringError: A pipeline has no plan.
+    """
+    if checked_int("tune: steps", steps) < 1 or checked_int("tune: ranks", ranks) < 1:
+        raise ValueError(f"tune: steps and ranks must be at least 1, got {steps} and {ranks}")
+    if not seeds:
+        raise ValueError("tune: seeds must name at least one seed, such as (0, 1, 2), got none")
+    if not 0 <= within < math.inf:
+        raise ValueError(f"tune: within must be 0 or more, such as 0.01, got {within!r}")
+    syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, *pipelines))}
+    for sync in syncs.values():
+        _require_mean(sync)
+    model = problem.make(0)
+    leaves, batch = trained(model), next(problem.batches(ranks, 0, 1))
+    with on_threads(threads):
+        compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
+        costs = {text: cost(sync, leaves, link, ranks, compute, bucket_cap_mb) for text, sync in syncs.items()}
+    runs = [(text, seed) for seed in seeds for text in syncs]
+    losses: dict[str, list[float]] = {text: [] for text in syncs}
+    for done, (text, seed) in enumerate(runs, start=1):
+        losses[text].append(final_loss(problem, syncs[text], ranks, seed, steps))
+        tell(done, len(runs))
+    outcomes = [replace(each, losses=tuple(losses[text])) for text, each in costs.items()]
+    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within)
+
+
+def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:
+    """Return the cost of a step of `sync` after all warm-ups, the mean over its period; measure its segments here."""
+    repeated = period(sync, leaves, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
+    timed = [(each, measure_segments(each.plan, each.state)) for each in repeated]
+    predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
+    step = MeanStep(tuple(predicted))
+    return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
+
+
+def _require_mean(sync: Sync) -> None:
+    if named := [group for group in sync.groups or () if group is not None]:
+        raise ValueError(
+            f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but tune's virtual ranks are one group; "
+            "leave it out, or cost the pipeline with lower(sync, params, world_size={...}).predict(link, compute)"
+        )
+    if not sync.ops:
+        raise ValueError(f"tune: {sync!r} exchanges nothing, so each rank would train alone; add a reducer")
+
+
+@contextmanager
+def on_threads(n: int) -> Generator[None]:
+    """Run the block with `n` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

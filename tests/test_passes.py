@@ -1,0 +1,208 @@
+"""Passes keep the numbers of pipelines that are made to mislead them: each was wrong once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnddp
+from fnddp import Exchange, Replicated, State, Sync, allreduce, laws
+from fnddp.core import collectives, tree
+from fnddp.core.tree import Leaves, Tree
+from fnddp.simulate.ranks import run_threads
+from tests.pipelines import EXAMPLES, TREES
+from tests.traces import TracesOfThreads
+
+
+def summed(leaves: Leaves) -> Leaves:
+    return collectives.all_reduce(leaves, "sum", None)
+
+
+def gathered(leaves: Leaves) -> Leaves:
+    return {path: collectives.all_gather(leaf, None) for path, leaf in leaves.items()}
+
+
+@dataclass(frozen=True, repr=False)
+class Applied(Sync):
+    """`before` is done to each leaf, `send` moves it, and `after` is done to what came."""
+
+    before: Callable[[Tensor], Tensor] = lambda x: x
+    send: Callable[[Leaves], Leaves] = summed
+    after: Callable[[Tensor], Tensor] = lambda x: x
+
+    groups, ops = frozenset({None}), frozenset({"mean"})
+
+    def init(self, grads: Tree) -> State:
+        return ()
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        sent = self.send({path: self.before(leaf) for path, leaf in leaves.items()})
+        return Exchange({path: self.after(each) for path, each in sent.items()}, leaves, state)
+
+
+class Sorted(Applied):
+    """Gives its state back in another order than it got it."""
+
+    def init(self, grads: Tree) -> State:
+        return {path: torch.zeros_like(leaf) for path, leaf in tree.flatten(grads)[0].items()}
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return Exchange(dict(leaves), leaves, {path: state[path] + leaves[path] for path in sorted(leaves)})
+
+
+def test_a_state_in_another_order():
+    grads = {"w": torch.ones(2), "b": 10 * torch.ones(2)}
+    sync = Sorted()
+    for step in (sync, fnddp.jit(sync)):
+        state = sync.init(grads)
+        for _ in range(2):
+            _, state = step(grads, state)
+        assert (state["w"].tolist(), state["b"].tolist()) == ([2.0, 2.0], [20.0, 20.0])
+
+
+def turned(x: Tensor) -> Tensor:
+    """Has another shape at each step, and always the same identity."""
+    y = x.clone()
+    y.unsqueeze_(0)
+    y = y * 2
+    return y[0]
+
+
+def sent_in_two_ways(leaves: Leaves, parity: int) -> Leaves:
+    """Every other one in a buffer of bytes."""
+    added = summed({path: leaf for i, (path, leaf) in enumerate(leaves.items()) if i % 2 == parity})
+    return {path: added[path] if path in added else collectives.all_to_all(leaf) for path, leaf in leaves.items()}
+
+
+def signed_views(x: Tensor) -> Tensor:
+    negative = torch._neg_view(x)
+    return torch._neg_view(negative).clone() + torch._neg_view(negative) * 2
+
+
+def doubled(parity: int) -> Applied:
+    return Applied(
+        before=lambda x: torch.stack([x, x + 1]) * 2,
+        send=lambda leaves: sent_in_two_ways(leaves, parity),
+        after=lambda rows: rows.sum(0),
+    )
+
+
+def thrice(x: Tensor) -> Tensor:
+    return x * 2 * 2 * 2
+
+
+def added_twice(x: Tensor) -> Tensor:
+    return torch.add(x, 1, alpha=2)
+
+
+APPLIED = {
+    "doubled in buffers of bytes and numbers": doubled(0),
+    "doubled in buffers of numbers and bytes": doubled(1),
+    "halves in a buffer of bytes": Applied(before=lambda x: x / 2, send=gathered, after=lambda rows: rows.sum(0)),
+    "rows that are looked at as one line": Applied(
+        before=thrice, send=gathered, after=lambda rows: rows.view(-1).view(len(rows), -1).sum(0)
+    ),
+    "a chain of one kind": Applied(before=thrice),
+    "a chain of one kind, behind": Applied(after=thrice),
+    "what is read twice": Applied(before=lambda x: (y := x * 3) * y),
+    "alpha and a number": Applied(before=added_twice),
+    "alpha and a number, behind": Applied(after=added_twice),
+    "shapes that change in place": Applied(before=turned),
+    "means of operations in place": Applied(after=lambda x: x.clone().mul_(3)),
+    "means that are copies": Applied(after=torch.clone),
+    "means that are copies of gradients": Applied(send=lambda leaves: tree.map_leaves(torch.clone, leaves)),
+    "views of views": Applied(before=lambda x: torch.cat([x[1:][1:2], x[1:][:1] * 2, x[:1].expand(4)[1:2], x[3:]])),
+    "views that carry a sign": Applied(before=signed_views),
+}
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_many_small_leaves_are_each_their_own(name):
+    sync = APPLIED[name]
+
+    def body(rank: int) -> None:
+        step, kept = fnddp.jit(sync), []
+        for i in range(3):
+            grads = {f"leaf {k}": torch.arange(3.0 + k % 2) + k + 10 * rank + 100 * i for k in range(6)}
+            want, _ = sync(grads, ())
+            got, _ = step(grads, ())
+            kept.append((want, got))
+        for want, got in kept:  # which later steps leave alone
+            assert {path: leaf.tolist() for path, leaf in got.items()} == {p: leaf.tolist() for p, leaf in want.items()}
+        if name == "shapes that change in place":
+            assert step.plan is None
+        else:
+            assert step.plan is not None
+            assert any(operation.count > 1 for segment in step.plan.segments for operation in segment.operations)
+
+    run_threads(2, body)
+
+
+# No result is written over what it is still computed from.
+
+FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "x + x.T": lambda x, y: x + x.t(),
+    "x.T - x": lambda x, y: x.t() - x,
+    "x * reversed x": lambda x, y: x * x.flip(0).view_as(x).t(),
+    "x @ x": lambda x, y: x @ x,
+    "x @ y": lambda x, y: x @ y,
+    "y @ x": lambda x, y: y @ x,
+    "x + x @ y": lambda x, y: torch.addmm(x, x, y),
+    "y + x @ x": lambda x, y: torch.addmm(y, x, x),
+}
+
+
+class FoldedState(NamedTuple):
+    power: Replicated[dict[str, Tensor]]
+    inner: State
+
+
+@pytest.fixture
+def folded(own_transforms: None) -> type[Sync]:
+    @fnddp.transform
+    class folded(Sync):
+        """Folds square leaves before the wire and behind it, there with this rank's own gradient, and a state."""
+
+        inner: Sync
+        how: str
+
+        def init(self, grads):
+            power = {path: torch.eye(len(leaf)) + leaf.new_full(leaf.shape, 0.1) for path, leaf in grads.items()}
+            return FoldedState(power, self.inner.init(grads))
+
+        def exchange(self, grads, state):
+            fold = FOLDS[self.how]
+            payload = {path: fold(leaf * 2, leaf) / 8 for path, leaf in grads.items()}
+            inner = self.inner.exchange(payload, state.inner)
+            mean = {path: fold(grads[path], leaf * 3) for path, leaf in inner.mean.items()}
+            power = {path: fold(state.power[path], leaf) / 8 for path, leaf in inner.mean.items()}
+            return Exchange(mean, grads, FoldedState(power, inner.state))
+
+    return folded
+
+
+def squares(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {path: torch.randn(6, 6, generator=generator) for path in ("a", "b")}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("donation", laws.DONATIONS, ids=lambda d: f"{d.gradients}-{d.state}")
+@pytest.mark.parametrize("how", FOLDS)
+def test_operations_that_read_their_operand_elsewhere(folded, how, donation):
+    run_threads(2, partial(laws.law_6_lowered_is_eager, donation=donation), folded(allreduce, how), squares)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_returned_does_not_lie_where_the_next_step_writes(monkeypatch, name):
+    """Large results of operations lie in memory that steps share; here all of them are large."""
+    monkeypatch.setattr(Device, "light_bytes", 0)
+    sync, traces = fnddp.parse(EXAMPLES[name]), TracesOfThreads()
+    for donation in laws.DONATIONS[1:]:
+        law = partial(laws.law_6_lowered_is_eager, donation=donation, traces=traces)
+        run_threads(2, law, sync, TREES["model"])
