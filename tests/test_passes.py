@@ -13,6 +13,7 @@ import fnddp
 from fnddp import Exchange, Replicated, State, Sync, allreduce, laws
 from fnddp.core import collectives, tree
 from fnddp.core.tree import Leaves, Tree
+from fnddp.device import Device
 from fnddp.simulate.ranks import run_threads
 from tests.pipelines import EXAMPLES, TREES
 from tests.traces import TracesOfThreads

@@ -507,10 +507,8 @@ class Step:
             collective.op,
             collective.group,
         )
-        with (
-            _NOTHING if observer is None else observer.launches(collective, self._program.device, stream),
-            without_modes(),
-        ):
+        named = _NOTHING if observer is None else observer.launches(collective, device, self._program.stream)
+        with named, without_modes():
             self._works[index] = _named(collective, start)
 
     def _is_completed(self, index: int) -> bool:

@@ -95,10 +95,9 @@ class Vote:
             flags = [failed, has_weight, has_none, *(path not in absent for path in self._leaves)]
             with _named_failures():
                 self._start(self._device.of_host(flags, torch.uint8), self.groups[0])
-                for group in (
-                    self.groups[1:] if self._device.is_asynchronous else ()
-                ):  # all, whether this rank will ask or not
-                    self._start(self._gathered().amax(0), group)
+                if self._device.is_asynchronous:  # all groups, whether this rank will ask or not
+                    for group in self.groups[1:]:
+                        self._start(self._gathered().amax(0), group)
 
     def outcome(self) -> frozenset[str]:
         """Return the leaves that have arrived on no rank.

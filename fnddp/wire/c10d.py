@@ -161,9 +161,7 @@ class C10d:
         return "C10D" if self is C10D else (C10d, (dict(self._own),))
 
     def _live(self, group: str | None, device: torch.device) -> dist.ProcessGroup:
-        return live_group(
-            group if device_of(device).is_asynchronous else self._own.get(group, group)
-        )  # these are gloo's
+        return live_group(group if device_of(device).is_asynchronous else self._own.get(group, group))  # gloo's
 
 
 C10D = C10d()
