@@ -12,6 +12,8 @@ from fnddp.reducers.all_reduce import allreduce
 from fnddp.reducers.none import none
 from fnddp.schedules.switch import switch
 
+Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
+
 
 class LocalSGDState(NamedTuple):
     """`step`: local steps, for `local_sgd` since the last average. `inner`: for `hierarchical_local_sgd` by period."""
@@ -114,9 +116,6 @@ class post_local_sgd(Outer):
             return params, LocalSGDState(state.step + 1, state.inner)
         mean, inner = exchanges.end("params", self.sync, params, state.inner)
         return mean, LocalSGDState(state.step + 1, inner)
-
-
-Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
 
 @outer
