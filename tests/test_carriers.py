@@ -10,7 +10,7 @@ import fnddp
 from fnddp import allgather, allreduce, bf16, bucketize, fp16, lower, parse, quantize, sign, topk, two_shot
 from fnddp.core.collectives import sum_in_rank_order
 from fnddp.laws import bits
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulate.ranks import RankFailed, run_threads
 
 SHAPES = {"w": (9, 7), "b": (5,), "one": (), "wide": (3, 400)}
 
@@ -45,6 +45,14 @@ def test_a_16_bit_wire_adds_in_float32_in_buckets_too(cast, carrier):
         for path in SHAPES:
             total = in_rank_order([grads(rank)[path].to(plain.dtype) for rank in range(3)])
             assert torch.equal(mean[path], (total / 3).to(plain.dtype if carrier is two_shot else total.dtype).float())
+
+
+def test_server_memory_of_another_number_of_ranks_is_named():
+    sync = sign(two_shot(server_memory=True))
+    state = run_threads(2, lambda rank: sync.init({"w": torch.empty(20)}))[0]
+    message = r"two_shot: the state has an entry of shape \(10,\) for leaf 'w', .*\(7,\).* another number of ranks"
+    with pytest.raises(RankFailed, match=message):
+        run_threads(3, lambda rank: sync({"w": torch.ones(20)}, state))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,16 @@ BF16_ON_CPU = "torch registers its bf16 hook with NCCL on CUDA only; compare wit
 POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
 
 
+PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode", "end")
+"""In the order in which they come."""
+
+OPERATIONS = "operations"
+"""Operations of aten in a step, nested ones counted, too."""
+
+STEPS = 5
+_HOOKED = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+
+
 @dataclass(frozen=True)
 class Arm:
     """A way to run a training step: forward, loss, backward, with or without synchronization."""
@@ -157,16 +167,6 @@ def _count(step: Callable[[], object]) -> int:
     with WireCounter() as counter:
         step()
     return counter.wire_bytes
-
-
-PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode", "end")
-"""In the order in which they come."""
-
-OPERATIONS = "operations"
-"""Operations of aten in a step, nested ones counted, too."""
-
-STEPS = 5
-_HOOKED = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 
 
 def profiled(arm: Arm) -> dict[str, float]:

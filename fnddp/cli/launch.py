@@ -32,6 +32,14 @@ SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: 
 Work = Callable[..., Iterable[Any]]
 
 
+DEFAULT_RANKS = 2
+HINT = (
+    "If ranks cannot meet: MASTER_ADDR must be an address of the first one's host that all can reach, and MASTER_PORT "
+    "be free there; with several network cards, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one to use; "
+    "with GPUs on some hosts only, all need --device cpu"
+)
+
+
 class RankError(Failure, RuntimeError):
     """A rank ended before its work was done; the message names it and gives the cause."""
 
@@ -162,14 +170,6 @@ def _how_it_ended(process: BaseProcess) -> str:
     if exitcode < 0:
         return f"was ended by {signal.Signals(-exitcode).name} ({signal.strsignal(-exitcode)})"
     return f"exited with code {exitcode} before it was done"
-
-
-DEFAULT_RANKS = 2
-HINT = (
-    "If ranks cannot meet: MASTER_ADDR must be an address of the first one's host that all can reach, and MASTER_PORT "
-    "be free there; with several network cards, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one to use; "
-    "with GPUs on some hosts only, all need --device cpu"
-)
 
 
 @dataclass(frozen=True)

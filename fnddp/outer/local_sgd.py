@@ -11,6 +11,8 @@ from fnddp.outer.contract import Exchanges, Outer, outer, require_options
 from fnddp.reducers.all_reduce import allreduce, none
 from fnddp.schedules.choose import switch
 
+Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
+
 
 class LocalSGDState(NamedTuple):
     """`step`: local steps, for `local_sgd` since the last average. `inner`: for `hierarchical_local_sgd` by period."""
@@ -113,9 +115,6 @@ class post_local_sgd(Outer):
             return params, LocalSGDState(state.step + 1, state.inner)
         mean, inner = exchanges.end("params", self.sync, params, state.inner)
         return mean, LocalSGDState(state.step + 1, inner)
-
-
-Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
 
 @outer

@@ -11,6 +11,10 @@ STEP = "fnddp step"
 """The name of a measured step on a profiler's clock."""
 
 
+COMPUTE, WIRE = 0, 1  # tracks
+PROCESS = "predicted by fnddp"  # not a number, as torch's own tracks without a process: no measured one is called so
+
+
 def beside(measured: str, predicted: str) -> str:
     """Return two traces as one, for https://ui.perfetto.dev: the predicted one is a process that begins with the step.
 
@@ -34,10 +38,6 @@ def beside(measured: str, predicted: str) -> str:
         moved = {"ts": round(event["ts"] + begins[0], 3)} if "ts" in event else {}
         whole["traceEvents"].append(event | moved)
     return json.dumps(whole)
-
-
-COMPUTE, WIRE = 0, 1  # tracks
-PROCESS = "predicted by fnddp"  # not a number, as torch's own tracks without a process: no measured one is called so
 
 
 def to_trace(plan: Schedule, step: Step) -> str:

@@ -21,6 +21,26 @@ WIDEST = 1000  # where a line of the picture ends, and the next one begins
 LONGEST = WIDEST - MARGIN - GUTTER - SLOT  # of a bar in a row
 
 
+INK, SOFT, LINE, PAPER = "#263238", "#546e7a", "#cfd8dc", "#ffffff"
+ON_DARK = {INK: "#eceff1", SOFT: "#b0bec5", LINE: "#455a64", PAPER: "#1e2429"}
+# For renderers that know no style sheets the attributes stay.
+DARK = "<style>@media (prefers-color-scheme: dark) {{{}}}</style>".format(
+    " ".join(
+        f'.fnddp-plan [{where}="{light}"] {{{where}: {dark}}}'
+        for light, dark in ON_DARK.items()
+        for where in ("fill", "stroke")
+    )
+)
+# Okabe and Ito's palette, distinct for colour-blind readers too: the buckets take turns.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+
+LANE, WIRE = 76, 92  # heights of lanes: of boxes, of a wire
+INSET, BOX, BAR = 12, 44, 18  # heights: what is free above a box in its lane, a box, a collective's bar
+BETWEEN, STUB = 44, 16  # heights: between rows, of an arrow that comes from another one
+
+Point: TypeAlias = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Box:
     """A run that is computed."""
@@ -112,26 +132,6 @@ def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, tuple[str,
     # A bar like most fills the time of a slot, so that a wire that is always busy looks so.
     scale = min(SLOT / (median(amounts) or 1), LONGEST / (max(amounts) or 1)) if amounts else 1.0
     return [(max(4.0, scale * amount), label) for amount, label in zip(amounts, labels, strict=True)]
-
-
-INK, SOFT, LINE, PAPER = "#263238", "#546e7a", "#cfd8dc", "#ffffff"
-ON_DARK = {INK: "#eceff1", SOFT: "#b0bec5", LINE: "#455a64", PAPER: "#1e2429"}
-# For renderers that know no style sheets the attributes stay.
-DARK = "<style>@media (prefers-color-scheme: dark) {{{}}}</style>".format(
-    " ".join(
-        f'.fnddp-plan [{where}="{light}"] {{{where}: {dark}}}'
-        for light, dark in ON_DARK.items()
-        for where in ("fill", "stroke")
-    )
-)
-# Okabe and Ito's palette, distinct for colour-blind readers too: the buckets take turns.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-
-LANE, WIRE = 76, 92  # heights of lanes: of boxes, of a wire
-INSET, BOX, BAR = 12, 44, 18  # heights: what is free above a box in its lane, a box, a collective's bar
-BETWEEN, STUB = 44, 16  # heights: between rows, of an arrow that comes from another one
-
-Point: TypeAlias = tuple[float, float]
 
 
 def to_svg(plan: Schedule, link: Links | None = None) -> str:

@@ -30,6 +30,26 @@ Loss: TypeAlias = Callable[[Forward, Batch], Tensor]
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
+MEAN = "allreduce"
+SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
+"""Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
+
+MARGIN = 0.02
+"""A step must be shorter by this share to count as faster: predictions are not better than that."""
+SAME = 1e-4
+"""Losses that differ by less, relative to them, are the same: rounding does that."""
+
+CANDIDATES = (
+    "bucketize(quantize(two_shot))",
+    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
+    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
+    "error_feedback(topk(bf16(allgather), ratio=0.01))",
+    "error_feedback(topk(bf16(allgather), ratio=0.05))",
+    "error_feedback(powersgd(bf16(allreduce), rank=1))",
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+)
+
+
 @dataclass(frozen=True)
 class Problem:
     """A model, batches and a loss: what all commands take, and `tune`.
@@ -101,16 +121,6 @@ def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> f
         return done.losses[-max(1, steps // 10) :].mean().item()
     with torch.no_grad():
         return problem.quality(standing_for(model.eval(), done.params))
-
-
-MEAN = "allreduce"
-SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
-"""Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
-
-MARGIN = 0.02
-"""A step must be shorter by this share to count as faster: predictions are not better than that."""
-SAME = 1e-4
-"""Losses that differ by less, relative to them, are the same: rounding does that."""
 
 
 @dataclass(frozen=True)
@@ -242,17 +252,6 @@ class Tuned:
 
 def _is_faster(one: Outcome, other: Outcome) -> bool:
     return one.seconds < (1 - MARGIN) * other.seconds
-
-
-CANDIDATES = (
-    "bucketize(quantize(two_shot))",
-    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
-    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
-    "error_feedback(topk(bf16(allgather), ratio=0.01))",
-    "error_feedback(topk(bf16(allgather), ratio=0.05))",
-    "error_feedback(powersgd(bf16(allreduce), rank=1))",
-    "error_feedback(powersgd(bf16(allreduce), rank=4))",
-)
 
 
 def tune(
