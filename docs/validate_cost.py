@@ -25,8 +25,7 @@ from fnddp.cli.launch import run_ranks
 from fnddp.cli.network import Host, shaped_hosts
 from fnddp.cost.estimate import estimate
 from fnddp.wire.c10d import C10D
-from fnddp.wire.kinds import Kind, named
-from fnddp.wire.protocol import waited
+from fnddp.wire.kinds import Kind, named, waited
 
 MB = 10**6
 FLOAT32, FLOAT16 = torch.float32, torch.float16

@@ -80,7 +80,7 @@ def site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(LIBRARY) and path.name not in ("device.py", "protocol.py"):
+        if path.is_relative_to(LIBRARY) and path.name not in ("device.py", "kinds.py"):
             return f"{path.relative_to(LIBRARY).as_posix()}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -24,7 +24,7 @@ from fnddp.laws import bits, gather
 from fnddp.run.vote import StepFailedError
 from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.wire.c10d import C10d
-from fnddp.wire.protocol import Work
+from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks
 
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.01)

@@ -12,6 +12,7 @@ from torch import nn
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd, skip_nonfinite
+from fnddp.device import device_of
 from fnddp.show.beside import STEP, beside
 from fnddp.show.meter import Meter
 from fnddp.simulate.ranks import run_threads
@@ -120,7 +121,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 def test_a_meter_measures_one_step_at_a_time() -> None:
     meter = Meter()
-    with meter.times(nullcontext(), "computes", -1, None):
+    with meter.times(nullcontext(), "computes", -1, device_of(torch.device("cpu")), None):
         pass
     assert meter.taken(0).decode_seconds > 0
     meter.begins()

@@ -26,9 +26,9 @@ from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name
 from fnddp.wire.groups import rank as rank
 from fnddp.wire.groups import ranks as ranks
 from fnddp.wire.groups import world_size as world_size
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind, waited
 from fnddp.wire.kinds import sum_in_rank_order as sum_in_rank_order
-from fnddp.wire.protocol import CollectiveError, Wire, waited
+from fnddp.wire.protocol import CollectiveError, Wire
 from fnddp.wire.weights import Weight, compiled_scale_of, require_weights, scale_of
 
 _wait: Any = functional_collectives.wait_tensor

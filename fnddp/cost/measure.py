@@ -16,8 +16,7 @@ from fnddp.device import device_of
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import world_size
-from fnddp.wire.kinds import ALL_REDUCE
-from fnddp.wire.protocol import waited
+from fnddp.wire.kinds import ALL_REDUCE, waited
 
 _SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
 _MIN_SIZES = 3  # two unknowns, and one to disagree

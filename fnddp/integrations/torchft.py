@@ -22,8 +22,8 @@ from fnddp.torch_private import without_modes
 from fnddp.transforms.memory import ef21
 from fnddp.wire.control import gather_over
 from fnddp.wire.groups import World, within
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, REDUCE_OP, REDUCE_SCATTER, Kind
-from fnddp.wire.protocol import Elastic, Work
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, REDUCE_OP, REDUCE_SCATTER, Kind, Work
+from fnddp.wire.protocol import Elastic
 
 if TYPE_CHECKING:
     from torchft import Manager

@@ -18,7 +18,8 @@ from fnddp.run.vote import Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import has_modes, is_held, is_profiling, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
-from fnddp.wire.protocol import CollectiveError, Elastic, Work, waited
+from fnddp.wire.kinds import Work, waited
+from fnddp.wire.protocol import CollectiveError, Elastic
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 
 POLL_SECONDS = 2e-4

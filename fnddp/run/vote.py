@@ -16,7 +16,8 @@ from torch import Tensor
 from fnddp.device import Device
 from fnddp.wire.control import first_over, gather_over
 from fnddp.wire.groups import rank
-from fnddp.wire.protocol import CollectiveError, Elastic, Wire, Work, waited
+from fnddp.wire.kinds import Work, waited
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, require_weights, scale_of
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from fnddp.device import device_of
 from fnddp.torch_private import connect_again, without_modes
 from fnddp.wire.groups import World, live_group, live_rank, live_size, within
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind
-from fnddp.wire.protocol import CollectiveError, Wire, Work, waited
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, waited
+from fnddp.wire.protocol import CollectiveError, Wire
 
 _TAGS = 0x666E0000  # away from the tags of a user's own messages
 _MOST = 2**16  # tags in use
@@ -136,14 +136,14 @@ class C10d:
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         """See `Wire.start`."""
-        live = self._live(group, send.device)
+        live = self._live(group)
         is_large = receive.nbytes >= LARGE and not device_of(send.device).is_asynchronous
         steps = faster(kind, send, receive, op, live) if is_large else None
         return kind.start(send, receive, op, live) if steps is None else Messages(steps)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         """See `Wire.vote`. (A gather takes gloo half as many messages as a reduction.)"""
-        live = self._live(group, flags.device)
+        live = self._live(group)
         gathered = flags.new_empty((live.size(), *flags.shape))
         with without_modes():  # WireCounter's
             work: Any = dist.all_gather(list(gathered), flags, group=live, async_op=True)
@@ -153,15 +153,15 @@ class C10d:
         """Return the first rank's `value`."""
         values = [value]
         with without_modes():
-            dist.broadcast_object_list(values, group=self._live(group, device), device=device, group_src=0)
+            dist.broadcast_object_list(values, group=self._live(group), device=device, group_src=0)
         return values[0]
 
     def __reduce__(self) -> Any:
         # A copy of the default wire is the default wire.
         return "C10D" if self is C10D else (C10d, (dict(self._own),))
 
-    def _live(self, group: str | None, device: torch.device) -> dist.ProcessGroup:
-        return live_group(group if device_of(device).is_asynchronous else self._own.get(group, group))  # gloo's
+    def _live(self, group: str | None) -> dist.ProcessGroup:
+        return live_group(self._own.get(group, group))
 
 
 C10D = C10d()

@@ -11,8 +11,8 @@ from fnddp.device import device_of_backends
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D, C10d
 from fnddp.wire.groups import live_group, live_rank, require_alone, world_size
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE
-from fnddp.wire.protocol import Wire, waited
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, waited
+from fnddp.wire.protocol import Wire
 
 BROADCAST_BYTES = 250 * 2**20
 """Size of a message of `broadcast`."""

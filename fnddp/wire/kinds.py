@@ -6,7 +6,7 @@ kind has something for each rank, the buffer has a row for each.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,24 @@ _dist: Any = dist
 _all_gather: Any = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 REDUCE_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Work(Protocol):
+    """A collective that has been started."""
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> object:
+        """Return when it is done; on an accelerator, when the current stream will wait for it. False: it failed."""
+        ...
+
+
+def waited(work: Work) -> None:
+    """Wait for `work`; raise a RuntimeError if it fails, also where it returns False."""
+    if work.wait() is False:
+        raise RuntimeError("its wait() returned False: it did not complete")
 
 
 @dataclass(frozen=True)

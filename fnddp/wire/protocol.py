@@ -5,23 +5,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fnddp.wire.kinds import Kind
+from fnddp.wire.kinds import Kind, Work
 
 
 class CollectiveError(RuntimeError):
     """A collective failed: another rank has died or left, or it took longer than the process group's timeout."""
-
-
-class Work(Protocol):
-    """A collective that has been started."""
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
-        ...
-
-    def wait(self) -> object:
-        """Return when it is done; on an accelerator, when the current stream will wait for it. False: it failed."""
-        ...
 
 
 class Wire(Protocol):
@@ -84,9 +72,3 @@ class Elastic(abc.ABC):
     @abc.abstractmethod
     def report(self, error: Exception) -> None:
         """Mark the step as failed with `error`: no rank may apply it."""
-
-
-def waited(work: Work) -> None:
-    """Wait for `work`; raise a RuntimeError if it fails, also where it returns False."""
-    if work.wait() is False:
-        raise RuntimeError("its wait() returned False: it did not complete")
