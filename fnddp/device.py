@@ -5,6 +5,7 @@ whatever kind torch names, runs behind the host, in streams. Another kind of dev
 `register`.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -130,6 +131,7 @@ class Accelerator(Device):
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        self.keep(tensor, self.current())  # it may have been made on another stream
         event = torch.Event(self.device)
         event.record(self.current())
 
@@ -182,3 +184,29 @@ def device_of_backends(backends: str) -> torch.device:
     if accelerator is None or "cpu:" in backends:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def accelerator() -> str | None:
+    """Return the kind of the accelerator of this machine, such as "cuda"; None without one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def select(kind: str, rank: int) -> torch.device:
+    """Make the device of this kind that a rank of this host computes on the current one, and return it."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def share(rank: int) -> None:
+    """Let NCCL have several ranks on one GPU, before its process group is made. That is CUDA's alone."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ["NCCL_HOSTID"] = f"fnddp-{rank}"  # or it refuses two ranks of one host on one device
+
+
+def built_for() -> str:
+    """Return what torch was built for: the toolkit of accelerators and its version, or "cpu"."""
+    names = ("cuda", "hip", "xpu")
+    return next((f"{name} {made}" for name in names if (made := getattr(torch.version, name, None))), "cpu")

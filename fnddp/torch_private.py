@@ -148,10 +148,13 @@ def without_autocast() -> AbstractContextManager[Any]:
     return _without_known_autocasts() if torch.compiler.is_compiling() else _C._DisableAutocast()
 
 
+_ACCELERATOR = (torch.accelerator.current_accelerator() or torch.device("cpu")).type
+
+
 @contextmanager
 def _without_known_autocasts() -> Generator[None]:
     # Dynamo cannot trace `_DisableAutocast`.
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with torch.autocast("cpu", enabled=False), torch.autocast(_ACCELERATOR, enabled=False):
         yield
 
 

@@ -12,7 +12,7 @@ import threading
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,9 +216,12 @@ class Checker:
     def _precedes(self, moment: Moment, stream: Clock) -> bool:
         return stream.knows(moment) or self._on_host.get(moment.stream, 0) >= moment.tick
 
-    def host_waits(self, what: str) -> None:
-        for stream, tick in self.current.known.items():
+    def host_learns(self, known: dict[int, int]) -> None:
+        for stream, tick in known.items():
             self._on_host[stream] = max(self._on_host.get(stream, 0), tick)
+
+    def host_waits(self, what: str) -> None:
+        self.host_learns(self.current.known)
         if self._is_training:
             self.report(f"the host waits for the device: {what}")
 
@@ -258,6 +261,19 @@ class Checked(devices.Device):
             made = torch.tensor(values, dtype=dtype)
         checker().access(made, "a copy from the host", writes=True)
         return made
+
+    def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
+        with _disable_current_modes():
+            numbers = [int(number) for number in tensor]
+        checker().access(tensor, "a copy to the host", writes=False)
+        checker().keep(tensor, checker().current)
+        known = dict(checker().current.known)
+
+        def read() -> list[int]:  # a step later: the host waits for what is done by then
+            checker().host_learns(known)
+            return numbers
+
+        return read
 
     def future(self) -> "torch.futures.Future[Any]":
         return _Future()

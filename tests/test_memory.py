@@ -82,7 +82,7 @@ SPARSE = topk(allgather, k=3)
         (momentum_correction(SPARSE), partial(papers_dgc, masking=True)),
         (momentum_correction(SPARSE, masking=False), partial(papers_dgc, masking=False)),
     ],
-    ids=str,
+    ids=lambda part: str(part) if isinstance(part, Sync) else "paper",
 )
 @pytest.mark.parametrize("n", [1, 3])
 def test_means_are_the_papers(n, sync, paper):

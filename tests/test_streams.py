@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fnddp
 from fnddp import DistributedDataParallel, Sync
@@ -19,8 +20,9 @@ from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.wire.c10d import over
+from fnddp.wire.protocol import CollectiveError
 from tests.pipelines import EXAMPLES, nestings
-from tests.streams import LIBRARY, Checker, StreamWire, checking, require_none
+from tests.streams import LIBRARY, Checker, StreamWire, Work, checking, require_none
 
 POWERSGD = "error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=0))"
 QUANTIZED = "error_feedback(quantize(two_shot, bits=4))"
@@ -318,3 +320,41 @@ def test_every_wait_and_keep_is_needed(site):
             if found.hazards:
                 return
     raise AssertionError(f"nothing races without {site}: leave it out, or add what needs it")
+
+
+class FailingWire(StreamWire):
+    """Another rank votes that it has failed, in the step of that number."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at, self.votes = fails_at, 0
+
+    def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
+        gathered, work = super().vote(flags, group)
+        if flags.dtype == torch.uint8 and flags.numel() == 3 + 6:
+            with _disable_current_modes():
+                gathered[1, 0] = self.votes == self.fails_at
+            self.votes += 1
+        return gathered, work
+
+
+def test_a_failure_of_another_rank_is_noticed_one_step_later():
+    with checking() as found:
+        model = module("fp16(allreduce)", FailingWire(1))
+        for i in range(2):
+            with found.training(i):
+                loss(model).backward()
+        with pytest.raises(CollectiveError, match="another rank failed in the step before this one"):
+            _ = model.sync_state
+        with pytest.raises(CollectiveError, match="another rank failed in the step before this one"):
+            loss(model).backward()
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+            loss(model).backward()
+
+
+def test_ranks_without_a_failure_go_on():
+    with checking() as found:
+        model = module("fp16(allreduce)", FailingWire(-1))
+        for i in range(4):
+            with found.training(i):
+                loss(model).backward()
+    require_none(found)

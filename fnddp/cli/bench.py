@@ -35,7 +35,7 @@ def bench(
         bool,
         typer.Option("--compile", help="compile all steps; pipelines then run in functional ones, whole"),
     ] = False,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="gloo, or NCCL")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or an accelerator such as cuda, which ranks may share")] = "cpu",
     out: Out = Path("fnddp-bench"),
     seed: Seed = 0,
     profile: Annotated[bool, typer.Option("--profile", help="also print where the host's time goes in a step")] = False,
@@ -70,9 +70,8 @@ def bench(
     imported = checks.check_imports(imports)
     parameters = checks.check_model(model)
     syncs = [checks.check_pipeline(text, parameters) for text in pipelines]
+    device = launch.check_device(device, count, at, is_shared=at is None)
     bench_rank.check_machine(device, shaped, backend, compiled)
-    if device == "cuda" and at is not None:
-        launch.check_device(device, count, at)
     peers, left_out = bench_rank.check_peers(against, device, count)
     if launch.reports(at):
         checks.check_writable(out, "--out", is_folder=True)
@@ -93,8 +92,7 @@ def bench(
         link=shaped,
         launcher=at and at.launcher,
     )
-    wire = "nccl" if device == "cuda" else "gloo"
-    found = launch.run_on(at, count, bench_rank.measure, setup, at, link=shaped, backend=wire, imports=imported)
+    found = launch.run_on(at, count, bench_rank.measure, setup, at, link=shaped, device=device, imports=imported)
     if launch.reports(at):
         (run,) = found
         bench_report.show(run)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fnddp
+from fnddp import device as devices
 from fnddp.cli.bench_run import WARM_UP, Run, Setup, Times
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankInfo, Stage, share_cores
@@ -56,10 +57,8 @@ class Arm:
 
 def check_machine(device: str, link: str | None, backend: str | None, compiled: bool) -> None:
     """Raise a WrongArgument if this machine has no such ranks, or `backend` would not be used."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise WrongArgument("--device cuda, but there is no CUDA device here")
-    if device == "cuda" and link is not None:
-        raise WrongArgument("--link shapes what gloo sends; leave it out with --device cuda")
+    if device != "cpu" and link is not None:
+        raise WrongArgument(f"--link shapes what gloo sends; leave it out with --device {device}")
     if backend is not None and compiled:
         raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
 
@@ -270,24 +269,16 @@ def timed(arm: Arm, device: torch.device, interfaces: Sequence[str]) -> tuple[fl
 
 
 def set_up_device(kind: str, at: RankInfo | None) -> torch.device:
-    """Choose this rank's device. More ranks than GPUs share them: NCCL must then take ranks for different hosts."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    if at is not None:  # it was chosen when the ranks met
-        return torch.device("cuda", torch.cuda.current_device())
-    rank, gpus = dist.get_rank(), torch.cuda.device_count()
-    if dist.get_world_size() > gpus:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        os.environ["NCCL_HOSTID"] = f"fnddp-{rank}"
-    device = torch.device("cuda", rank % gpus)
-    torch.cuda.set_device(device)
-    return device
+    """Choose this rank's device, which it may share with others."""
+    rank = dist.get_rank() if at is None else at.local_rank
+    if at is None and dist.get_world_size() > torch.accelerator.device_count():
+        devices.share(rank)
+    return devices.select(kind, rank)
 
 
 def _barrier(device: torch.device) -> None:
-    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    dist.barrier(device_ids=None if device.index is None else [device.index])
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.device_of(device).synchronize()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fnddp.core.sync import Sync
+from fnddp.device import device_of
 
 # DDP rebuilds its buckets after the first step, and torch's PowerSGD starts in the third.
 WARM_UP = 4
@@ -28,7 +29,7 @@ class Setup:
     parameters: int  # elements that are trained
     engine: str = "ddp"  # how a pipeline is run: "ddp", "register" or "value_and_grad"
     compiled: bool = False  # compile the step. Ours are then functional, whatever the engine
-    device: str = "cpu"  # "cpu" or "cuda"
+    device: str = "cpu"  # its kind
     pairs: int = 30  # timed rounds; each runs every arm once
     seed: int = 0  # of the parameters and of the order of arms in a round
     is_profiled: bool = False  # measure where the time of a step goes, too
@@ -113,8 +114,8 @@ class Run:
             "link": setup.link,
             "engine": "compiled" if setup.compiled else setup.engine,
             "run_by": setup.backend or "python",
-            "device": torch.cuda.get_device_name() if setup.device == "cuda" else "cpu",
-            "backend": "nccl" if setup.device == "cuda" else "gloo",
+            "device": device_of(torch.device(setup.device)).name,
+            "backend": device_of(torch.device(setup.device)).backend,
             "pairs": setup.pairs,
             "untimed_rounds": WARM_UP,
             "seed": setup.seed,

@@ -1,7 +1,7 @@
 """`fnddp doctor`: what is here, whether ranks agree, how fast their links are, and what can pay."""
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ def doctor(
     ranks: Ranks = None,
     model: Model = "transformer",
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="gloo, or NCCL; auto: NCCL with enough GPUs")
+        str, typer.Option(help="cpu, or an accelerator such as cuda; auto: that, if each rank has one")
     ] = "auto",
     as_json: Json = False,
 ) -> int:
@@ -33,7 +33,7 @@ def doctor(
     if launch.reports(at) and not as_json:
         terminal.echo("\n".join(examination.installed()))
     try:
-        found = launch.run_on(at, count, examination.examine, model, on, backend="nccl" if on == "cuda" else "gloo")[0]
+        found = launch.run_on(at, count, examination.examine, model, on, device=on)[0]
     except RankError:
         raise
     except (OSError, RuntimeError) as error:

@@ -23,6 +23,7 @@ from fnddp.core.parse import parse
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
 from fnddp.cost.step import Compute
+from fnddp.device import accelerator, built_for, device_of
 from fnddp.run.measure import measure_backward
 from fnddp.show.text import count
 from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS, Outcome, cost, trained
@@ -61,13 +62,13 @@ def versions() -> dict[str, str]:
     """Return the versions that must be the same on all ranks."""
     found = {"python": platform.python_version(), "fnddp": fnddp.__version__}
     found |= {name: metadata.version(name) for name in REQUIRED}
-    return {**found, "cuda": str(torch.version.cuda), "byte order": sys.byteorder}
+    return {**found, "built for": built_for(), "byte order": sys.byteorder}
 
 
 def examine(model: str, device: str) -> Iterator[Stage | Findings]:
     """Examine this rank and its place among the others, all of which must do so."""
     yield Stage("comparing ranks")
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    name = device_of(torch.device(device)).name
     here = {**versions(), "processor": platform.machine(), "device": name}
     everyone = control.all_gather_object((socket.gethostname(), here), None)
     hosts, facts = [host for host, _ in everyone], [about for _, about in everyone]
@@ -128,8 +129,9 @@ def installed() -> list[str]:
     """Return lines about what is installed, and on which machine."""
     have = ", ".join(f"{name} {version}" for name, version in versions().items())
     missing = ", ".join(name for name in EXTRA if find_spec(name) is None)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    counted = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
+    kind, number = accelerator(), torch.accelerator.device_count()
+    names = [device_of(torch.device(kind, i)).name for i in range(number)] if kind else []
+    counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no accelerator"
     return [
         f"installed: {have}",
         "extra demo: " + (f"not installed: {missing} (pip install 'fnddp[demo]')" if missing else "installed"),
@@ -149,7 +151,7 @@ def show(findings: Findings, at: RankInfo | None, model: str, device: str) -> No
 def lines(findings: Findings, at: RankInfo | None, device: str) -> list[str]:
     """Return lines about ranks, whether they agree, and their links."""
     started = "started here" if at is None else f"started by {at.launcher}"
-    backend = "NCCL" if device == "cuda" else "gloo"
+    backend = device_of(torch.device(device)).backend
     same = "ok: versions and devices are the same on all ranks"
     equal = f"ok: means are equal on all ranks, to the bit: {', '.join(PROBES)}"
     unequal = f"PROBLEM: means are not equal on all ranks: {', '.join(findings.unequal)}"

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fnddp import device as devices
 from fnddp.cli import models, terminal
 from fnddp.cli.checks import check_processes, cores
 from fnddp.cli.failures import FAILED, Failure, WrongArgument, stop
@@ -68,7 +69,7 @@ def run_ranks(
     work: Work,
     *arguments: Any,
     hosts: Sequence[Host] = (),
-    backend: str = "gloo",
+    device: str = "cpu",
     imports: Sequence[str] = (),
 ) -> Generator[Any]:
     """Run `work(*arguments)` on ranks that are processes of their own, and yield what it yields on rank 0.
@@ -85,7 +86,7 @@ def run_ranks(
         with signals_held(signal.SIGINT):  # it is the parent's
             for rank, host in zip(range(world_size), hosts or [None] * world_size, strict=True):
                 pipe, remote = context.Pipe()
-                given = (rank, world_size, store, remote, host, backend, tuple(imports), packed)
+                given = (rank, world_size, store, remote, host, device, tuple(imports), packed)
                 process = context.Process(target=_run_rank, args=given, name=f"rank {rank}")
                 process.start()
                 remote.close()  # now only the rank holds it, so the pipe ends when the rank does
@@ -105,12 +106,12 @@ def run_ranks(
 
 
 def fresh() -> SpawnContext:
-    """Return the start method: spawn, since a process with threads or a CUDA device must not be forked."""
+    """Return the start method: spawn, since a process with threads or an accelerator must not be forked."""
     return multiprocessing.get_context("spawn")
 
 
 def _run_rank(
-    rank: int, n: int, file: str, pipe: Connection, host: Host | None, backend: str, imports: Sequence[str], job: bytes
+    rank: int, n: int, file: str, pipe: Connection, host: Host | None, device: str, imports: Sequence[str], job: bytes
 ) -> None:
     """Send what the work yields to the parent, and how it ended. It does not return."""
     try:
@@ -122,6 +123,7 @@ def _run_rank(
         store = dist.FileStore(file)  # hosts have the same files, and no network that leads to the parent
         # Ranks of one machine meet on the loopback device, whatever the host's name resolves to.
         os.environ["GLOO_SOCKET_IFNAME"] = loopback_device() if host is None else host.interface
+        backend = devices.device_of(torch.device(device)).backend
         dist.init_process_group(backend, rank=rank, world_size=n, store=store, timeout=TIMEOUT)
         for event in work(*arguments):
             pipe.send(event)
@@ -232,13 +234,19 @@ def check_ranks(ranks: int | None, at: RankInfo | None, link: str | None = None)
     return at.world_size
 
 
-def check_device(device: str, ranks: int, at: RankInfo | None) -> str:
-    """Return "cpu" or "cuda", for `device` or "auto"."""
-    gpus = torch.cuda.device_count()
-    needed = ranks if at is None else at.local_rank + 1
-    if device == "cuda" and gpus < needed:
-        raise WrongArgument(f"--device cuda needs a GPU for each rank, and here are {gpus}; use --device cpu")
-    return "cuda" if device != "cpu" and gpus >= needed else "cpu"
+def check_device(device: str, ranks: int, at: RankInfo | None, *, is_shared: bool = False) -> str:
+    """Return the kind of device to run on, for `device` or "auto"; `is_shared` if ranks may share one."""
+    here, count = devices.accelerator(), torch.accelerator.device_count()
+    needed = 1 if is_shared else ranks if at is None else at.local_rank + 1
+    if device == "auto":
+        return here if here is not None and count >= needed else "cpu"
+    if device not in ("cpu", here):
+        raise WrongArgument(
+            f"--device {device}: torch finds {here or 'no accelerator'} here; use --device {here or 'cpu'}"
+        )
+    if device != "cpu" and count < needed:
+        raise WrongArgument(f"--device {device}: {needed} ranks need one each, and there is {count}; use --device cpu")
+    return device
 
 
 def run_on(
@@ -247,7 +255,7 @@ def run_on(
     work: Work,
     *arguments: Any,
     link: str | None = None,
-    backend: str = "gloo",
+    device: str = "cpu",
     imports: Sequence[str] = (),
 ) -> list[Any]:
     """Run `work(*arguments)` on the ranks that a launcher has started, or on `ranks` processes (see `run_ranks`).
@@ -264,10 +272,10 @@ def run_on(
         show("starting ranks" if at is None else "waiting for ranks")
         if at is None:
             hosts = stack.enter_context(shaped_hosts(ranks, link)) if link else ()
-            started = run_ranks(ranks, work, *arguments, hosts=hosts, backend=backend, imports=imports)
+            started = run_ranks(ranks, work, *arguments, hosts=hosts, device=device, imports=imports)
             events = stack.enter_context(closing(started))
         else:
-            stack.enter_context(joined(at, backend))
+            stack.enter_context(joined(at, device))
             events = work(*arguments)
         for event in events:
             if isinstance(event, Stage):
@@ -280,7 +288,7 @@ def run_on(
 
 
 @contextmanager
-def joined(at: RankInfo, backend: str, timeout: timedelta = TIMEOUT) -> Generator[None]:
+def joined(at: RankInfo, device: str, timeout: timedelta = TIMEOUT) -> Generator[None]:
     """Run the block with the default process group of all ranks."""
     os.environ.setdefault("MASTER_PORT", "29500")  # torch's own
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS")
@@ -291,8 +299,8 @@ def joined(at: RankInfo, backend: str, timeout: timedelta = TIMEOUT) -> Generato
             f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the first one's host "
             "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
         )
-    if backend == "nccl":
-        torch.cuda.set_device(at.local_rank % torch.cuda.device_count())
+    devices.select(device, at.local_rank)
+    backend = devices.device_of(torch.device(device)).backend
     try:
         dist.init_process_group(backend, rank=at.rank, world_size=at.world_size, timeout=timeout)
     except RuntimeError as error:

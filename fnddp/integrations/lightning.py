@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
-import torch
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies.ddp import DDPStrategy
@@ -17,6 +16,7 @@ from fnddp.core import tree
 from fnddp.core.parse import parse
 from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import State, Sync
+from fnddp.device import device_of
 
 KEY = "fnddp"
 """Key of the pipeline's state in a checkpoint of Lightning."""
@@ -140,7 +140,8 @@ def _wrapped(
     module: nn.Module, sync: Sync, device_ids: list[int] | None, kwargs: Mapping[str, Any]
 ) -> DistributedDataParallel:
     # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
-    with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
+    device = device_of(next(module.parameters()).device)
+    with nullcontext() if device_ids is None else device.on(device.stream()):
         return DistributedDataParallel(module, device_ids=device_ids, sync=sync, **kwargs)
 
 

@@ -6,7 +6,7 @@ steps ends on all ranks alike: either all of them have the result, or all of the
 
 import itertools
 import weakref
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -28,7 +28,7 @@ from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import warn
 from fnddp.run.program import Memory, Program, without_schedule
-from fnddp.run.step import Step, Synchronized, in_profile
+from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.show.meter import Meter, Taken
 from fnddp.show.trace import debug_level, observer, observing
@@ -112,6 +112,7 @@ class Engine:
         self._current: Program | None = None
         self._exchanges_weights = False  # from the first step with weights on
         self._epoch = 0  # of an elastic wire, when this rank was last consistent with the others
+        self._notice: Callable[[], bool] | None = None  # of the last step, on an accelerator
         self._is_connected = False
 
     @property
@@ -124,7 +125,11 @@ class Engine:
         """The pipeline's state after the last step. It can be kept: later steps do not write over it.
 
         Set it, on all ranks, between steps, to go on from another one of the same pipeline and leaves.
+
+        Raises:
+            CollectiveError: On an accelerator: another rank has failed in the last step.
         """
+        require_noticed(self._notice)
         state = self._own_state()
         # A step that is open has begun to write over what it was alone to hold.
         return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
@@ -209,6 +214,7 @@ class Engine:
             exchanges_weights=self._exchanges_weights,
             learns_order=self.learns_order,
             ahead=list(ahead),
+            before=self._notice,
         )
         self.begun += 1
         for line in lines:
@@ -222,7 +228,7 @@ class Engine:
         self.broken = step.broken or self.broken
         self._exchanges_weights = step.exchanges_weights
         if step.is_done:
-            self._parts, self.learns_order = step.parts, False
+            self._parts, self.learns_order, self._notice = step.parts, False, step.notice
         if step.arrival is not None:
             self.expect(step.arrival)
 

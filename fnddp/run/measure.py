@@ -98,7 +98,7 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     >>> encode > 0 and decode > 0
     True
     """
-    if meta := [path for path, leaf in plan.leaves.items() if leaf.device.type == "meta"]:
+    if meta := [path for path, leaf in plan.leaves.items() if leaf.device == torch.device("meta")]:
         raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for real tensors")
     mirror, meter, generator = _Mirror(plan), Meter(), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state

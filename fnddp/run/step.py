@@ -45,6 +45,15 @@ class Synchronized(NamedTuple):
         return {path: self.mean.get(path) for path in leaves}
 
 
+def require_noticed(notice: Callable[[], bool] | None) -> None:
+    """Raise a CollectiveError if a rank has failed in a step whose outcome the host did not wait for."""
+    if notice is not None and notice():
+        raise CollectiveError(
+            "another rank failed in the step before this one, where its gradients counted as zeros: parameters and the "
+            "pipeline's state are wrong since then. See its own error, and restart from a checkpoint from before"
+        )
+
+
 class Step:
     """A step, from `Engine.begin` on.
 
@@ -67,6 +76,7 @@ class Step:
         weight: How much this rank's gradients count; `scale` is what they are multiplied by without weights.
         learns_order: Whether the order in which gradients arrive is to be that of later steps.
         ahead: Open steps on the same process groups.
+        before: The `notice` of the step before, on an accelerator.
 
     Attributes:
         is_open: True until it has ended.
@@ -75,6 +85,7 @@ class Step:
         exchanges_weights: Whether the next step begins with an exchange of weights.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
+        notice: Tells whether another rank has failed in this step, if the host has not waited for that: see `Vote`.
     """
 
     def __init__(
@@ -89,11 +100,14 @@ class Step:
         exchanges_weights: bool = False,
         learns_order: bool = False,
         ahead: Sequence["Step"] = (),
+        before: Callable[[], bool] | None = None,
     ) -> None:
         self._program, self._vote, self._ended, self.parts = program, vote, ended, parts
         self._observer = program.observer or (_PROFILED if is_profiling() else None)
         self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
         self.broken: BaseException | None = None
+        self._before = before
+        self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
         self._learns_order = learns_order
         self._arrived: list[str] = []  # in this order, where that is to be learnt
@@ -232,8 +246,10 @@ class Step:
         Raises:
             StepFailedError: Another rank has failed in this step.
             ValueError: On all ranks: their weights are invalid, or only some have one.
-            CollectiveError: A collective failed. Ranks may be desynchronized.
+            CollectiveError: A collective failed, or on an accelerator another rank in the step before. Ranks may be
+                desynchronized.
         """
+        require_noticed(self._before)
         for step in self._in_front():  # as far as their gradients allow: other ranks do the same at this point
             step.advance(block=True)
         if self._asks:
@@ -261,6 +277,9 @@ class Step:
             for each in [*means.values(), *parts]:
                 if isinstance(each, Tensor):
                     program.device.keep(each, current)
+        if self._vote is not None and program.device.is_asynchronous:
+            with self._on_side_stream():  # behind all that others wait for
+                self.notice = self._vote.notice()
         if self._observer is not None and program.plan is not None:
             self._observer.ends(program.plan)
         if self._learns_order and program.plan is not None and self._vote is not None and self._vote.groups:

@@ -5,7 +5,7 @@ In steps with weights it is also an exchange of those, before the first collecti
 
 import math
 import traceback
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,9 +37,6 @@ class Vote:
     It is `cast` behind the last collective, and then there is an `outcome`; or this rank, which has reported that it
     failed, will `explain`. In a step with weights, `weigh` and `scale` come before the first collective.
 
-    Where the device runs behind the host, that does not wait for the outcome: what other ranks have voted is in
-    `notice`, which is read a step later.
-
     Groups are asked one after the other, and `groups` are those that have other ranks. Weights are of the first one.
     """
 
@@ -61,7 +58,7 @@ class Vote:
     def scale(self) -> float | None:
         """Wait for all weights and return what gradients are scaled by; None if no rank gave one, or one has failed.
 
-        The vote reports a failure. (On CUDA, where ranks do not wait for that, it is a CollectiveError here.)
+        The vote reports a failure. (On an accelerator, whose ranks do not wait for that, it is a CollectiveError here.)
 
         Raises:
             CollectiveError: A rank has died or left; the ranks are desynchronized.
@@ -103,12 +100,12 @@ class Vote:
     def outcome(self) -> frozenset[str]:
         """Return the leaves that have arrived on no rank.
 
-        On CUDA the host does not wait for the answer unless this rank misses a leaf, so failures of other ranks end
-        there with the process group's timeout. A rank with a weight waits.
+        On an accelerator the host does not wait for the answer, which is a `notice`, unless this rank misses a leaf or
+        has a weight.
 
         Raises:
             StepFailedError: Another rank has failed, and all ranks raise.
-            CollectiveError: Another rank has died, left or hangs; on CUDA also: it has failed. Ranks are out of step.
+            CollectiveError: Another rank has died, left or hangs; on an accelerator also: it has failed.
             ValueError: On all ranks: some have given a weight, and others none.
         """
         absent = self._absent
@@ -126,11 +123,21 @@ class Vote:
             raise self._refusal()
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
+    def notice(self) -> Callable[[], bool] | None:
+        """Return a function that tells whether a rank has failed, for which the host waits when it is called.
+
+        None if the host has waited for the outcome, or there are no other ranks.
+        """
+        if self._work is None:
+            return None
+        failed = self._device.to_host(self._gathered()[:, 0])
+        return lambda: any(failed())
+
     def explain(self, error: BaseException) -> bool:
         """Complete the vote of a step that this rank has reported as failed, and give the others the reason.
 
         Returns:
-            Whether they wait for this rank's vote before they end a step. On CUDA they do not.
+            Whether they wait for this rank's vote before they end a step. On an accelerator they do not.
         """
         if self._work is not None and not self._device.is_asynchronous:
             self._complete()

@@ -14,6 +14,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,  # pyright: ignore[reportPrivateUsage]
 )
 
+from fnddp.device import accelerator
+
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 GRACE_SECONDS = 60  # for ranks that are late to notice that they are not wanted
@@ -53,7 +55,7 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
     """
     if dist.is_initialized():
         raise RuntimeError("threads cannot be ranks where this process is one already: it has a default process group")
-    if not torch.cuda.is_available():
+    if accelerator() is None:
         # torch 2.11 crashes where the thread that traced first has ended (pytorch#178950); this one stays.
         torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     _c10d._set_thread_isolation_mode(True)

@@ -74,7 +74,7 @@ def fuse(draft: Draft) -> Draft:
         layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))
         # A smaller shape that a product's kernels treat alike: with the same remainders.
         rows, columns = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in value(product).shape)
-        device = torch.device("cpu") if value(x).device.type == "meta" else value(x).device
+        device = torch.device("cpu") if value(x).is_meta else value(x).device
         if not _keeps_bits((rows, columns, value(p).shape[1]), layouts, device):
             continue
         with graph.inserting_before(node):
