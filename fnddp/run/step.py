@@ -337,7 +337,8 @@ class Step:
         try:
             self._known_scale()
             self._send_zeros()
-            self._vote.cast(frozenset(), failed=True)
+            with self._on_side_stream():
+                self._vote.cast(frozenset(), failed=True)
             self._wait_all()
             self.broken = None if self._vote.explain(error) else error
             self._wait_for_side_stream()
@@ -348,11 +349,13 @@ class Step:
 
     def _voted(self, vote: Vote, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""
-        vote.cast(absent, weight=weight)
+        with self._on_side_stream():
+            vote.cast(absent, weight=weight)
         self._has_voted = True
         self._wait_all()
         try:
-            self._unused = vote.outcome()
+            with self._on_side_stream():
+                self._unused = vote.outcome()
         except CollectiveError:  # ranks are desynchronized
             raise
         except Exception:
