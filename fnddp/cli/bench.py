@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.options import Imports, Link, Model, Out, Pipelines, Ranks, Seed
+from fnddp.cli.options import Device, Imports, Link, Model, Out, Pipelines, Ranks, Seed
 
 
 def bench(
@@ -35,7 +35,7 @@ def bench(
         bool,
         typer.Option("--compile", help="compile all steps; pipelines then run in functional ones, whole"),
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu, or an accelerator such as cuda, which ranks may share")] = "cpu",
+    device: Device = "cpu",
     out: Out = Path("fnddp-bench"),
     seed: Seed = 0,
     profile: Annotated[bool, typer.Option("--profile", help="also print where the host's time goes in a step")] = False,

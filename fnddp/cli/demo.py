@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fnddp.cli.options import DEFAULT_PIPELINES, Imports, Model, Out, Pipelines, PipelinesOption, Ranks, Seed
+from fnddp.cli.options import DEFAULT_PIPELINES, Device, Imports, Model, Out, Pipelines, PipelinesOption, Ranks, Seed
 
 
 def demo(
@@ -14,6 +14,7 @@ def demo(
     ranks: Ranks = None,
     model: Model = "digits",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps with each pipeline")] = 400,
+    device: Device = "cpu",
     out: Out = Path("fnddp-demo"),
     seed: Seed = 0,
     imports: Imports = None,
@@ -34,12 +35,13 @@ def demo(
     count = launch.check_ranks(ranks, at)
     imported = checks.check_imports(imports)
     parameters = checks.check_model(model)
+    on = launch.check_device(device, count, at)
     texts = [*(pipelines or ()), *(more or ())] or DEFAULT_PIPELINES
     syncs = [checks.check_pipeline(text, parameters) for text in texts]
     if launch.reports(at):
         checks.check_writable(out, "--out", is_folder=True)
         terminal.echo(f"{report.title(model)}; ranks: {count}, steps with each pipeline: {steps}, seed: {seed}\n")
-    results = launch.run_on(at, count, train, syncs, model, steps, seed, imports=imported)
+    results = launch.run_on(at, count, train, syncs, model, steps, seed, on, device=on, imports=imported)
     if launch.reports(at):
         found = {
             "model": model,

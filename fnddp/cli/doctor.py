@@ -1,20 +1,15 @@
 """`fnddp doctor`: what is here, whether ranks agree, how fast their links are, and what can pay."""
 
 import json
-from typing import Annotated
-
-import typer
 
 from fnddp.cli.failures import FAILED
-from fnddp.cli.options import Json, Model, Ranks
+from fnddp.cli.options import Device, Json, Model, Ranks
 
 
 def doctor(
     ranks: Ranks = None,
     model: Model = "transformer",
-    device: Annotated[
-        str, typer.Option(help="cpu, or an accelerator such as cuda; auto: that, if each rank has one")
-    ] = "auto",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> int:
     """Check what is installed, ranks and their links.

@@ -64,4 +64,7 @@ Imports: TypeAlias = Annotated[
         "--import", metavar="MODULE", help="import it first, for the transforms that it registers: a name, or FILE.py"
     ),
 ]
+Device: TypeAlias = Annotated[
+    str, typer.Option(metavar="KIND", help="cpu, or an accelerator such as cuda; auto: that, if there are enough")
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print JSON instead")]

@@ -1,7 +1,9 @@
 """The ranks' part of the demo: train the same network with one pipeline after another, and measure."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import accumulate
 from statistics import median
@@ -9,8 +11,9 @@ from typing import TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fnddp import device as devices
 from fnddp.adapters.functional import value_and_grad
 from fnddp.cli.launch import Stage
 from fnddp.cli.models import Params, load
@@ -37,15 +40,16 @@ class Result(TypedDict):
     bytes_sent_by_step: list[int]  # by one rank until the end of each step, counted
 
 
-def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Iterator[Stage | Result]:
-    """Train `model` once with each pipeline, from the same parameters and on the same batches.
+def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: str) -> Iterator[Stage | Result]:
+    """Train `model` once with each pipeline, from the same parameters and on the same batches, on devices of a `kind`.
 
     Every rank of the default process group must run it, to its end.
     """
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
     problem = load(model)
-    network = problem.make(seed)
+    device = devices.select(kind, int(os.environ.get("LOCAL_RANK", rank)))
+    network = problem.make(seed).to(device)
     initial, loss_fn = trained(network), problem.loss_of(network)
 
     for index, sync in enumerate(pipelines):
@@ -60,7 +64,7 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
         sent: list[int] = []
         batch = problem.batch(rank, world_size, generator)
         for done in range(steps):
-            batch = problem.batch(rank, world_size, generator)
+            batch = tuple(part.to(device) for part in problem.batch(rank, world_size, generator))
             with WireCounter() as counter:
                 loss, grads, state = step(params, state, *batch)
             params, velocity = sgd(params, grads, velocity, LEARNING_RATE * (1 - done / steps))
@@ -86,11 +90,15 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int) -> Itera
             bytes_per_step=sent[-1],
             reduction=4 * elements / sent[-1] if sent[-1] else None,
             bytes_total=sum(sent),
-            test_accuracy=problem.accuracy and problem.accuracy(standing_for(network, params)),
+            test_accuracy=problem.accuracy and problem.accuracy(standing_for(*_on_cpu(network, params))),
             step_seconds_median=median(seconds),
             loss_by_step=(mean / world_size).tolist(),
             bytes_sent_by_step=list(accumulate(sent)),
         )
+
+
+def _on_cpu(network: nn.Module, params: Params) -> tuple[nn.Module, Params]:
+    return deepcopy(network).cpu(), {path: p.cpu() for path, p in params.items()}  # where test data are
 
 
 def sgd(params: Params, grads: Params, velocity: Params, learning_rate: float) -> tuple[Params, Params]:

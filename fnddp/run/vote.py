@@ -130,8 +130,13 @@ class Vote:
         """
         if self._work is None:
             return None
-        failed = self._device.to_host(self._gathered()[:, 0])
-        return lambda: any(failed())
+        flags = self._device.to_host(self._gathered()[:, :3].amax(0))
+
+        def has_failed() -> bool:
+            failed, has_weight, has_none = flags()
+            return bool(failed or (has_weight and has_none))
+
+        return has_failed
 
     def explain(self, error: BaseException) -> bool:
         """Complete the vote of a step that this rank has reported as failed, and give the others the reason.
