@@ -34,11 +34,13 @@ class Device:
         is_asynchronous: True if the host goes on before operations have ended.
         light_bytes: Size up to which the call of an operation costs more than its pass over memory.
         rounds_lists_alike: True if an operation on a list of tensors has the bits of those on each of them.
+        has_slow_pages: True if new memory costs many times what it costs to fill it, as pages of the system do.
     """
 
     is_asynchronous = False
     light_bytes = 2**20
     rounds_lists_alike = True
+    has_slow_pages = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -99,11 +101,18 @@ class Device:
         return dist.get_default_backend_for_device(self.device)
 
 
+class Meta(Device):
+    """No device: tensors have no memory."""
+
+    has_slow_pages = False
+
+
 class Accelerator(Device):
     """A device behind `torch.accelerator`: CUDA, ROCm, XPU, NPU and what else torch knows."""
 
     is_asynchronous = True
     light_bytes = 2**24
+    has_slow_pages = False  # torch caches memory
     rounds_lists_alike = False  # CUDA multiplies one tensor by the inverse of a number, and divides each of a list
 
     def stream(self) -> Stream:
@@ -163,7 +172,7 @@ class Accelerator(Device):
 
 
 _NOTHING = nullcontext()
-_KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device}
+_KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Meta}
 
 
 def register(kind: str, device: type[Device]) -> None:

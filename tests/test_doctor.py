@@ -147,10 +147,10 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert main.main(["doctor"]) == 2
     assert "WORLD_SIZE=2, but RANK is not set" in capsys.readouterr().err
     with pytest.raises(WrongArgument, match=r"must meet somewhere: set MASTER_ADDR .*scontrol show hostnames"):
-        launch.joined(RankInfo("SLURM", 0, 2, 0), "gloo").__enter__()
+        launch.joined(RankInfo("SLURM", 0, 2, 0), "cpu").__enter__()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens, and this rank is not the first one
-    meeting = launch.joined(RankInfo("SLURM", 1, 2, 1), "gloo", timeout=timedelta(seconds=2))
+    meeting = launch.joined(RankInfo("SLURM", 1, 2, 1), "cpu", timeout=timedelta(seconds=2))
     with pytest.raises(RankError, match=r"^2 ranks did not meet at 127\.0\.0\.1:1: .*\n.*GLOO_SOCKET_IFNAME"):
         meeting.__enter__()
 

@@ -200,10 +200,10 @@ def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
 def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
     """Memory of earlier steps, for large results that do not outlive this one.
 
-    On a CPU new pages cost many times what it costs to fill them. (A compiler makes less; accelerators cache memory.)
+    Where new memory is slow. (A compiler makes less of it.)
     """
     made = value(node)
-    if memories.is_compiled or device_of(made.device).is_asynchronous or is_light(node):
+    if memories.is_compiled or not device_of(made.device).has_slow_pages or is_light(node):
         return None
     if memories.is_kept(memories.memory(node)):
         return None
