@@ -32,7 +32,7 @@ def residual(state: Any) -> Tensor:
     return torch.cat([r.flatten() for r in state.residual.values()])
 
 
-def everyones(value: Tensor) -> list[Tensor]:
+def everyones(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
