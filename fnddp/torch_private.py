@@ -630,9 +630,14 @@ class FSDPGroup:
         return policy.reduce_dtype or policy.param_dtype or own
 
     @property
+    def reduce_scatter(self) -> object:
+        """The object that reduces its gradients."""
+        return self._group._reduce_scatter_comm
+
+    @property
     def custom_comms(self) -> list[str]:
         """Classes that somebody else has put in the place of FSDP's own reduce-scatter and all-gather."""
-        comms = type(self._group._reduce_scatter_comm), type(self._group._all_gather_comm)
+        comms = type(self.reduce_scatter), type(self._group._all_gather_comm)
         return [each.__name__ for each in comms if each.__name__ not in ("DefaultReduceScatter", "DefaultAllGather")]
 
     @property
@@ -664,6 +669,11 @@ class FSDPGroup:
             reduce(*unused)
 
         group.post_backward = post_backward
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return the functions that `register_forward_hook` was called with."""
+    return list(module._forward_hooks.values())
 
 
 def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:

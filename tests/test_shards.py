@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 import fnddp
@@ -404,11 +405,10 @@ def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(_fsdp_common, "ShardPlacementResult"), reason="a module has one group in torch 2.11")
 @on_ranks(4)
 def test_several_meshes_in_one_module_raise(rank: int) -> None:
-    fsdp = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(fsdp, "ShardPlacementResult"):
-        pytest.skip("torch 2.11 has one group of parameters for a module")
+    fsdp: Any = _fsdp_common
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     infos = [fsdp.FSDPMeshInfo(mesh=mesh[dim], shard_mesh_dim=0) for dim in ("a", "b")]
 
@@ -433,6 +433,8 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
         train(model, batches(3))
     assert torch.equal(local_shards(ours), local_shards(native))
     assert torch.equal(local_shards(both), local_shards(native))
+    with pytest.raises(TypeError, match="call it before compress_replicas"):
+        compress_shards(both, "two_shot")
     lossy = sharded(mesh)
     compress_shards(lossy, "error_feedback(quantize(two_shot, bits=4))", "quantize(allgather)")
     train(lossy, batches(3))
@@ -440,3 +442,74 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
     assert torch.equal(everyone[0], everyone[2])
     assert torch.equal(everyone[1], everyone[3])
     assert not torch.equal(everyone[rank], local_shards(native))
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_weights_of_tokens_on_both_axes(rank: int) -> None:
+    """The mean over all tokens of 2 replicas of 2 shards; also where a replica has none, and with one shard each."""
+    tokens = [1, 4, 2, 3]
+    for replicas in (2, 4):
+        mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+        model = sharded(mesh["shard"])
+        compress_shards(model, "two_shot")
+        handle = compress_replicas(model, "allreduce", mesh["replicate"])
+        for seed, used in ((5, {0, 1, 2, 3}), (6, {2, 3})):
+            x = batches(1, seed)[0][: tokens[rank]]
+            value = loss(model, x)
+            with handle.weight(len(x) if rank in used else 0):
+                value.backward()
+            pooled = torch.cat([each for r, each in enumerate(everyones(x)) if r in used])
+            for name, want in local_grads(pooled).items():
+                torch.testing.assert_close(whole_grads(model)[name], want, rtol=1e-4, atol=1e-6)
+            model.zero_grad()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    handle = compress_replicas(sharded(mesh["shard"]), "allreduce", mesh["replicate"])
+    with pytest.raises(TypeError, match="FSDP itself averages .* before compress_replicas"), handle.weight(1):
+        pass
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_an_error_in_one_ranks_encode_is_one_of_all_replicas(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    models = [sharded(mesh["shard"]), sharded(mesh["shard"])]
+    handles = [
+        (
+            compress_shards(model, "error_feedback(quantize(two_shot, bits=4))"),
+            compress_replicas(model, "error_feedback(powersgd(allreduce, rank=1))", mesh["replicate"]),
+        )
+        for model in models
+    ]
+    first, odd, last = batches(3)
+    for model in models:
+        loss(model, first).backward()
+    before = local_shards_of_grads(models[0])
+    kind, text = (ValueError, "odd") if rank == 3 else (StepFailedError, "rank 3 failed with ValueError: odd")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr(fnddp.quantize, "encode", raising)
+        with pytest.raises(kind, match=text):
+            loss(models[0], odd).backward()
+    assert torch.equal(local_shards_of_grads(models[0]), before)
+    for model in models:
+        loss(model, last).backward()
+    assert torch.equal(*map(local_shards_of_grads, models))
+    states = [(shards.state, replicas.state) for shards, replicas in handles]
+    for one, other in zip(*(torch.utils._pytree.tree_leaves(state) for state in states), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+_encode = fnddp.quantize.encode
+
+
+def raising(self: Any, x: Tensor, *arguments: Any) -> Any:
+    """An `encode` that cannot do what is not zero."""
+    if x.any():
+        raise ValueError("odd")
+    return _encode(self, x, *arguments)
+
+
+def local_shards_of_grads(model: nn.Module) -> Tensor:
+    grads: Any = [p.grad for p in model.parameters()]
+    return torch.cat([grad.to_local().flatten() for grad in grads])

@@ -29,14 +29,23 @@ class Weighing:
             self._everyone, self._work = wire.vote(flags, self._group)
 
     def scale(self) -> float | None:
-        """Wait for all weights and return what gradients are scaled by; None if no rank gave a weight.
+        """Wait for all weights and return what gradients are scaled by, where `numbers` returns some.
+
+        Raises:
+            CollectiveError, ValueError: See `numbers`; all weights are zero.
+        """
+        numbers = self.numbers()
+        return None if numbers is None else scale_of(self._weight.number, numbers)
+
+    def numbers(self) -> list[float] | None:
+        """Wait for all weights and return them, in rank order; None if no rank gave a weight.
 
         If a rank has failed it is None, too, and the vote reports it. (On CUDA, where ranks do not wait for that,
         it is a CollectiveError.)
 
         Raises:
             CollectiveError: A rank has died or left; the ranks are desynchronized.
-            ValueError: On all ranks: all weights are zero, one is invalid, or some ranks gave one and others none.
+            ValueError: On all ranks: one is invalid, or some ranks gave one and others none.
         """
         numbers = self._gathered()
         if FAILED.number in numbers:
@@ -47,7 +56,7 @@ class Weighing:
             return None
         if NO_WEIGHT.number in numbers or any(map(math.isnan, numbers)):
             raise refusal(self._weight, self._wire, self._group, self._device, is_alone=self._is_alone)
-        return scale_of(self._weight.number, numbers)
+        return numbers
 
     def _gathered(self) -> list[float]:
         if self._is_alone:

@@ -1,11 +1,13 @@
 """The reductions of gradients in a backward of FSDP2, which end on all ranks alike."""
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
@@ -13,9 +15,35 @@ from fnddp.core.sync import State
 from fnddp.integrations.fsdp.unit import Unit
 from fnddp.run.vote import Vote
 from fnddp.run.weighing import Weighing
+from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
-from fnddp.wire.weights import NO_WEIGHT, scaled
+from fnddp.wire.weights import NO_WEIGHT, Weight, scale_of, scaled
+
+
+class Weights:
+    """The weight of this rank in the backwards that begin in a block.
+
+    Attributes:
+        given: How much its gradients count.
+        begun: The number of backwards so far that have taken it.
+    """
+
+    def __init__(self) -> None:
+        self.given, self.begun = NO_WEIGHT, 0
+
+    @contextmanager
+    def block(self, count: float) -> Generator[None]:
+        """Give the weight `count` within it, and raise a RuntimeError at the end if no backward has taken it."""
+        self.given, begun = Weight.of(count), self.begun
+        try:
+            yield
+            if self.begun == begun:
+                raise RuntimeError(
+                    f"weight: {self.given.text} was given for nothing: no backward that synchronizes began within it"
+                )
+        finally:
+            self.given = NO_WEIGHT
 
 
 class Reductions:
@@ -28,23 +56,26 @@ class Reductions:
     Attributes:
         units: As given.
         states: After the last backward that ended well.
-        weight: How much this rank's gradients count in backwards that begin from now on.
-        begun: The number of backwards that have reduced gradients.
         steps: The number of those that have ended well.
         failed_steps: The number of those that have failed on all ranks.
+        weights: Of the backwards.
         vote: The agreement of ranks at the end.
-        ending: A reference to the end of the backward that runs.
+        begin_around: Begins the step of the replicas' pipeline, which these reductions are part of, and ends with.
     """
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State]) -> None:
-        self.units, self.states, self.weight = units, states, NO_WEIGHT
-        self.begun = self.steps = self.failed_steps = 0
+        self.units, self.states, self.weights = units, states, Weights()
+        self.steps = self.failed_steps = 0
         self.vote = Vote((), C10D, [group for unit in units for group in unit.groups], units[0].fsdp.device)
-        self.ending: weakref.ref[_Ending] | None = None
+        self.begin_around: Callable[[], object] | None = None
+        self._ending: weakref.ref[Ending] | None = None
 
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
         """Write to `mine`, `[width]`, the mean of this rank's row of `buffer`, `[ranks, width]`."""
-        step = self._step()
+        if self._open() is None and self.begin_around is not None:
+            self.begin_around()
+        ending = self._open() or self.begin()
+        step = ending.step
         with torch.no_grad(), torch_private.without_autocast():
             try:
                 state = step.states.get(unit.name, self.states[unit.name])
@@ -59,17 +90,24 @@ class Reductions:
                 unit.reduce_nothing(buffer)
                 mine.zero_()
 
-    def _step(self) -> "_Step":
-        ending = None if self.ending is None else self.ending()
-        if ending is None:
-            self.begun += 1
-            ending = _Ending(_Step(self))
-            self.ending = weakref.ref(ending)
+    def begin(self, *, is_part: bool = False) -> "Ending":
+        """Begin a step, in a backward. One that `is_part` of another ends with that, which keeps what is returned."""
+        self.weights.begun += 1
+        ending = Ending(Step(self))
+        self._ending = weakref.ref(ending)
+        if not is_part:
             torch_private.at_end_of_backward(ending)  # behind FSDP's own, which is there already
-        return ending.step
+        return ending
+
+    def close(self) -> None:
+        """End the step that is open, for those who ask: an error that is raised in its end would keep it alive."""
+        self._ending = None
+
+    def _open(self) -> "Ending | None":
+        return None if self._ending is None else self._ending()
 
 
-class _Step:
+class Step:
     """A backward that reduces gradients.
 
     Args:
@@ -78,6 +116,7 @@ class _Step:
     Attributes:
         states: What states become if it ends well.
         scales: The factors of this rank's gradients, by process group.
+        total: The sum of the weights of the shards' ranks; None if they have none.
         failure: The first error on this rank, with which all ranks end it.
     """
 
@@ -86,10 +125,14 @@ class _Step:
         self.states: dict[str, State] = {}
         self.failure: Exception | None = None
         self.scales = {unit.group: 1.0 for unit in course.units}
+        self.total: float | None = None
         for group in self.scales:
             try:
-                scale = Weighing(course.weight, C10D, [group], course.units[0].fsdp.device).scale()
-                self.scales[group] = 1.0 if scale is None else scale
+                numbers = Weighing(course.weights.given, C10D, [group], course.units[0].fsdp.device).numbers()
+                if numbers is not None:
+                    self.total = math.fsum(numbers)
+                    is_nothing = course.begin_around is not None and self.total == 0  # of this replica
+                    self.scales[group] = 0.0 if is_nothing else scale_of(course.weights.given.number, numbers)
             except ValueError as error:  # on all ranks
                 self.failure = error
         parameters = [p for unit in course.units for p in unit.fsdp.parameters]
@@ -97,8 +140,7 @@ class _Step:
 
     def end(self) -> None:
         """Commit the states, or restore the gradients and raise, as all ranks do."""
-        course, vote = self._course, self._course.vote
-        course.ending = None  # which an error that is raised here keeps alive
+        vote = self._course.vote
         try:
             vote.cast(frozenset(), failed=self.failure is not None)
             if self.failure is not None:
@@ -106,11 +148,20 @@ class _Step:
                 raise self.failure
             vote.outcome()
         except Exception:
+            self.settle(is_well=False)
+            raise
+        self.settle(is_well=True)
+
+    def settle(self, *, is_well: bool) -> None:
+        """Commit the states, or restore the gradients; all ranks have agreed on which."""
+        course = self._course
+        course.close()
+        if is_well:
+            course.states |= self.states
+            course.steps += 1
+        else:
             course.failed_steps += 1
             self._restore()
-            raise
-        course.states |= self.states
-        course.steps += 1
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -126,10 +177,10 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local()
 
 
-class _Ending:
+class Ending:
     """The callback at the end of a backward, which lives as long as that does: not if it raises."""
 
-    def __init__(self, step: _Step) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
 
     def __call__(self) -> None:
@@ -148,7 +199,13 @@ class Scatter(Comm):
     """FSDP's `ReduceScatter`, of one group of parameters."""
 
     def __init__(self, reductions: Reductions, unit: Unit) -> None:
-        self._reductions, self._unit = reductions, unit
+        self.reductions, self._unit = reductions, unit
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
-        self._reductions.reduce(self._unit, output_tensor, input_tensor.view(self._unit.n, -1))
+        self.reductions.reduce(self._unit, output_tensor, input_tensor.view(self._unit.n, -1))
+
+
+def reductions_of(model: nn.Module) -> Reductions | None:
+    """Return the reductions that `compress_shards` has set for `model`, if any."""
+    scatters = (group.reduce_scatter for _, groups in fsdp_groups(model).values() for group in groups)
+    return next((each.reductions for each in scatters if isinstance(each, Scatter)), None)

@@ -17,16 +17,16 @@ from fnddp.core.parse import parse
 from fnddp.core.state import require_like
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.integrations.fsdp.reductions import Comm, Reductions, Scatter
+from fnddp.integrations.fsdp.replicas import Replicas
 from fnddp.integrations.fsdp.unit import UNSCALED, Unit, require_codecs
 from fnddp.memory.ef21 import ef21
 from fnddp.memory.error_feedback import error_feedback
 from fnddp.reducers.all_gather import allgather
 from fnddp.reducers.none import none
 from fnddp.reducers.two_shot import two_shot
-from fnddp.torch_private import FSDPGroup, fsdp_groups
+from fnddp.torch_private import FSDPGroup, forward_hooks, fsdp_groups
 from fnddp.wire.kinds import ALL_GATHER
 from fnddp.wire.protocol import waited
-from fnddp.wire.weights import NO_WEIGHT, Weight
 
 
 class Shards:
@@ -122,16 +122,8 @@ class Shards:
                 "weight: FSDP itself averages gradients here, and knows no weights; give compress_shards a pipeline of "
                 "gradients, gradients='two_shot' at least, and HSDP's replicas to compress_replicas"
             )
-        course, weight = self._reductions, Weight.of(count)
-        course.weight, begun = weight, course.begun
-        try:
+        with self._reductions.weights.block(count):
             yield
-            if course.begun == begun:
-                raise RuntimeError(
-                    f"weight: {weight.text} was given for nothing: no backward that synchronizes began within it"
-                )
-        finally:
-            course.weight = NO_WEIGHT
 
 
 class _Gather(Comm):
@@ -191,7 +183,7 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
         read = [_read(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
         if read == [None, None]:
             raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
-        units = [Unit(name, names, fsdp, *read) for name, (names, fsdp) in _sharded(model).items()]
+        units = [Unit(name, names, fsdp, *read) for name, (names, fsdp) in _sharded(model, weights is not None).items()]
         states: dict[str, State] = {} if read[0] is None else {unit.name: unit.init() for unit in units}
         reductions = Reductions(units, states)
         made.append((Shards(model, reductions, *read), reductions))
@@ -223,12 +215,16 @@ def _read(what: str, sync: str | Sync | None) -> Sync | None:
     return sync
 
 
-def _sharded(model: nn.Module) -> dict[str, tuple[list[str], FSDPGroup]]:
+def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], FSDPGroup]]:
     """Return the names of the parameters that FSDP sends together, and its object, by the name of their module.
 
     Raises:
         TypeError: Some are not sharded, or not in a way in which codecs could be set.
     """
+    if any(isinstance(getattr(hook, "__self__", None), Replicas) for hook in forward_hooks(model)):
+        raise TypeError(
+            "compress_shards: call it before compress_replicas, which takes the shards' part in a step over"
+        )
     if not isinstance(model, FSDPModule):
         raise TypeError(
             f"compress_shards: fully_shard was not called on the model itself, a {type(model).__name__}, so FSDP does "
@@ -244,7 +240,7 @@ def _sharded(model: nn.Module) -> dict[str, tuple[list[str], FSDPGroup]]:
                 "FSDP takes no collectives; call fully_shard first on the parts with another mesh, one by one"
             )
         for group in groups:
-            _require_plain(which, group)
+            _require_plain(which, group, has_weights)
             found[name] = [names.pop(id(parameter)) for parameter in group.parameters], group
     left = [name for name, parameter in model.named_parameters() if id(parameter) in names and parameter.requires_grad]
     if left:
@@ -255,7 +251,7 @@ def _sharded(model: nn.Module) -> dict[str, tuple[list[str], FSDPGroup]]:
     return found
 
 
-def _require_plain(which: str, group: FSDPGroup) -> None:
+def _require_plain(which: str, group: FSDPGroup, has_weights: bool) -> None:
     if group.shards is None:
         raise TypeError(
             f"compress_shards: {which} is replicated and has no shards; call fully_shard with a mesh of one shard, and "
@@ -266,8 +262,8 @@ def _require_plain(which: str, group: FSDPGroup) -> None:
             f"compress_shards: {' and '.join(group.custom_comms)} is set for {which} already, by another call; leave "
             "out that one, or this"
         )
-    if group.is_extended:
+    if has_weights and (group.is_extended or not group.gathered_dtype.is_floating_point):
         raise TypeError(
-            f"compress_shards: {which} has parameters of a class that encodes its own weights (fsdp_pre_all_gather); "
-            "leave that out, or compress_shards"
+            f"compress_shards: {which} has parameters of several dtypes, or of a class that encodes its own weights "
+            "(fsdp_pre_all_gather), which FSDP gathers as bytes; leave out weights="
         )
