@@ -86,9 +86,8 @@ def loss_of(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
 
 
 def losses(ranks: int, seeds: int, steps: int, arms: list[str]) -> None:
-    print(
-        f"| {ranks} ranks, {steps} steps, {seeds} seeds | loss | above {NATIVE}'s | bytes of a step |\n|---|--:|--:|--:|"
-    )
+    print(f"| {ranks} ranks, {steps} steps, {seeds} seeds | loss | above {NATIVE}'s | bytes of a step |")
+    print("|---|--:|--:|--:|")
     native: list[float] = []
     for arm in arms:
         results = [next(iter(run_ranks(ranks, rank_trains, arm, seed, steps))) for seed in range(seeds)]

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 import fnddp
-from fnddp import RankMismatchError, StepFailedError, WireCounter
+from fnddp import Link, RankMismatchError, StepFailedError, WireCounter
 from fnddp.integrations.checkpoint import load, save
-from fnddp.integrations.fsdp import compress_replicas, compress_shards
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from tests.peers import everyones
 from tests.ranks import on_ranks
 from tests.test_fsdp import Net, batches, train
@@ -513,3 +514,94 @@ def raising(self: Any, x: Tensor, *arguments: Any) -> Any:
 def local_shards_of_grads(model: nn.Module) -> Tensor:
     grads: Any = [p.grad for p in model.parameters()]
     return torch.cat([grad.to_local().flatten() for grad in grads])
+
+
+ALL_AXES = {
+    "shards": "error_feedback(quantize(two_shot, bits=4))",
+    "weights": "quantize(allgather)",
+    "replicas": "error_feedback(powersgd(bf16(allreduce), rank=1))",
+}
+
+
+def two_by_two() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_one_handle_for_all_axes(rank: int) -> None:
+    """It is the two others: bits, bytes of the plan, state; its checkpoint resumes to the bit."""
+    mesh, folders = two_by_two(), [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    ours, other = (sharded(mesh["shard"], reshard_after_forward=False) for _ in range(2))
+    handle = compress(ours, mesh, **ALL_AXES)
+    shards = compress_shards(other, ALL_AXES["shards"], ALL_AXES["weights"])
+    compress_replicas(other, ALL_AXES["replicas"], mesh["replicate"])
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (ours, other)]
+    for model, optimizer in zip((ours, other), optimizers, strict=True):
+        train(model, batches(3), optimizer=optimizer)
+    assert torch.equal(local_shards(ours), local_shards(other))
+    save(folders[0], ours, optimizers[0], sync=handle)
+    with WireCounter() as counter:
+        loss(ours, batches(1)[0]).backward()
+    stats = handle.sync_stats()
+    assert counter.wire_bytes == sum(axis.wire_bytes for axis in handle.plan.axes)
+    assert counter.wire_bytes == stats["gradients_bytes"] + stats["weights_bytes"] + stats["replicas_bytes"]
+    assert (stats["steps"], stats["failed_steps"]) == (shards.steps + 1, 0)
+    lines = handle.plan.show({name: Link.parse("1gbit:1ms") for name in ("gradients", "weights", "replicas")})
+    assert [line.split()[0] for line in lines.splitlines()] == ["axis", "gradients", "weights", "replicas"]
+    handle.state = handle.state
+
+    resumed = sharded(mesh["shard"])
+    again = compress(resumed, mesh, **ALL_AXES)
+    optimizer = torch.optim.AdamW(resumed.parameters())
+    load(folders[0], resumed, optimizer, sync=again)
+    train(resumed, batches(2, seed=11), optimizer=optimizer)
+    train(other, batches(2, seed=11), optimizer=optimizers[1])
+    assert torch.equal(local_shards(resumed), local_shards(other))
+
+    with pytest.raises(TypeError, match="give a pipeline of shards, of weights, or of replicas"):
+        compress(sharded(mesh["shard"]), mesh)
+    with pytest.raises(TypeError, match="wants a mesh of two dimensions"):
+        compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")
+    with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], and the last dimension"):
+        compress(sharded(), mesh, shards="two_shot")
+
+
+def _saves(rank: int, folder: str) -> Tensor:
+    mesh = two_by_two()
+    model = sharded(mesh["shard"])
+    handle = compress(model, mesh, shards=ALL_AXES["shards"], replicas="allreduce")
+    train(model, batches(3))
+    save(folder, model, sync=handle)
+    return mean_residual(handle.state["shards"])
+
+
+def _loads(rank: int, folder: str, has_replicas: bool) -> Tensor:
+    shape = (2, 1) if has_replicas else (1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"])
+    handle = compress(model, mesh, shards=ALL_AXES["shards"], replicas="allreduce")
+    if has_replicas:  # the state between replicas is of other shards
+        with pytest.raises(ValueError, match="of another number of shards"):
+            load(folder, model, sync=handle)
+        return torch.empty(0)
+    load(folder, model, sync=handle)
+    residual = mean_residual(handle.state["shards"])
+    train(model, batches(1))
+    return residual
+
+
+def mean_residual(state: Any) -> Tensor:
+    own = torch.cat([each.flatten() for group in state.values() for each in group.residual.values()])
+    return sum(everyones(own)) / dist.get_world_size()  # type: ignore[return-value]
+
+
+@pytest.mark.thorough
+def test_other_numbers_of_ranks_load_it(gloo: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """No residual is lost: their mean is that of the ranks that saved them, of other shards of parameters."""
+    saved, *_ = gloo(4, _saves, str(tmp_path))
+    for loaded in gloo(2, _loads, str(tmp_path), False):
+        torch.testing.assert_close(loaded, saved)
+        assert loaded.abs().max() > 0
+    gloo(2, _loads, str(tmp_path), True)

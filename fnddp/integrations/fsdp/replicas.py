@@ -22,6 +22,7 @@ from fnddp.core.sync import Sync
 from fnddp.integrations.fsdp.reductions import Ending, Reductions, Weights, reductions_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
+from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.weights import NO_WEIGHT
@@ -76,6 +77,10 @@ class Replicas(PipelineHandle):
         """
         index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
         return Checkpoint(self, self.group, saved_world_size, f"shard{index}of{self._shards.size()}/")
+
+    def prepare(self) -> Plan | None:
+        """Return the plan of the next step; None for a pipeline that cannot be lowered."""
+        return self._engine.prepare()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

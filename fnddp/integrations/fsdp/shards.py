@@ -1,7 +1,7 @@
 """Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -122,7 +122,8 @@ class Shards:
                 "weight: FSDP itself averages gradients here, and knows no weights; give compress_shards a pipeline of "
                 "gradients, gradients='two_shot' at least, and HSDP's replicas to compress_replicas"
             )
-        with self._reductions.weights.block(count):
+        is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
+        with nullcontext() if is_alone else self._reductions.weights.block(count):
             yield
 
 

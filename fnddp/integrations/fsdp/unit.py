@@ -25,14 +25,24 @@ class Traffic(NamedTuple):
     Attributes:
         name: Of the group's module; "" for the model itself.
         ranks: The number of owners.
-        gradients: Bytes of a reduce-scatter.
-        weights: Bytes of an all-gather.
+        reduced: Bytes of each message of a reduce-scatter.
+        gathered: Bytes of each message of an all-gather.
     """
 
     name: str
     ranks: int
-    gradients: int
-    weights: int
+    reduced: tuple[int, ...]
+    gathered: tuple[int, ...]
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of a reduce-scatter."""
+        return sum(self.reduced)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of an all-gather."""
+        return sum(self.gathered)
 
 
 UNSCALED = float("1")
@@ -92,12 +102,12 @@ class Unit:
         reduced = self._sent(gradients, self._rows_of(self.trained), self.fsdp.reduced_dtype, None)
         return Traffic(self.name, self.n, reduced, self._sent(self._code, self._rows, self.fsdp.gathered_dtype, 0))
 
-    def _sent(self, code: Code, rows: Rows, dtype: torch.dtype, row: int | None) -> int:
+    def _sent(self, code: Code, rows: Rows, dtype: torch.dtype, row: int | None) -> tuple[int, ...]:
         if not (self.n > 1 and rows.width):
-            return 0
+            return ()
         zeros = torch.zeros(self.n if row is None else 1, rows.width, dtype=dtype, device=self.fsdp.device)
         encoded = rows.encode(code, zeros, Key(self.name, 0), row)
-        return sum(part.nbytes for each in encoded.values() for part in each.payload.values())
+        return tuple(part.nbytes for each in encoded.values() for part in each.payload.values())
 
     def note(self, positions: list[int]) -> None:
         """Note which parameters have a gradient in the reduction that comes next."""
