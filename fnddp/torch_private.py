@@ -630,6 +630,11 @@ class FSDPGroup:
         return policy.reduce_dtype or policy.param_dtype or own
 
     @property
+    def reduces(self) -> bool:
+        """True if the next backward reduces its gradients: see `set_requires_gradient_sync`."""
+        return self._group.reduce_grads
+
+    @property
     def reduce_scatter(self) -> object:
         """The object that reduces its gradients."""
         return self._group._reduce_scatter_comm
@@ -686,6 +691,21 @@ def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
         if hasattr(module, "_get_fsdp_state"):
             found.setdefault(cast("Any", module)._get_fsdp_state(), (name, module))
     return {name: (module, [FSDPGroup(each) for each in _groups_of(state)]) for state, (name, module) in found.items()}
+
+
+def after_reductions(model: nn.Module, callback: Callable[[], object]) -> None:
+    """Call `callback` when FSDP has ended a backward of `model`, or what stands for one in a pipeline's stage.
+
+    A stage of torch.distributed.pipelining calls its functions outside of any backward, after the last microbatch.
+    """
+    for module, _ in fsdp_groups(model).values():
+        state = module._get_fsdp_state()
+
+        def end(original: Callable[[], object] = state._root_post_backward_final_callback) -> None:
+            original()
+            callback()
+
+        state._root_post_backward_final_callback = end
 
 
 def _groups_of(state: Any) -> list[Any]:

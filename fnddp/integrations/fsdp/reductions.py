@@ -21,6 +21,26 @@ from fnddp.wire.protocol import CollectiveError
 from fnddp.wire.weights import NO_WEIGHT, Weight, scale_of, scaled
 
 
+class Ends:
+    """Calls of functions at the end of what FSDP does as a backward of `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._waiting: list[Callable[[], object]] = []
+        torch_private.after_reductions(model, self._run)
+
+    def add(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called once, behind FSDP's own; not if the backward raises."""
+        if torch_private.is_within_backward():
+            torch_private.at_end_of_backward(callback)
+        else:  # after all backwards of a pipeline's stage
+            self._waiting.append(callback)
+
+    def _run(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
+
+
 class Weights:
     """The weight of this rank in the backwards that begin in a block.
 
@@ -52,6 +72,7 @@ class Reductions:
     Args:
         units: The groups of parameters.
         states: Of their pipelines, by the names of the groups.
+        ends: The ends of backwards.
 
     Attributes:
         units: As given.
@@ -63,8 +84,8 @@ class Reductions:
         begin_around: Begins the step of the replicas' pipeline, which these reductions are part of, and ends with.
     """
 
-    def __init__(self, units: Sequence[Unit], states: dict[str, State]) -> None:
-        self.units, self.states, self.weights = units, states, Weights()
+    def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends) -> None:
+        self.units, self.states, self.weights, self._ends = units, states, Weights(), ends
         self.steps = self.failed_steps = 0
         self.vote = Vote((), C10D, [group for unit in units for group in unit.groups], units[0].fsdp.device)
         self.begin_around: Callable[[], object] | None = None
@@ -96,7 +117,7 @@ class Reductions:
         ending = Ending(Step(self))
         self._ending = weakref.ref(ending)
         if not is_part:
-            torch_private.at_end_of_backward(ending)  # behind FSDP's own, which is there already
+            self._ends.add(ending)
         return ending
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
-from fnddp.integrations.fsdp.reductions import Ending, Reductions, Weights, reductions_of
+from fnddp.integrations.fsdp.reductions import Ending, Ends, Reductions, Weights, reductions_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
@@ -38,6 +38,7 @@ class Replicas(PipelineHandle):
         group: Name of the replicas' process group.
         shards: The mesh over which all are sharded.
         reductions: Those of `compress_shards`, which end with each step; None where FSDP reduces shards itself.
+        model: The model.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Replicas(PipelineHandle):
         group: str | None,
         shards: DeviceMesh,
         reductions: Reductions | None,
+        model: nn.Module,
     ) -> None:
         self._frozen, self._shards, self._parameters = frozen, shards, parameters
         local = {name: p.to_local() for name, p in parameters.items()}
@@ -66,6 +68,8 @@ class Replicas(PipelineHandle):
         self._before: dict[str, DTensor] = {}  # such, while others are made
         self._failure: Exception | None = None
         self._reductions, self._weights = reductions, Weights() if reductions is None else reductions.weights
+        self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
+        self._ends = Ends(model)
         if reductions is not None:
             reductions.begin_around = self._start
 
@@ -104,7 +108,7 @@ class Replicas(PipelineHandle):
             TypeError: FSDP averages over the shards itself.
             RuntimeError, ValueError: See `Shards.weight`.
         """
-        if self._reductions is None and self._shards.size() > 1:
+        if self._reductions is None and any(group.shards and group.shards.size() > 1 for group in self._fsdp):
             raise TypeError(
                 "weight: FSDP itself averages gradients over the shards, and knows no weights; call "
                 "compress_shards(model, gradients='two_shot') before compress_replicas"
@@ -131,6 +135,8 @@ class Replicas(PipelineHandle):
             )
 
     def _before_backward(self, _: Tensor) -> None:
+        if not any(group.reduces for group in self._fsdp):  # FSDP keeps whole gradients for a later backward
+            return
         if not self._engine.is_open and not self._before:
             self._set_aside()
         self._start()
@@ -160,8 +166,13 @@ class Replicas(PipelineHandle):
                 part = self._reductions.begin(is_part=True)
                 weight = part.step.total
             self._engine.begin(weight=weight)
-            # Behind FSDP's own, which is queued before or after this.
-            torch_private.at_end_of_backward(lambda: end_with_backward(self._engine, lambda: self._finish(part)))
+            self._ends.add(lambda: self._end(part))
+
+    def _end(self, part: Ending | None) -> None:
+        if torch_private.is_within_backward():  # behind FSDP's own, which may be queued after this
+            end_with_backward(self._engine, lambda: self._finish(part))
+        else:
+            self._finish(part)
 
     def _feed(self, name: str, _: Tensor) -> None:
         if not self._is_armed:
@@ -269,7 +280,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         parameters, shards = _sharded(model, replicate)
         pipeline = (parse(sync) if isinstance(sync, str) else sync).over(group, unnamed_only=True)
         frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
-        made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model)))
+        made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model), model))
         local = {name: p.to_local() for name, p in parameters.items()}
         return description(pipeline, local, made[-1].state)
 
@@ -284,10 +295,10 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
 
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
-    """Return the parameters that are trained, and the mesh over which all are sharded."""
+    """Return the parameters that are trained, and the mesh over which all are sharded, by tensor parallelism too."""
     parameters: dict[str, DTensor] = {}
-    replicas = set(replicate.mesh.flatten().tolist())
-    shards: DeviceMesh | None = None
+    replicas, every = _ranks(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    shards = max(every, key=DeviceMesh.size, default=None)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise TypeError(
@@ -295,16 +306,19 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
                 "fully_shard on the whole model first, with mesh=mesh['shard']"
             )
         mesh = parameter.device_mesh
-        shards = mesh if shards is None else shards
-        if len(replicas & set(mesh.mesh.flatten().tolist())) > 1:
+        if len(replicas & _ranks(mesh)) > 1:
             raise TypeError(
                 f"compress_replicas: parameter {name!r} is on {mesh}, which has the replicas {sorted(replicas)} in it, "
                 "so FSDP reduces between them already; call fully_shard with mesh=mesh['shard']"
             )
-        if mesh != shards:
+        if shards is None or not _ranks(mesh) <= _ranks(shards):
             raise TypeError(f"compress_replicas: parameter {name!r} is sharded over {mesh}, and others over {shards}")
         if parameter.requires_grad:
             parameters[name] = parameter
     if shards is None or not parameters:
         raise TypeError("compress_replicas: the model has no parameter that requires a gradient")
     return parameters, shards
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())

@@ -16,7 +16,7 @@ from fnddp.core.group import group_name
 from fnddp.core.parse import parse
 from fnddp.core.state import require_like
 from fnddp.core.sync import State, Sync, require_sync
-from fnddp.integrations.fsdp.reductions import Comm, Reductions, Scatter
+from fnddp.integrations.fsdp.reductions import Comm, Ends, Reductions, Scatter
 from fnddp.integrations.fsdp.replicas import Replicas
 from fnddp.integrations.fsdp.unit import UNSCALED, Unit, require_codecs
 from fnddp.memory.ef21 import ef21
@@ -186,7 +186,7 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
             raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
         units = [Unit(name, names, fsdp, *read) for name, (names, fsdp) in _sharded(model, weights is not None).items()]
         states: dict[str, State] = {} if read[0] is None else {unit.name: unit.init() for unit in units}
-        reductions = Reductions(units, states)
+        reductions = Reductions(units, states, Ends(model))
         made.append((Shards(model, reductions, *read), reductions))
         lines = [line for unit in units for line in unit.describe().items()]
         return {"gradients": repr(read[0]), "weights": repr(read[1]), **dict(lines)}
