@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -550,3 +550,127 @@ def make_local_tensors_of_shards(module: nn.Module) -> None:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
     _pre_dp_module_transform(module)
+
+
+# FSDP2.
+
+
+class FSDPGroup:
+    """A group of parameters that FSDP2 gathers and reduces together: its `FSDPParamGroup`.
+
+    Attributes:
+        shapes: Of the parameters when they are gathered: whole, or what tensor parallelism leaves to this rank.
+        dims: The dimension along which each is sharded.
+        shards: The process group of the shards; None for `replicate`, which has none.
+        replicas: That of HSDP's replicas; None without any.
+        device: Where FSDP computes.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.shapes: list[torch.Size] = [each._orig_size for each in group.fsdp_params]
+        self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]
+        self.shards: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
+        self.replicas: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
+        self.device: torch.device = group.device
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, sharded; FSDP may replace them until the first forward."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """The dtype in which the parameters are gathered; torch.uint8 where they have several."""
+        dtypes = {self._group.mp_policy.param_dtype or each.dtype for each in self.parameters}
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+    @property
+    def reduced_dtype(self) -> torch.dtype:
+        """The dtype of the buffer in which gradients are reduced."""
+        policy, parameters = self._group.mp_policy, self.parameters
+        own = next((each.dtype for each in parameters if each.requires_grad), parameters[0].dtype)
+        return policy.reduce_dtype or policy.param_dtype or own
+
+    @property
+    def reduces(self) -> bool:
+        """True if the next backward reduces its gradients: see `set_requires_gradient_sync`."""
+        return self._group.reduce_grads
+
+    @property
+    def reduce_scatter(self) -> object:
+        """The object that reduces its gradients."""
+        return self._group._reduce_scatter_comm
+
+    @property
+    def custom_comms(self) -> list[str]:
+        """Classes that somebody else has put in the place of FSDP's own reduce-scatter and all-gather."""
+        comms = type(self.reduce_scatter), type(self._group._all_gather_comm)
+        return [each.__name__ for each in comms if each.__name__ not in ("DefaultReduceScatter", "DefaultAllGather")]
+
+    @property
+    def is_extended(self) -> bool:
+        """True if the class of a parameter says itself what an all-gather sends, such as a float8 one."""
+        return any(hasattr(getattr(each, "_local_tensor", each), "fsdp_pre_all_gather") for each in self.parameters)
+
+    @property
+    def divide_factor(self) -> float | None:
+        """The number by which FSDP divides sums of gradients; None for that of its ranks."""
+        return self._group.gradient_divide_factor
+
+    def before_reduction(self, note: Callable[[list[int]], None]) -> None:
+        """Call `note` with the positions of the parameters that have a gradient, before they are reduced.
+
+        The reduce-scatter itself sees one flat buffer of those.
+        """
+        group, reduce = self._group, self._group.post_backward
+
+        def has_gradient(each: Any) -> bool:
+            if not hasattr(each, "_unsharded_param"):
+                return False
+            fills_in = getattr(group, "reduce_scatter_unused_params", False) and each.unsharded_param.requires_grad
+            return each.unsharded_accumulated_grad is not None or each.unsharded_param.grad is not None or fills_in
+
+        def post_backward(*unused: Any) -> None:
+            if group.reduce_grads:
+                note([position for position, each in enumerate(group.fsdp_params) if has_gradient(each)])
+            reduce(*unused)
+
+        group.post_backward = post_backward
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return the functions that `register_forward_hook` was called with."""
+    return list(module._forward_hooks.values())
+
+
+def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
+    """Return the groups of parameters of each `fully_shard` in `model`: by the name of its module, which comes first.
+
+    In torch 2.11 a module has one at most.
+    """
+    found: dict[Any, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "_get_fsdp_state"):
+            found.setdefault(cast("Any", module)._get_fsdp_state(), (name, module))
+    return {name: (module, [FSDPGroup(each) for each in _groups_of(state)]) for state, (name, module) in found.items()}
+
+
+def after_reductions(model: nn.Module, callback: Callable[[], object]) -> None:
+    """Call `callback` when FSDP has ended a backward of `model`, or what stands for one in a pipeline's stage.
+
+    A stage of torch.distributed.pipelining calls its functions outside of any backward, after the last microbatch.
+    """
+    for module, _ in fsdp_groups(model).values():
+        state = module._get_fsdp_state()
+
+        def end(original: Callable[[], object] = state._root_post_backward_final_callback) -> None:
+            original()
+            callback()
+
+        state._root_post_backward_final_callback = end
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]

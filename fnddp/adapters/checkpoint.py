@@ -40,14 +40,21 @@ class Checkpoint:
         group: Name of its process group.
         saved_world_size: The number of ranks that saved what is loaded; None for as many as there are.
         prefix: Prefix of all keys, where ranks outside of the group have states of their own.
+        place: This rank and the number of ranks, where they are those of several groups.
     """
 
     def __init__(
-        self, owner: HasSync, group: str | None, saved_world_size: int | None = None, prefix: str = ""
+        self,
+        owner: HasSync,
+        group: str | None,
+        saved_world_size: int | None = None,
+        prefix: str = "",
+        place: tuple[int, int] | None = None,
     ) -> None:
-        self._owner, self._prefix, size = owner, prefix, groups.world_size(group)
+        self._owner, self._prefix = owner, prefix
+        rank, size = place or (groups.rank(group), groups.world_size(group))
         self._saved_size = saved_world_size or size
-        self._shares = shares(groups.rank(group), size, self._saved_size)
+        self._shares = shares(rank, size, self._saved_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, ints and lists of text to save, or to load into, in memory of their own."""

@@ -56,13 +56,18 @@ class Vote:
             self._start(torch.tensor([weight.number], dtype=torch.float64, device=self._device.device), self._weighed)
 
     def scale(self) -> float | None:
-        """Wait for all weights and return what gradients are scaled by; None if no rank gave one, or one has failed.
+        """Return what gradients are scaled by: see `numbers`; a ValueError, too, if all weights are zero."""
+        numbers = self.numbers()
+        return None if numbers is None or self._weight is None else scale_of(self._weight.number, numbers)
+
+    def numbers(self) -> list[float] | None:
+        """Wait for all weights and return them, in rank order; None if no rank gave one, or one has failed.
 
         The vote reports a failure. (On an accelerator, whose ranks do not wait for that, it is a CollectiveError here.)
 
         Raises:
             CollectiveError: A rank has died or left; the ranks are desynchronized.
-            ValueError: On all ranks: all weights are zero, one is invalid, or some ranks gave one and others none.
+            ValueError: On all ranks: one is invalid, or some ranks gave one and others none.
         """
         assert self._weight is not None
         numbers = [self._weight.number]
@@ -83,7 +88,7 @@ class Vote:
             return None
         if NO_WEIGHT.number in numbers or any(map(math.isnan, numbers)):
             raise self._refusal()
-        return scale_of(self._weight.number, numbers)
+        return numbers
 
     def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
         """Notify the other ranks, without waiting for them; with `weight` in a step that began without an exchange."""

@@ -19,10 +19,13 @@ from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
+from fnddp.integrations.fsdp.reductions import Ending, Ends, Reductions, Weights, reductions_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
+from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.wire import control
+from fnddp.wire.weights import NO_WEIGHT
 
 
 class Replicas(PipelineHandle):
@@ -34,6 +37,8 @@ class Replicas(PipelineHandle):
         sync: The pipeline.
         group: Name of the replicas' process group.
         shards: The mesh over which all are sharded.
+        reductions: Those of `compress_shards`, which end with each step; None where FSDP reduces shards itself.
+        model: The model.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Replicas(PipelineHandle):
         sync: Sync,
         group: str | None,
         shards: DeviceMesh,
+        reductions: Reductions | None,
+        model: nn.Module,
     ) -> None:
         self._frozen, self._shards, self._parameters = frozen, shards, parameters
         local = {name: p.to_local() for name, p in parameters.items()}
@@ -60,6 +67,11 @@ class Replicas(PipelineHandle):
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # that `.grad` holds
         self._before: dict[str, DTensor] = {}  # such, while others are made
         self._failure: Exception | None = None
+        self._reductions, self._weights = reductions, Weights() if reductions is None else reductions.weights
+        self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
+        self._ends = Ends(model)
+        if reductions is not None:
+            reductions.begin_around = self._start
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
         """Return the state for torch.distributed.checkpoint, under a prefix for each shard, which all ranks write.
@@ -69,6 +81,10 @@ class Replicas(PipelineHandle):
         """
         index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
         return Checkpoint(self, self.group, saved_world_size, f"shard{index}of{self._shards.size()}/")
+
+    def prepare(self) -> Plan | None:
+        """Return the plan of the next step; None for a pipeline that cannot be lowered."""
+        return self._engine.prepare()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -81,6 +97,24 @@ class Replicas(PipelineHandle):
             yield
         finally:
             self._synchronizes = before
+
+    @contextmanager
+    def weight(self, count: float) -> Generator[None]:
+        """Within it, this rank's gradients count `count` times in the means of backwards that begin there.
+
+        The mean is that of the samples or tokens of all ranks, of all shards and replicas. See `Shards.weight`.
+
+        Raises:
+            TypeError: FSDP averages over the shards itself.
+            RuntimeError, ValueError: See `Shards.weight`.
+        """
+        if self._reductions is None and any(group.shards and group.shards.size() > 1 for group in self._fsdp):
+            raise TypeError(
+                "weight: FSDP itself averages gradients over the shards, and knows no weights; call "
+                "compress_shards(model, gradients='two_shot') before compress_replicas"
+            )
+        with self._weights.block(count):
+            yield
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or torch_private.is_within_backward():  # of an evaluation; of a checkpoint
@@ -101,6 +135,8 @@ class Replicas(PipelineHandle):
             )
 
     def _before_backward(self, _: Tensor) -> None:
+        if not any(group.reduces for group in self._fsdp):  # FSDP keeps whole gradients for a later backward
+            return
         if not self._engine.is_open and not self._before:
             self._set_aside()
         self._start()
@@ -123,9 +159,20 @@ class Replicas(PipelineHandle):
     def _start(self) -> None:
         if self._is_armed and not self._engine.is_open:
             self._failure = None
-            self._engine.begin()
-            # Behind FSDP's own, which is queued before or after this.
-            torch_private.at_end_of_backward(lambda: end_with_backward(self._engine, self._finish))
+            if self._reductions is None:
+                self._weights.begun += 1
+                part, weight = None, None if self._weights.given == NO_WEIGHT else self._weights.given
+            else:
+                part = self._reductions.begin(is_part=True)
+                weight = part.step.total
+            self._engine.begin(weight=weight)
+            self._ends.add(lambda: self._end(part))
+
+    def _end(self, part: Ending | None) -> None:
+        if torch_private.is_within_backward():  # behind FSDP's own, which may be queued after this
+            end_with_backward(self._engine, lambda: self._finish(part))
+        else:
+            self._finish(part)
 
     def _feed(self, name: str, _: Tensor) -> None:
         if not self._is_armed:
@@ -145,10 +192,11 @@ class Replicas(PipelineHandle):
         except Exception as error:  # FSDP's other collectives must run all the same, on all ranks
             self._failure = self._failure or error
 
-    def _finish(self) -> None:
+    def _finish(self, part: Ending | None) -> None:
         try:
-            if self._failure is not None:
-                raise self._failure
+            failure = self._failure or (None if part is None else part.step.failure)
+            if failure is not None:
+                raise failure
             step = self._engine.step
             assert step is not None
             missing = step.missing
@@ -158,8 +206,12 @@ class Replicas(PipelineHandle):
             mean, unused = step.finish()
         except Exception as error:
             self._engine.fail(error)
+            if part is not None:
+                part.step.settle(is_well=False)
             self._put_back()
             raise
+        if part is not None:
+            part.step.settle(is_well=True)
         gradients = self._gradients()
         for name in self._parameters.keys() - unused:
             p, grad = self._parameters[name], gradients.get(name)
@@ -228,7 +280,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         parameters, shards = _sharded(model, replicate)
         pipeline = (parse(sync) if isinstance(sync, str) else sync).over(group, unnamed_only=True)
         frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
-        made.append(Replicas(parameters, frozen, pipeline, group, shards))
+        made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model), model))
         local = {name: p.to_local() for name, p in parameters.items()}
         return description(pipeline, local, made[-1].state)
 
@@ -243,10 +295,10 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
 
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
-    """Return the parameters that are trained, and the mesh over which all are sharded."""
+    """Return the parameters that are trained, and the mesh over which all are sharded, by tensor parallelism too."""
     parameters: dict[str, DTensor] = {}
-    replicas = set(replicate.mesh.flatten().tolist())
-    shards: DeviceMesh | None = None
+    replicas, every = _ranks(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    shards = max(every, key=DeviceMesh.size, default=None)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise TypeError(
@@ -254,16 +306,19 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
                 "fully_shard on the whole model first, with mesh=mesh['shard']"
             )
         mesh = parameter.device_mesh
-        shards = mesh if shards is None else shards
-        if len(replicas & set(mesh.mesh.flatten().tolist())) > 1:
+        if len(replicas & _ranks(mesh)) > 1:
             raise TypeError(
                 f"compress_replicas: parameter {name!r} is on {mesh}, which has the replicas {sorted(replicas)} in it, "
                 "so FSDP reduces between them already; call fully_shard with mesh=mesh['shard']"
             )
-        if mesh != shards:
+        if shards is None or not _ranks(mesh) <= _ranks(shards):
             raise TypeError(f"compress_replicas: parameter {name!r} is sharded over {mesh}, and others over {shards}")
         if parameter.requires_grad:
             parameters[name] = parameter
     if shards is None or not parameters:
         raise TypeError("compress_replicas: the model has no parameter that requires a gradient")
     return parameters, shards
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())

@@ -1,0 +1,241 @@
+"""All axes of a sharded model under one handle: gradients and weights of its shards, and its replicas."""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.columns import columns
+from fnddp.core.sync import State, Sync
+from fnddp.cost.link import Link, duration, scaled
+from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
+from fnddp.integrations.fsdp.shards import Shards, compress_shards
+from fnddp.torch_private import fsdp_groups
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a step sends along one axis.
+
+    Attributes:
+        name: "gradients", "weights" or "replicas".
+        pipeline: What it is sent through, as text.
+        ranks: Of the axis.
+        messages: Its collectives: the kind of each, and the payload of one rank in bytes.
+    """
+
+    name: str
+    pipeline: str
+    ranks: int
+    messages: tuple[tuple[str, int], ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a rank gives to its collectives."""
+        return sum(nbytes for _, nbytes in self.messages)
+
+    def seconds(self, link: Link) -> float:
+        """Return the time of all messages on `link`, one after the other."""
+        return sum(link.seconds(kind, nbytes, self.ranks) for kind, nbytes in self.messages)
+
+
+@dataclass(frozen=True)
+class AxesPlan:
+    """What a step of a model sends along its axes: each group of parameters once. Printed, it is a table.
+
+    Weights that are sharded again after the forward are gathered twice, but for those of the model itself, and but for
+    differences.
+    """
+
+    axes: tuple[Axis, ...]
+
+    def show(self, links: Link | Mapping[str, Link] | None = None) -> str:
+        """Return the table, with the time of each axis on its link, or on one link for all."""
+        rows = [("axis", "pipeline", "ranks", "messages", "payload", *([] if links is None else ["time"]))]
+        for axis in self.axes:
+            link = links[axis.name] if isinstance(links, Mapping) else links
+            time = [] if link is None else [duration(axis.seconds(link))]
+            sizes = str(axis.ranks), str(len(axis.messages)), scaled(axis.wire_bytes, "B")
+            rows.append((axis.name, axis.pipeline, *sizes, *time))
+        return columns(rows, text=(0, 1))
+
+    def __str__(self) -> str:
+        return self.show()
+
+
+class Checkpoints(Checkpoint):
+    """The checkpoints of several axes as one: their keys differ by their prefixes.
+
+    Args:
+        axes: Those of the axes.
+    """
+
+    def __init__(self, axes: Sequence[Checkpoint]) -> None:
+        self._axes = axes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for axis in self._axes for key, value in axis.state_dict().items()}
+
+    def about(self) -> dict[str, Any]:
+        return {key: value for axis in self._axes for key, value in axis.about().items()}
+
+    def saved_by(self, saved: Mapping[str, Any]) -> Any:
+        return tuple(axis.saved_by(saved) for axis in self._axes)
+
+    def require_fitting(self, saved: Mapping[str, Any]) -> None:
+        for axis in self._axes:
+            axis.require_fitting(saved)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for axis in self._axes:
+            axis.load_state_dict(state_dict)
+
+
+class Compressed:
+    """The pipelines of all axes of a model: see `compress`.
+
+    Attributes:
+        shards: The handle of its shards; None where FSDP sends for them as it does.
+        replicas: The handle of its replicas; None without any.
+        plan: What a step sends.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, shards: Shards | None, replicas: Replicas | None) -> None:
+        self.shards, self.replicas, self._model, self._mesh = shards, replicas, model, mesh
+        every: dict[str, Any] = {"shards": shards, "replicas": replicas}
+        self._handles = {name: handle for name, handle in every.items() if handle is not None}
+        self.plan = AxesPlan(tuple(_axes(shards, replicas, mesh)))
+
+    @property
+    def state(self) -> dict[str, State]:
+        """The state of `"shards"` and of `"replicas"`. Set it on all ranks."""
+        return {name: handle.state for name, handle in self._handles.items()}
+
+    @state.setter
+    def state(self, state: Mapping[str, State]) -> None:
+        for name, handle in self._handles.items():
+            handle.state = state[name]
+
+    def sync_checkpoint(self, saved_world_size: tuple[int, ...] | None = None) -> Checkpoints:
+        """Return the state for torch.distributed.checkpoint: see `fnddp.integrations.checkpoint.save`.
+
+        Args:
+            saved_world_size: The numbers of ranks that saved it, as `Checkpoints.saved_by` returns them: for what
+                shards keep any number, for what replicas keep that of replicas of as many shards.
+        """
+        saved = dict(zip(self._handles, saved_world_size or (None,) * len(self._handles), strict=True))
+        made: list[Checkpoint] = []
+        if self.shards is not None:
+            ranks: list[int] = self._mesh.mesh.flatten().tolist()
+            place = ranks.index(dist.get_rank()), len(ranks)
+            made.append(Checkpoint(self.shards, None, saved["shards"], "shards/", place))
+        if self.replicas is not None:
+            made.append(self.replicas.sync_checkpoint(saved["replicas"]))
+        return Checkpoints(made)
+
+    def sync_stats(self) -> dict[str, Any]:
+        """Return what a step gives to the collectives of each axis, in bytes, and the replicas' other statistics."""
+        of_replicas: Mapping[str, Any] = {} if self.replicas is None else self.replicas.sync_stats()
+        own = {} if self.shards is None else {"steps": self.shards.steps, "failed_steps": self.shards.failed_steps}
+        sent = {f"{axis.name}_bytes": axis.wire_bytes for axis in self.plan.axes}
+        return {**own, **sent, **of_replicas}
+
+    def weight(self, count: float) -> AbstractContextManager[None]:
+        """Within it, this rank's gradients count `count` times in the means over all ranks: see `Shards.weight`."""
+        handle: Any = self.replicas or self.shards
+        return handle.weight(count)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Send no gradients in backwards within it, and keep whole ones: see `Shards.no_sync`."""
+        model: Any = self._model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+
+def _axes(shards: Shards | None, replicas: Replicas | None, mesh: DeviceMesh) -> Iterator[Axis]:
+    if shards is not None:
+        ranks, kind = mesh.size(mesh.ndim - 1), "reduce_scatter" if shards.gradients is None else "all_to_all"
+        for name, sync, of, sent in (
+            ("gradients", shards.gradients, kind, [each.reduced for each in shards.traffic]),
+            ("weights", shards.weights, "all_gather", [each.gathered for each in shards.traffic]),
+        ):
+            text = "FSDP's own" if sync is None else repr(sync)
+            yield Axis(name, text, ranks, tuple((of, nbytes) for group in sent for nbytes in group))
+    if replicas is not None:
+        plan = replicas.prepare()
+        sends = () if plan is None else tuple((each.kind.name, each.wire_bytes) for each in plan.collectives)
+        yield Axis("replicas", repr(replicas.sync.over(None)), mesh.size(0), sends)
+
+
+def compress(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    shards: str | Sync | None = None,
+    weights: str | Sync | None = None,
+    replicas: str | Sync | None = None,
+) -> Compressed:
+    """Send what a sharded model sends along all axes of a mesh through pipelines. All of its ranks must call this.
+
+    It is `compress_shards` and then `compress_replicas`, with one handle for both. The wrong choice for a model on one
+    axis: its own function says what it does.
+
+    Args:
+        model: After `fully_shard` over the last dimension of `mesh`, of the model as a whole too.
+        mesh: Its shards; or its replicas and shards, in two dimensions with names, as for HSDP.
+        shards: The pipeline of gradients between shards: see `compress_shards`. `"two_shot"` sends them as they are,
+            and is needed for means weighted by tokens.
+        weights: That of weights between shards: see there.
+        replicas: That of gradients between replicas: see `compress_replicas`.
+
+    Raises:
+        TypeError: No pipeline is given; the mesh has no dimension for one, or not the ranks of the model's shards.
+        TypeError, RankMismatchError: See the two functions.
+
+    >>> from torch.distributed import init_device_mesh
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
+    >>> handle = compress(model, mesh, shards="quantize(two_shot)", replicas="bf16(allreduce)")
+    >>> print(handle.plan)
+    axis       pipeline            ranks  messages  payload
+    gradients  quantize(two_shot)      1         0      0 B
+    weights    FSDP's own              1         0      0 B
+    replicas   bf16(allreduce)         1         1    144 B
+    >>> dist.destroy_process_group()
+    """
+    if shards is None and weights is None and replicas is None:
+        raise TypeError("compress: give a pipeline of shards, of weights, or of replicas")
+    names = mesh.mesh_dim_names
+    if replicas is not None and (mesh.ndim != 2 or names is None):
+        raise TypeError(
+            f"compress: replicas={replicas!r} wants a mesh of two dimensions, replicas and shards, with names, and got "
+            f"{mesh}; make it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+        )
+    given = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    for name, (_, groups) in fsdp_groups(model).items():
+        for group in groups:
+            ranks = [] if group.shards is None else dist.get_process_group_ranks(group.shards)
+            if ranks != given:
+                raise TypeError(
+                    f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, and the last "
+                    f"dimension of the mesh has {given}; give the mesh that fully_shard has got, with the replicas in "
+                    "front of it"
+                )
+    of_shards = of_replicas = None
+    if not (shards is None and weights is None):
+        of_shards = compress_shards(model, shards, weights)
+    if replicas is not None:
+        assert names is not None
+        of_replicas = compress_replicas(model, replicas, mesh[names[0]])
+    return Compressed(model, mesh, of_shards, of_replicas)

@@ -1,0 +1,153 @@
+"""What FSDP2 moves for a group of parameters: flat buffers with a row for each owner of a shard."""
+
+import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnddp.core import collectives, layout
+from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, encode, exchanged
+from fnddp.core.group import Group, group_name
+from fnddp.core.sync import Exchange, State
+from fnddp.core.tree import Leaves
+from fnddp.wire.protocol import CollectiveError
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The layout of a buffer: a row holds an owner's parts of all parameters, one after the other, `[n, width]`.
+
+    A part is one of n of the parameter's dimension that is sharded, padded with zeros to the size of the first.
+
+    Attributes:
+        shapes: Of the parameters, by name.
+        dims: The dimension along which each is sharded.
+        n: The number of owners.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    dims: Mapping[str, int]
+    n: int
+
+    def pack(self, leaves: Leaves) -> Tensor:
+        """Return the buffer of whole parameters or gradients."""
+        parts = {name: layout.in_rows(leaves[name].movedim(dim, 0), self.n) for name, dim in self.dims.items()}
+        return torch.cat([part.movedim(1, 1 + self.dims[name]).flatten(1) for name, part in parts.items()], 1)
+
+    def unpack(self, buffer: Tensor) -> Leaves:
+        """Return the inverse of `pack`."""
+        leaves: Leaves = {}
+        for (name, part), columns in zip(self._parts.items(), buffer.split(self._widths, 1), strict=True):
+            dim = self.dims[name]
+            whole = columns.reshape(self.n, *part).movedim(1 + dim, 1).flatten(0, 1)
+            leaves[name] = whole[: self.shapes[name][dim]].movedim(0, dim)
+        return leaves
+
+    @cached_property
+    def _parts(self) -> dict[str, list[int]]:
+        """The shape of each parameter's parts."""
+        parts = {name: list(shape) for name, shape in self.shapes.items()}
+        for name, dim in self.dims.items():
+            parts[name][dim] = -(-parts[name][dim] // self.n)
+        return parts
+
+    @property
+    def width(self) -> int:
+        """The number of elements in a row."""
+        return sum(self._widths)
+
+    @cached_property
+    def _widths(self) -> list[int]:
+        return [math.prod(part) for part in self._parts.values()]
+
+    @cached_property
+    def _lengths(self) -> list[list[int]]:
+        """The number of elements that are not padding, of each part, in each row."""
+        lengths: list[list[int]] = []
+        for name, width in zip(self.shapes, self._widths, strict=True):
+            whole = self.shapes[name].numel()
+            lengths.append([min(max(whole - row * width, 0), width) for row in range(self.n)])
+        return lengths
+
+    def encode(self, code: Code, buffer: Tensor, key: Key, row: int | None = None) -> dict[str, Encoded]:
+        """Return the rows of `buffer` encoded: each as a whole, but by its parts where padding would be averaged.
+
+        Args:
+            code: The codecs.
+            buffer: All rows, or one of them.
+            key: Of random numbers.
+            row: The number of the row, of which there is one; None if all are there.
+        """
+        is_padded = any(min(lengths) < width for lengths, width in zip(self._lengths, self._widths, strict=True))
+        if not (is_padded and any(layer.codec.averages for layer in code)):
+            return {"": encode(code, buffer, key)}
+        encoded: dict[str, Encoded] = {}
+        for part, name, lengths in zip(buffer.split(self._widths, 1), self.shapes, self._lengths, strict=True):
+            length = torch.tensor(lengths if row is None else [lengths[row]], device=buffer.device).unsqueeze(1)
+            encoded[name] = encode(code, part, Key(f"{key.name}/{name}", key.rank), length)
+        return encoded
+
+
+@dataclass(frozen=True, repr=False)
+class to_owners(Carrier):
+    """The first half of `two_shot`: each row of a buffer goes to its owner, who adds up what it gets.
+
+    It is no reducer of its own, but what `two_shot` becomes in a reduce-scatter of FSDP. Leaves are the buffer, `""`,
+    or gradients by name, as memory wants them. The mean of `exchange` has one entry, `""`: the sum of this rank's row,
+    `[width]`, in float32 or wider; `sent` is only computed where leaves have names.
+    """
+
+    group: Group = None
+    name: str = ""
+    rows: Any = None
+
+    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+        rows, group = self.rows, group_name(self.group)
+        assert isinstance(rows, Rows)
+        buffer = leaves[""] if "" in leaves else rows.pack(leaves)
+        encoded = rows.encode(code, buffer, Key(self.name, collectives.rank(group)))
+        with _once_it_is_sent(self.name):
+            received = exchanged(encoded, lambda parts: collectives.all_to_all_leaves(parts, group))
+            own = [added_up(each, received[part], rows.n, buffer[0]) for part, each in encoded.items()]
+            sent = {} if "" in leaves else rows.unpack(_decoded(encoded))
+        return Exchange({"": torch.cat(own)}, sent, state)
+
+    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+        return self.carry(code, leaves, state)
+
+
+def to_all(code: Code, row: Tensor, rows: Rows, name: str, group: Group) -> Tensor:
+    """Return what `allgather` becomes in an all-gather of FSDP: the rows of all owners, `[n, width]`, as all see them.
+
+    Args:
+        code: The codecs.
+        row: This rank's, `[width]`.
+        rows: The layout.
+        name: Of the group of parameters.
+        group: The process group of the owners.
+    """
+    rank, of = collectives.rank(group_name(group)), group_name(group)
+    encoded = rows.encode(code, row.unsqueeze(0), Key(name, rank), rank)
+    everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, of))
+    return torch.cat([each.decode(everyone[part]) for part, each in encoded.items()], 1)
+
+
+def _decoded(encoded: Mapping[str, Encoded]) -> Tensor:
+    return torch.cat([each.decode(each.payload) for each in encoded.values()], 1)
+
+
+@contextmanager
+def _once_it_is_sent(name: str) -> Generator[None]:
+    """Mark errors after which the other ranks have got a payload, or wait for one."""
+    try:
+        yield
+    except Exception as error:
+        raise CollectiveError(
+            f"compress_shards: the gradients of {name!r} could not be exchanged: {error}. Another rank has failed, "
+            "left, or not called backward; see its own error"
+        ) from error

@@ -1,0 +1,267 @@
+"""Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fnddp import torch_private
+from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.core.agreement import agree, agree_on_state
+from fnddp.core.group import group_name
+from fnddp.core.parse import parse
+from fnddp.core.state import require_like
+from fnddp.core.sync import State, Sync, require_sync
+from fnddp.integrations.fsdp.reductions import Comm, Ends, Reductions, Scatter
+from fnddp.integrations.fsdp.replicas import Replicas
+from fnddp.integrations.fsdp.unit import UNSCALED, Unit, require_codecs
+from fnddp.reducers.all_reduce import none
+from fnddp.reducers.carriers import allgather, two_shot
+from fnddp.torch_private import FSDPGroup, forward_hooks, fsdp_groups
+from fnddp.transforms.memory import ef21, error_feedback
+from fnddp.wire.kinds import ALL_GATHER, waited
+
+
+class Shards:
+    """The codecs of a model's shards, with the state of those of its gradients: see `compress_shards`.
+
+    Attributes:
+        gradients: The pipeline of gradients; None for FSDP's own reduce-scatter.
+        weights: That of weights; None for FSDP's own all-gather.
+        group: Name of the shards' process group; None for the default one.
+        traffic: What each group of parameters sends.
+    """
+
+    def __init__(self, model: nn.Module, reductions: Reductions, gradients: Sync | None, weights: Sync | None) -> None:
+        self.gradients, self.weights, self._model, self._reductions = gradients, weights, model, reductions
+        self.group = reductions.units[0].group
+        self.traffic = [unit.traffic() for unit in reductions.units]
+
+    @property
+    def steps(self) -> int:
+        """The number of backwards that have synchronized and ended well; 0 without a pipeline of gradients."""
+        return self._reductions.steps
+
+    @property
+    def failed_steps(self) -> int:
+        """The number of backwards that have failed, on all ranks."""
+        return self._reductions.failed_steps
+
+    @property
+    def sync(self) -> Sync:
+        """`gradients`, by the name that other handles have for it."""
+        return none if self.gradients is None else self.gradients
+
+    @property
+    def state(self) -> State:
+        """The state of `gradients` after the last step, by group of parameters. Set it on all ranks."""
+        return dict(self._reductions.states)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        agree_on_state(self.sync, self.state, state, self.group)
+        self._reductions.states = dict(require_like(repr(self.sync), state, self.state))
+
+    @property
+    def sync_state(self) -> State:
+        """`state`, by the name that it has in `fnddp.DistributedDataParallel`."""
+        return self.state
+
+    @sync_state.setter
+    def sync_state(self, state: State) -> None:
+        self.state = state
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
+        """Return the state for torch.distributed.checkpoint: see `fnddp.DistributedDataParallel.sync_checkpoint`.
+
+        Args:
+            saved_world_size: The number of shards that saved it. Where there are other ranks than these shards, their
+                numbers must be the same.
+        """
+        ranks = dist.get_process_group_ranks(torch_private.live_group(self.group))
+        prefix = "" if len(ranks) == dist.get_world_size() else f"shards_from_rank{min(ranks)}/"
+        return Checkpoint(self, self.group, saved_world_size, prefix)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Send nothing in backwards within it and keep whole gradients, as `set_requires_gradient_sync(False)` does.
+
+        The next backward outside of it synchronizes what has added up.
+        """
+        model: Any = self._model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    @contextmanager
+    def weight(self, count: float) -> Generator[None]:
+        """Within it, this rank's gradients count `count` times in the means of backwards that begin there.
+
+        `with shards.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
+        of the mean over the tokens of all ranks. All ranks of a backward give a weight, or none does.
+
+        Args:
+            count: Of samples or tokens; 0 is allowed, not on all ranks.
+
+        Raises:
+            RuntimeError: At the end: no backward that synchronizes began within it.
+            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline.
+            ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none.
+        """
+        if self.gradients is None or any(unit.fsdp.replicas is not None for unit in self._reductions.units):
+            raise TypeError(
+                "weight: FSDP itself averages gradients here, and knows no weights; give compress_shards a pipeline of "
+                "gradients, gradients='two_shot' at least, and HSDP's replicas to compress_replicas"
+            )
+        is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
+        with nullcontext() if is_alone else self._reductions.weights.block(count):
+            yield
+
+
+class _Gather(Comm):
+    """FSDP's `AllGather`, of one group of parameters."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *_: Any, **__: Any
+    ) -> None:
+        if group == self._unit.fsdp.shards:
+            with torch.no_grad(), torch_private.without_autocast():
+                output_tensor.view(group.size(), -1).copy_(self._unit.gather(input_tensor))
+        else:  # of weights that were gathered, and have been sharded again over fewer ranks
+            waited(ALL_GATHER.start(input_tensor, output_tensor, None, group))
+
+
+def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weights: str | Sync | None = None) -> Shards:
+    """Send what FSDP2 sends between the shards of a model through codecs. All of its ranks must call this.
+
+    Shard the model with `fully_shard`, then call this, before the first forward. Where FSDP reduces and scatters the
+    gradients of a group of parameters, each rank gets the row that it owns from all others as `gradients` encodes it,
+    and adds up in float32, in rank order: the first half of `two_shot`. Where FSDP gathers weights, each rank sends its
+    shard as `weights` encodes it. Means, shards, the optimizer and checkpoints of the model are those of FSDP.
+
+    The wrong choice on links that are faster than a codec, such as NVLink; and for PowerSGD, which needs whole
+    matrices: compress between replicas then, with `compress_replicas`.
+
+    Args:
+        model: After `fully_shard`, of the model as a whole too.
+        gradients: `two_shot` with codecs around it, or its text: `"bf16(two_shot)"`, `"quantize(two_shot, bits=4)"`
+            (ZeRO++'s qgZ). `error_feedback` around them keeps a residual in float32 of the whole gradients on each
+            rank, and two during a backward. None for FSDP's own reduce-scatter.
+        weights: `allgather` with codecs around it, or its text: `"quantize(allgather)"` (ZeRO++'s qwZ). With `ef21`
+            around them a rank keeps the weights that all have seen, whole, and what is sent is the difference of its
+            shard to those, once a forward (SDP4Bit). None for FSDP's own all-gather.
+
+    Raises:
+        TypeError: On all ranks: a pipeline has no place there; the model, or a parameter, is not sharded; somebody else
+            has set collectives of FSDP; a module has several groups of parameters, or of several dtypes.
+        RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
+
+    Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13; ZeRO++ (Wang et al., 2023);
+    SDP4Bit (Jia et al., NeurIPS 2024, arXiv 2410.15526).
+
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> model = fully_shard(nn.Linear(8, 8))
+    >>> shards = compress_shards(model, gradients="quantize(two_shot, bits=4)", weights="quantize(allgather)")
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> dist.destroy_process_group()
+    """
+    made: list[tuple[Shards, Reductions]] = []
+
+    def set_up() -> dict[str, str]:
+        read = [_read(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
+        if read == [None, None]:
+            raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
+        units = [Unit(name, names, fsdp, *read) for name, (names, fsdp) in _sharded(model, weights is not None).items()]
+        states: dict[str, State] = {} if read[0] is None else {unit.name: unit.init() for unit in units}
+        reductions = Reductions(units, states, Ends(model))
+        made.append((Shards(model, reductions, *read), reductions))
+        lines = [line for unit in units for line in unit.describe().items()]
+        return {"gradients": repr(read[0]), "weights": repr(read[1]), **dict(lines)}
+
+    modules = fsdp_groups(model)
+    groups = [group_name(group.shards) for _, groups in modules.values() for group in groups]
+    for group in dict.fromkeys(groups) or [None]:
+        agree(set_up, group)
+    shards, reductions = made[-1]
+    for unit in reductions.units:
+        module = modules[unit.name][0]
+        if unit.n > 1 and shards.gradients is not None:  # to one owner FSDP sends nothing, and scales by itself
+            module.set_gradient_divide_factor(UNSCALED)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(Scatter(reductions, unit))
+            unit.fsdp.before_reduction(unit.note)
+        if unit.n > 1 and shards.weights is not None:
+            module.set_custom_all_gather(_Gather(unit))
+    return shards
+
+
+def _read(what: str, sync: str | Sync | None) -> Sync | None:
+    if sync is None:
+        return None
+    sync = require_sync(f"compress_shards: {what}", parse(sync) if isinstance(sync, str) else sync)
+    require_codecs(what, sync, *((ef21, allgather) if what == "weights" else (error_feedback, two_shot)))
+    return sync
+
+
+def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], FSDPGroup]]:
+    """Return the names of the parameters that FSDP sends together, and its object, by the name of their module.
+
+    Raises:
+        TypeError: Some are not sharded, or not in a way in which codecs could be set.
+    """
+    if any(isinstance(getattr(hook, "__self__", None), Replicas) for hook in forward_hooks(model)):
+        raise TypeError(
+            "compress_shards: call it before compress_replicas, which takes the shards' part in a step over"
+        )
+    if not isinstance(model, FSDPModule):
+        raise TypeError(
+            f"compress_shards: fully_shard was not called on the model itself, a {type(model).__name__}, so FSDP does "
+            "not know all of it; call it last, on the whole model"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[list[str], FSDPGroup]] = {}
+    for name, (_, groups) in fsdp_groups(model).items():
+        which = f"the module {name!r}" if name else "the model"
+        if len(groups) > 1:
+            raise TypeError(
+                f"compress_shards: {which} has {len(groups)} groups of parameters, over meshes of their own, for which "
+                "FSDP takes no collectives; call fully_shard first on the parts with another mesh, one by one"
+            )
+        for group in groups:
+            _require_plain(which, group, has_weights)
+            found[name] = [names.pop(id(parameter)) for parameter in group.parameters], group
+    left = [name for name, parameter in model.named_parameters() if id(parameter) in names and parameter.requires_grad]
+    if left:
+        raise TypeError(
+            f"compress_shards: parameter {left[0]!r} is not sharded, so FSDP does not reduce its gradient; call "
+            "fully_shard without it in ignored_params, or freeze it"
+        )
+    return found
+
+
+def _require_plain(which: str, group: FSDPGroup, has_weights: bool) -> None:
+    if group.shards is None:
+        raise TypeError(
+            f"compress_shards: {which} is replicated and has no shards; call fully_shard with a mesh of one shard, and "
+            "compress between its replicas with compress_replicas"
+        )
+    if group.custom_comms:
+        raise TypeError(
+            f"compress_shards: {' and '.join(group.custom_comms)} is set for {which} already, by another call; leave "
+            "out that one, or this"
+        )
+    if has_weights and (group.is_extended or not group.gathered_dtype.is_floating_point):
+        raise TypeError(
+            f"compress_shards: {which} has parameters of several dtypes, or of a class that encodes its own weights "
+            "(fsdp_pre_all_gather), which FSDP gathers as bytes; leave out weights="
+        )

@@ -1,0 +1,206 @@
+"""A group of parameters that FSDP2 sends together, and the codecs of what it sends for them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnddp.core import collectives
+from fnddp.core.codec import Carrier, Code, Key, Layer
+from fnddp.core.group import group_name
+from fnddp.core.state import describe
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import replaced
+from fnddp.integrations.fsdp.rows import Rows, to_all, to_owners
+from fnddp.torch_private import FSDPGroup, is_within_backward
+from fnddp.transforms.memory import ef21, error_feedback
+
+
+class Traffic(NamedTuple):
+    """What a rank gives to the collectives of one group of parameters.
+
+    Attributes:
+        name: Of the group's module; "" for the model itself.
+        ranks: The number of owners.
+        reduced: Bytes of each message of a reduce-scatter.
+        gathered: Bytes of each message of an all-gather.
+    """
+
+    name: str
+    ranks: int
+    reduced: tuple[int, ...]
+    gathered: tuple[int, ...]
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of a reduce-scatter."""
+        return sum(self.reduced)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of an all-gather."""
+        return sum(self.gathered)
+
+
+UNSCALED = float("1")
+"""The divisor that FSDP is given, an object of its own: another one is the user's, set since then."""
+
+
+class Unit:
+    """A group of parameters that FSDP sends together, and what is sent for it.
+
+    Args:
+        name: Of its module.
+        parameters: Names of its parameters, in FSDP's order.
+        fsdp: FSDP's object.
+        gradients: The pipeline of its gradients; None for FSDP's own reduce-scatter.
+        weights: That of its weights; None for FSDP's own all-gather.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[str], fsdp: FSDPGroup, gradients: Sync | None, weights: Sync | None
+    ) -> None:
+        assert fsdp.shards is not None
+        self.name, self.fsdp, self.group = name, fsdp, group_name(fsdp.shards)
+        self.n = fsdp.shards.size()
+        ranks = self.n * (1 if fsdp.replicas is None else fsdp.replicas.size())
+        self._divisor = ranks if fsdp.divide_factor is None else fsdp.divide_factor
+        self._names, self._present = list(parameters), tuple(parameters)
+        self._gradients, self._rows = gradients, self._rows_of(self._present)
+        self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
+        self._code = () if weights is None else code_of(weights)
+        self._keeps_seen = isinstance(weights, ef21)
+        self._seen: Tensor | None = None
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters that require a gradient."""
+        return [name for name, p in zip(self._names, self.fsdp.parameters, strict=True) if p.requires_grad]
+
+    def init(self) -> State:
+        """Return the state of the pipeline of its gradients."""
+        assert self._gradients is not None
+        like = torch.empty((), dtype=self.fsdp.reduced_dtype, device=self.fsdp.device)
+        return self._gradients.init({name: like.expand(self._rows.shapes[name]) for name in self.trained})
+
+    @property
+    def groups(self) -> list[str | None]:
+        """The process groups whose ranks reduce its gradients."""
+        return [group_name(group) for group in (self.fsdp.shards, self.fsdp.replicas) if group is not None]
+
+    def describe(self) -> dict[str, str]:
+        """Return what ranks must agree on."""
+        dtype = describe(torch.empty((), dtype=self.fsdp.reduced_dtype))
+        return {f"parameter {name!r}": f"{list(shape)} of {dtype}" for name, shape in self._rows.shapes.items()}
+
+    def traffic(self) -> Traffic:
+        """Return what it sends, of codecs that are tried on zeros."""
+        gradients = () if self._gradients is None else code_of(self._gradients)
+        reduced = self._sent(gradients, self._rows_of(self.trained), self.fsdp.reduced_dtype, None)
+        return Traffic(self.name, self.n, reduced, self._sent(self._code, self._rows, self.fsdp.gathered_dtype, 0))
+
+    def _sent(self, code: Code, rows: Rows, dtype: torch.dtype, row: int | None) -> tuple[int, ...]:
+        if not (self.n > 1 and rows.width):
+            return ()
+        zeros = torch.zeros(self.n if row is None else 1, rows.width, dtype=dtype, device=self.fsdp.device)
+        encoded = rows.encode(code, zeros, Key(self.name, 0), row)
+        return tuple(part.nbytes for each in encoded.values() for part in each.payload.values())
+
+    def note(self, positions: list[int]) -> None:
+        """Note which parameters have a gradient in the reduction that comes next."""
+        self._present = tuple(self._names[position] for position in positions)
+
+    def reduce(self, buffer: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the mean of this rank's row of `buffer: [n, width]` over ranks, and the next state."""
+        sync, rows = self._pipeline()
+        if not isinstance(sync, error_feedback):
+            done = sync.exchange({"": buffer}, state)
+            return self._divided(done.mean[""]), done.state
+        residual = {name: state.residual[name] for name in rows.shapes}
+        done = sync.exchange(rows.unpack(buffer), replaced(state, residual=residual))
+        return self._divided(done.mean[""]), replaced(done.state, residual={**state.residual, **done.state.residual})
+
+    def reduce_nothing(self, buffer: Tensor) -> None:
+        """Send zeros, to ranks that wait for what this one failed to encode."""
+        sync, _ = self._pipeline()
+        sync = sync.inner if isinstance(sync, error_feedback) else sync
+        sync.exchange({"": torch.zeros_like(buffer)}, sync.init({}))
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Return the rows of all owners, `[n, width]`, as all ranks see them, of this rank's `row: [width]`."""
+        if not self._keeps_seen:
+            return self._gathered(row, self._code)
+        if self._seen is None:
+            self._seen = self._gathered(row, ())
+        elif not is_within_backward():  # there the weights are those of the forward
+            self._seen += self._gathered(row - self._seen[collectives.rank(self.group)], self._code)
+        return self._seen
+
+    def _gathered(self, row: Tensor, code: Code) -> Tensor:
+        return to_all(code, row, self._rows, self.name, self.group)
+
+    def _divided(self, total: Tensor) -> Tensor:
+        # FSDP divides by a factor that was set since, from the next reduction on.
+        return total / self._divisor if self.fsdp.divide_factor is UNSCALED else total
+
+    def _pipeline(self) -> tuple[Sync, Rows]:
+        if self._present not in self._pipelines:
+            assert self._gradients is not None
+            rows = self._rows_of(self._present)
+            self._pipelines[self._present] = _around(self._gradients, to_owners(self.group, self.name, rows)), rows
+        return self._pipelines[self._present]
+
+    def _rows_of(self, names: Sequence[str]) -> Rows:
+        at = {name: self._names.index(name) for name in names}
+        shapes = {name: self.fsdp.shapes[i] for name, i in at.items()}
+        return Rows(shapes, {name: self.fsdp.dims[i] for name, i in at.items()}, self.n)
+
+
+def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> None:
+    """Raise a TypeError unless `sync` is `carrier` with codecs around it, and `memory` around those or not.
+
+    Args:
+        what: The argument's name.
+        sync: The pipeline.
+        memory: What may stand outermost.
+        carrier: What FSDP's collective does.
+    """
+    inner: Any = next(sync.children()) if isinstance(sync, memory) else sync
+    codecs: list[Any] = []
+    while inner.carries and not isinstance(inner, Carrier):
+        codecs.append(inner)
+        inner = inner.inner
+    fitting = f"codecs around {carrier!r}, such as quantize({carrier!r}, bits=4), and {memory.__name__} around them"
+    if not inner.carries:
+        raise TypeError(
+            f"compress_shards: {what}={sync!r}: {type(inner).__name__} does not fit what FSDP sends, which is a flat "
+            f"buffer of a group of parameters, with a row for each owner, and no matrices; give {fitting}, or send it "
+            "between replicas of the model, with compress_replicas"
+        )
+    if inner != carrier:
+        raise TypeError(
+            f"compress_shards: {what}={sync!r}: FSDP sends {what} as {carrier!r} does, over its own group, and not as "
+            f"{inner!r}; give {fitting}"
+        )
+    if what == "weights" and any(codec.draws for codec in codecs):
+        raise TypeError(
+            f"compress_shards: weights={sync!r}: it rounds at random, so backward would gather other weights than "
+            "forward has; round to the nearest"
+        )
+
+
+def code_of(sync: Sync) -> Code:
+    """Return the codecs of a pipeline, as in its first exchange."""
+    inner: Any = sync.inner if isinstance(sync, ef21 | error_feedback) else sync
+    code: list[Layer] = []
+    while not isinstance(inner, Carrier):
+        code.append(Layer(inner, getattr(inner, "seed", 0)))
+        inner = inner.inner
+    return tuple(code)
+
+
+def _around(sync: Any, carrier: Sync) -> Sync:
+    """Return `sync` with another carrier."""
+    return carrier if isinstance(sync, Carrier) else replace(sync, inner=_around(sync.inner, carrier))

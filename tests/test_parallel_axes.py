@@ -1,0 +1,138 @@
+"""Shards and replicas beside the other parallelisms of torch, on four gloo ranks, against FSDP2 and HSDP themselves."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import debug
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from tests.peers import everyones
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.thorough
+
+LOSSY = "error_feedback(powersgd(allreduce, rank=1))"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+def meshes(*shape: int, names: str) -> DeviceMesh:
+    """A mesh. DTensor remembers equal ones of earlier tests in this process, whose groups are gone."""
+    debug._clear_sharding_prop_cache()
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()))
+
+
+def blocks(count: int = 2, seed: int = 0) -> list[Block]:
+    torch.manual_seed(seed)
+    return [Block() for _ in range(count)]
+
+
+def tensor_parallel(over: DeviceMesh, tp: DeviceMesh) -> Any:
+    """Two blocks, parallel over `tp`, and sharded over `over`."""
+    made = blocks()
+    for block in made:
+        parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=over)
+    return fully_shard(nn.Sequential(*made), mesh=over)
+
+
+def inputs(steps: int, source: int) -> list[Tensor]:
+    """One batch a step, of the data-parallel rank `source`."""
+    generator = torch.Generator().manual_seed(source)
+    return [torch.randn(4, 8, generator=generator) for _ in range(steps)]
+
+
+def train(model: Any, steps: list[Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in steps:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def local(model: Any) -> Tensor:
+    return torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
+
+
+@on_ranks(4)
+def test_replicas_of_one_shard_beside_tensor_parallel(rank: int) -> None:
+    """What `replicate` does, 2 replicas x 1 shard x 2 tensor-parallel ranks: HSDP's to the bit."""
+    mesh = meshes(2, 1, 2, names="replicate shard tp")
+    steps = inputs(3, rank // 2)
+    native = tensor_parallel(mesh["replicate", "shard"], mesh["tp"])
+    ours = tensor_parallel(mesh["shard"], mesh["tp"])
+    compress_replicas(ours, "allreduce", mesh["replicate"])
+    both = tensor_parallel(mesh["shard"], mesh["tp"])
+    handle = compress(both, mesh["replicate", "shard"], shards="two_shot", replicas="allreduce")
+    for model in (native, ours, both):
+        train(model, steps)
+    assert torch.equal(local(ours), local(native))
+    assert torch.equal(local(both), local(native))
+    with handle.weight(3):
+        both(steps[0]).sum().backward()
+    lossy = tensor_parallel(mesh["shard"], mesh["tp"])
+    compress_replicas(lossy, LOSSY, mesh["replicate"])
+    train(lossy, steps)
+    everyone = everyones(local(lossy))
+    assert torch.equal(everyone[0], everyone[2])
+    assert torch.equal(everyone[1], everyone[3])
+    assert not torch.equal(local(lossy), local(native))
+
+
+@on_ranks(4)
+def test_shards_beside_tensor_parallel(rank: int) -> None:
+    """2 shards x 2 tensor-parallel ranks: FSDP2's to the bit; lossy, what tensor parallelism replicates is equal."""
+    mesh = meshes(2, 2, names="shard tp")
+    steps = inputs(3, rank // 2)
+    native, ours, lossy = (tensor_parallel(mesh["shard"], mesh["tp"]) for _ in range(3))
+    compress_shards(ours, "two_shot", "allgather")
+    compress_shards(lossy, "error_feedback(quantize(two_shot, bits=4))", "quantize(allgather)")
+    for model in (native, ours, lossy):
+        train(model, steps)
+    assert torch.equal(local(ours), local(native))
+    assert not torch.equal(local(lossy), local(native))
+    norms = everyones(torch.cat([p.to_local().detach() for name, p in lossy.named_parameters() if "norm" in name]))
+    assert norms[0].shape == norms[1].shape
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@on_ranks(4)
+def test_stages_of_a_pipeline_synchronize_once(rank: int, schedule: Any) -> None:
+    """Two stages of two data-parallel ranks, three microbatches: one process on the pooled batch, in one step."""
+    x = {source: (1 + source) * inputs(3, source)[0].repeat(3, 1) for source in range(2)}
+    plain = nn.Sequential(*blocks())
+    plain(torch.cat(list(x.values()))).square().mean().backward()
+    for axis, shape in (("replicate", (2, 2, 1)), ("shard", (2, 1, 2))):
+        mesh = meshes(*shape, names="pp replicate shard")
+        stage = mesh.get_local_rank("pp")
+        module: Any = fully_shard(blocks()[stage], mesh=mesh["shard"])
+        handle = compress(module, mesh["replicate", "shard"], shards="two_shot", replicas="allreduce")
+        like = torch.empty(4, 8)  # with its shapes; to find them it would run a backward of its own first
+        given: Any = {
+            "input_args": (like.requires_grad_(stage == 1),),
+            "output_args": (like.detach().requires_grad_(),),
+        }
+        part = PipelineStage(module, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group(), **given)
+        run = schedule(part, 3, loss_fn=lambda y, _: y.square().mean())
+        for step in (1, 2):
+            module.zero_grad()
+            if stage == 0:
+                run.step(x[mesh.get_local_rank(axis)])
+            else:
+                run.step(target=torch.zeros(12, 8))
+            assert handle.sync_stats()["steps"] == step
+            for (name, p), want in zip(module.named_parameters(), plain[stage].parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), want.grad, rtol=1e-4, atol=1e-6, msg=f"{axis} {name}")
