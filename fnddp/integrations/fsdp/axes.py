@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.columns import columns
 from fnddp.core.sync import State, Sync
+from fnddp.cost.estimate import columns
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.shards import Shards, compress_shards
