@@ -146,6 +146,13 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
             raise LawError(f"{title}: {broken}\nThe law: {stated}") from None
         except Exception as error:
             error.add_note(f"while checking law {number} ({name.replace('_', ' ')}) of {where}")
+            leaves = tree.flatten(grads(rank, 0))[0]
+            whole = {path: str(leaf.dtype) for path, leaf in leaves.items() if not leaf.dtype.is_floating_point}
+            if whole:
+                error.add_note(
+                    f"leaves of the trees that are tried have all dtypes, here {whole}; if the pipeline is for "
+                    "fractions only, give gradients of your own: check(sync, grads=lambda rank, step: {...})"
+                )
             raise
 
     LAWS.append(checked)

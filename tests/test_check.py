@@ -158,3 +158,15 @@ def test_without_a_process_group_this_process_is_the_only_rank():
 @pytest.mark.thorough
 def test_on_the_ranks_of_a_process_group(gloo):
     gloo(2, check_here, "error_feedback(powersgd(fp16(allreduce), rank=2))")
+
+
+def test_leaves_that_hold_no_fractions_are_named_where_a_transform_fails_on_them():
+    @fnddp.transform
+    class positive(Around):
+        inner: Sync
+        exchange = changed(torch.abs)
+
+    with pytest.raises(
+        RankFailed, match=r"'Bool'\n.*\nleaves of the trees .*'flag': 'torch.bool'.* check\(sync, grads="
+    ):
+        laws.check(positive(allreduce), ranks=(2,))

@@ -94,8 +94,9 @@ def require_share(owner: str, ratio: float | None, name: str, number: int | None
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown `name`: the one of `known` that it is like, if any.
 
-    >>> did_you_mean("allreduc", ["allgather", "allreduce"]), did_you_mean("x", ["allreduce"])
+    >>> did_you_mean("AllReduc", ["allgather", "allreduce"]), did_you_mean("x", ["allreduce"])
     ("; did you mean 'allreduce'?", '')
     """
-    like = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {like[0]!r}?" if like else ""
+    by_lower = {each.lower(): each for each in known}
+    like = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[like[0]]!r}?" if like else ""
