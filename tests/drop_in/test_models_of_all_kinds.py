@@ -65,10 +65,10 @@ class Complex(nn.Module):
 
 
 class Sparse(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.bag, self.embedding = nn.EmbeddingBag(10, 8, sparse=True), nn.Embedding(10, 8, sparse=True)
+        self.bag, self.embedding = nn.EmbeddingBag(10, 8, sparse=sparse), nn.Embedding(10, 8, sparse=sparse)
         self.linear = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,8 +106,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"mixed dtypes": Mixed, "odd": Odd,
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_models_that_torch_takes(rank: int, name: str) -> None:
-    ours, theirs = DDP(MODELS[name](), **SMALL), TorchDDP(MODELS[name](), **SMALL)
+    # Theirs of a dense embedding: torch's sum of sparse tensors over gloo has once corrupted the heap in CI.
+    model = Sparse(sparse=False) if name == "sparse" else MODELS[name]()
+    ours, theirs = DDP(MODELS[name](), **SMALL), TorchDDP(model, **SMALL)
     steps_alike(rank, ours, theirs, at=range(4))
+    assert name != "sparse" or all(p.grad.is_sparse for p in (ours.module.bag.weight, ours.module.embedding.weight))
     for model in (ours, theirs):  # gradients add up
         with model.no_sync():
             step(model, batch(rank, 8), descends=False)
