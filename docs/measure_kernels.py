@@ -1,0 +1,144 @@
+"""Count what a step launches on an accelerator, for docs/cost.md: operations on tensors, views and memory apart.
+
+No accelerator is needed: the CPU stands for one, whose plans are those of `fnddp.device.Accelerator`, and a list of
+tensors that runs as one `_foreach` operation counts once. Run `python docs/measure_kernels.py`.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fnddp
+from fnddp import device
+
+RANKS, STEPS = 4, 6
+PIPELINES = [
+    "allreduce",
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+    "bucketize(quantize(two_shot))",
+    "quantize(two_shot)",
+]
+NOTHING = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.lift_fresh")
+
+
+class Launching(device.Accelerator):
+    """An accelerator made of the CPU, without streams."""
+
+    def stream(self) -> None:
+        return None
+
+    def current(self) -> None:
+        return None
+
+    def on(self, stream: object) -> Any:
+        return nullcontext()
+
+    def wait(self, stream: object, other: object) -> None:
+        pass
+
+    keep = wait
+
+    def of_host(self, values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> Any:
+        return tensor.tolist
+
+    @property
+    def backend(self) -> str:
+        return "gloo"
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute, while `counts` is true, and the bytes that they read and write."""
+
+    counts, number, nbytes = False, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if self.counts and not is_view and not str(func).startswith((*NOTHING, "c10d.", "_c10d_functional.")):
+            self.number += 1
+            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(t, Tensor)]
+            self.nbytes += sum(t.numel() * t.element_size() for t in tensors)
+        return made
+
+
+class Leaves(nn.Module):
+    """Matrices and vectors whose gradients are there at once: backward itself launches one operation for each."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.leaves = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((leaf.sum() for leaf in self.leaves), x)
+
+
+def transformer(layers: int = 12, width: int = 64) -> list[tuple[int, ...]]:
+    """148 leaves: those of GPT-2, narrower."""
+    block = [(width,)] * 2 + [(3 * width, width), (3 * width,), (width, width), (width,)] + [(width,)] * 2
+    block += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return [(512, width), (128, width), *(block * layers), (width,), (width,)]
+
+
+def deep(layers: int = 192, width: int = 64) -> list[tuple[int, ...]]:
+    """384 leaves: linear layers."""
+    return [(width, width), (width,)] * layers
+
+
+def launches(model: nn.Module) -> tuple[int, int]:
+    """Return the operations of the last of some steps, and the bytes that they move."""
+    mode = Launches()
+    with mode:
+        for step in range(STEPS):
+            model.zero_grad()
+            mode.counts, mode.number, mode.nbytes = step == STEPS - 1, 0, 0
+            model(torch.zeros(())).backward()
+    return mode.number, mode.nbytes
+
+
+def of_torch(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+    """Return those of torch's PowerSGD hook, in a world of one: fake process groups complete no futures."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    model = TorchDDP(Leaves(shapes))
+    state = torchs.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, torchs.powerSGD_hook)
+    found = launches(model)
+    del model
+    dist.destroy_process_group()
+    return found
+
+
+def ours(shapes: list[tuple[int, ...]], text: str) -> tuple[int, int]:
+    """Return those of a pipeline."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    device.register("cpu", Launching)
+    found = launches(fnddp.DistributedDataParallel(Leaves(shapes), sync=fnddp.parse(text)))
+    device.register("cpu", device.Device)
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    print("| pipeline | leaves | operations | passes over the gradients |\n|---|--:|--:|--:|")
+    for shapes in (transformer(), deep()):
+        nbytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
+        bare, moved_by_bare = launches(Leaves(shapes))
+        found = {"torch's `powerSGD_hook`, rank 4": of_torch(shapes)}
+        found |= {f"`{text}`": ours(shapes, text) for text in PIPELINES}
+        for name, (number, moved) in found.items():
+            print(f"| {name} | {len(shapes)} | {number - bare:,} | {(moved - moved_by_bare) / nbytes:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
