@@ -10,7 +10,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import Local, Replicated, State, Sync
 from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.outer.contract import Exchanges, outer, require_options
-from fnddp.outer.diloco import Descending, below
+from fnddp.outer.diloco import Descending, outer_gradient
 from fnddp.schedules.choose import split_by_pattern
 
 Fragments: TypeAlias = int | tuple[str, ...]
@@ -102,7 +102,7 @@ class streaming_diloco(Descending):
         self.require_own(params, state, StreamingDiLoCoState)
         state = replaced(state, step=state.step + 1)
         for i in self._due(state.step):
-            delta = below(divided(state.anchor, self.fragments)[i], params)
+            delta = outer_gradient(divided(state.anchor, self.fragments)[i], params)
             state = replaced(state, pending={**state.pending, str(i): delta})
             exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
         for i in self._due(state.step - self.delay):
