@@ -150,7 +150,7 @@ WRONG = {
         (["--within=-1%"], "--within: must be 0 or a positive number"),
         (["--model", "digits", "--data", "text"], "--model digits does not take --data text: RuntimeError"),
         (["--model", "models.py:normalized", "--data", "digits"], "cannot be tuned: 1 (BatchNorm1d) changes its buf"),
-        (["--ranks", "1500"], "--ranks 1500: each needs an image, and there are 1,257 to train on"),
+        (["--ranks", "1500"], "--ranks 1500: each rank needs an image; there are 1,257 to train on"),
         (["--pipelines", "none"], "none exchanges nothing"),
         (["--pipelines", TWO_LEVELS], "process group 'node' is named, but"),
         (["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "not the same on all ranks"),

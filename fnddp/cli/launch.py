@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fnddp import device as devices
 from fnddp.cli import models, terminal
 from fnddp.cli.checks import check_processes, cores
-from fnddp.cli.failures import FAILED, Failure, WrongArgument, stop
+from fnddp.cli.failures import FAILED, Failure, WrongArgument, print_error
 from fnddp.cli.network import Host, loopback_device, shaped_hosts, signals_held
 from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
 
@@ -205,7 +205,7 @@ def reports(at: RankInfo | None) -> bool:
     return at is None or at.rank == 0
 
 
-def stopped(command: str, code: int, message: object) -> int:
+def print_error_once(command: str, code: int, message: object) -> int:
     """Print why `command` stops, and return `code`: on all ranks if it failed, else once on each host."""
     try:
         at = rank_info()
@@ -213,7 +213,7 @@ def stopped(command: str, code: int, message: object) -> int:
         at = None
     if at is not None and at.local_rank > 0 and code != FAILED:  # files and devices are those of a host
         return code
-    return stop(command, code, message if reports(at) or at is None else f"rank {at.rank}: {message}")
+    return print_error(command, code, message if reports(at) or at is None else f"rank {at.rank}: {message}")
 
 
 def share_cores(hosts: Sequence[str]) -> None:
