@@ -352,14 +352,14 @@ class Steps:
         assert step is not None
         with self._named():
             step.feed(name, grad, keep=keep)
-        self.log.fed(step)
+        self.log.note_sending(step)
 
     def _advance(self) -> None:
         step = self.engine.step
         if step is not None:
             with self._named():
                 step.advance()
-            self.log.fed(step)
+            self.log.note_sending(step)
 
     @contextmanager
     def _named(self) -> Generator[None]:
