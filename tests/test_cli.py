@@ -84,7 +84,7 @@ WRONG = {
     "": [(["pln"], "Did you mean 'plan'?")],
     "demo": [
         (["--ranks", "0"], "Invalid value for '--ranks'"),
-        (["--ranks", "5000"], "--ranks 5000: each is a process, and on "),
+        (["--ranks", "5000"], "--ranks 5000: each rank is a process, and on "),
         (["--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
         (["--out", "mine_own.py/out"], "--out: cannot write mine_own.py/out: Not a directory; name another"),
     ],

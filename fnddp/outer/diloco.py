@@ -105,7 +105,7 @@ class diloco(Descending):
     wrong choice where the link keeps up with the gradients of every step: the same tokens seldom train as well.
 
     Args:
-        sync: Takes the mean of the differences.
+        sync: The pipeline that takes the mean of the differences.
         every: Local steps from one exchange to the next, H; at least 1.
         lr: The outer learning rate.
         momentum: The outer momentum, in [0, 1).
