@@ -1,7 +1,7 @@
 """Gradient synchronization as composable pure transforms on gradient pytrees.
 
-Everything is imported with the first name, or module apart from the command's, that is asked for: completion and
-`fnddp --version` import no torch.
+The first use of a public name, or of a module other than `fnddp.cli`, imports everything, torch included. Until then
+nothing imports torch: neither shell completion nor `fnddp --version` waits for it.
 """
 
 import sys
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from fnddp import outer as outer
     from fnddp.api import *  # noqa: F403
 
-_LEAST = (2, 11)  # of torch
+_MIN_TORCH = (2, 11)
 
 
 class _Package(ModuleType):
-    """A module that `fnddp.api` fills, before any other part of the package runs."""
+    """Module that imports `fnddp.api` on first use, and takes over its public names."""
 
-    def __setattr__(self, name: str, value: Any) -> None:  # import does so with each module of the package
+    def __setattr__(self, name: str, value: Any) -> None:  # called by import, for each submodule of the package
         super().__setattr__(name, value)
-        if name == "api":  # `simulate` is a function, and not the folder
+        if name == "api":  # last, so that `fnddp.simulate` is the function and not the subpackage
             vars(self).update({key: each for key, each in vars(value).items() if not key.startswith("_")})
         elif isinstance(value, ModuleType) and name != "cli":
             _import_all()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "outer":  # imported when first asked for: most scripts synchronize gradients only
+        if name == "outer":  # imported on first access: most scripts only synchronize gradients
             return import_module("fnddp.outer")
-        if name.startswith("__") and name != "__all__":
+        if name.startswith("__") and name != "__all__":  # looking for a dunder must not import torch
             raise AttributeError(f"module 'fnddp' has no attribute {name!r}")
         _import_all()
         public = sorted(["__version__", "outer", *(key for key in vars(sys.modules["fnddp.api"]) if key[0] != "_")])
@@ -49,10 +49,10 @@ class _Package(ModuleType):
 
 def _import_all() -> None:
     found = str(import_module("torch").__version__)
-    if tuple(map(int, found.split(".")[:2])) < _LEAST:
-        least = ".".join(map(str, _LEAST))
+    if tuple(map(int, found.split(".")[:2])) < _MIN_TORCH:
+        least = ".".join(map(str, _MIN_TORCH))
         raise ImportError(f"fnddp needs torch {least} or later; found {found}", name="torch")
     import_module("fnddp.api")
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _Package  # a module-level __getattr__ alone cannot see assignments

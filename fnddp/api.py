@@ -1,4 +1,4 @@
-"""All names of the package `fnddp`, which is this module's as soon as one of them is asked for."""
+"""All public names of the package `fnddp`, which imports this module when the first of them is used."""
 
 from fnddp.adapters.ddp import Handle as Handle
 from fnddp.adapters.ddp import register as register

@@ -1,8 +1,7 @@
-"""Devices and the order of what runs on them: the only file that asks what kind of device something is on.
+"""Devices, and the order of operations on them: the only file that distinguishes kinds of devices.
 
-On the CPU an operation has ended when the host goes on: there are no streams, and nothing waits. An accelerator, of
-whatever kind torch names, runs behind the host, in streams. Another kind of device is another class, and a line of
-`register`.
+On the CPU an operation has ended when its call returns: there are no streams, and nothing waits. An accelerator of any
+kind that torch knows runs asynchronously, in streams. To add a kind of device, write a class and `register` it.
 """
 
 import os
@@ -24,14 +23,14 @@ Mark: TypeAlias = Any
 
 
 class Device:
-    """The CPU.
+    """Operations on streams and events of a device; this class is for the CPU.
 
     Args:
-        device: As torch names it.
+        device: The `torch.device`.
 
     Attributes:
-        device: As given.
-        is_asynchronous: True if the host goes on before operations have ended.
+        device: The `torch.device`.
+        is_asynchronous: True if calls of operations return before the operations have ended.
         light_bytes: Size up to which the call of an operation costs more than its pass over memory.
         rounds_lists_alike: True if an operation on a list of tensors has the bits of those on each of them.
         has_slow_pages: True if new memory costs many times what it costs to fill it, as pages of the system do.
@@ -46,7 +45,7 @@ class Device:
         self.device = device
 
     def stream(self) -> Stream:
-        """Return a new stream, beside the one on which the user computes."""
+        """Return a new stream, other than the one on which the user computes."""
         return None
 
     def current(self) -> Stream:
@@ -58,25 +57,25 @@ class Device:
         return _NOTHING
 
     def wait(self, stream: Stream, other: Stream) -> None:
-        """Have `stream` wait for all that has been started on `other`; the host does not."""
+        """Make `stream` wait for all that has been started on `other`; the host does not wait."""
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep the memory of `tensor`, once nobody holds it, until `stream` has done what has been started on it."""
+        """Let the memory of `tensor` be reused only when `stream` has done all that has been started on it."""
 
     def selected(self) -> AbstractContextManager[object]:
         """Make this the current device of its kind within the block."""
         return _NOTHING
 
     def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of numbers of the host. The host waits for nothing."""
+        """Return a tensor of Python numbers, without waiting for the device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """Return a function that returns the numbers of `tensor`, for which the host waits then and not before."""
+        """Return a function that returns the numbers of `tensor`; the host waits for them when it is called."""
         return tensor.tolist
 
     def mark(self, stream: Stream) -> Mark:
-        """Return the moment at which `stream` has done what has been started on it."""
+        """Return a mark of the time at which `stream` has done all that has been started on it."""
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
@@ -84,7 +83,7 @@ class Device:
         return end - begin
 
     def future(self) -> "torch.futures.Future[Any]":
-        """Return a future whose result is of this device: who waits for it, on a stream, waits for what made it."""
+        """Return a future of a result on this device: a stream that waits for the future waits for the result."""
         return torch.futures.Future()
 
     def synchronize(self) -> None:
@@ -113,7 +112,7 @@ class Accelerator(Device):
     is_asynchronous = True
     light_bytes = 2**24
     has_slow_pages = False  # torch caches memory
-    rounds_lists_alike = False  # CUDA multiplies one tensor by the inverse of a number, and divides each of a list
+    rounds_lists_alike = False  # CUDA divides a tensor by multiplying with the inverse, but not a list of tensors
 
     def stream(self) -> Stream:
         return torch.Stream(self.device)
@@ -135,7 +134,7 @@ class Accelerator(Device):
         return torch.accelerator.device_index(self.device.index)
 
     def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # From pinned memory: a copy from any other would have the host wait for all that was started before.
+        # From pinned memory: for a copy from other memory the host would wait for all that was started before.
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
@@ -202,7 +201,7 @@ def accelerator() -> str | None:
 
 
 def select(kind: str, rank: int) -> torch.device:
-    """Make the device of this kind that a rank of this host computes on the current one, and return it."""
+    """Make this rank's device of the given kind the current one, and return it; `rank` counts on this host."""
     if kind == "cpu":
         return torch.device("cpu")
     torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
@@ -210,7 +209,7 @@ def select(kind: str, rank: int) -> torch.device:
 
 
 def share(rank: int) -> None:
-    """Let NCCL have several ranks on one GPU, before its process group is made. That is CUDA's alone."""
+    """Let NCCL have several ranks on one GPU (CUDA only); call it before the process group is made."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     os.environ["NCCL_HOSTID"] = f"fnddp-{rank}"  # or it refuses two ranks of one host on one device
 

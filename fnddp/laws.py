@@ -35,13 +35,13 @@ from fnddp.wire.groups import world_size
 from fnddp.wire.weights import scale_of, scaled
 
 Grads: TypeAlias = Callable[[int, int], Tree]
-"""`grads(rank, step)`: a rank's gradients in a step. All ranks have the same tree, shapes and dtypes, in all steps."""
+"""Type of `grads(rank, step)`: a rank's gradients in a step; tree, shapes and dtypes are equal on all ranks."""
 
 Law: TypeAlias = Callable[[int, Sync, Grads], None]
 
 STEPS = 4
 
-# What the adapters let a step write over: jit, value_and_grad, DistributedDataParallel, register.
+# Memory that a step may write over, in jit, value_and_grad, DistributedDataParallel and register.
 DONATIONS = (Donation(), Donation("yes"), Donation("yes", True), Donation("at_end", True))
 SMALL_BUCKETS = (200, 500)  # so that a few small leaves take several slots
 
@@ -257,7 +257,7 @@ def law_6_lowered_is_eager(
     # Lowering takes longer than all the rest, so each number of ranks tries what one adapter lets be written over.
     donation = DONATIONS[world_size(None) % len(DONATIONS)] if donation is None else donation
     exact = world_size(None) <= 2 or dist.get_backend() == "threaded"  # an element's parts are added in one order
-    order = random.Random(1000 * seed + rank)  # another one on every rank
+    order = random.Random(1000 * seed + rank)  # a different order on each rank
     learns_order = (seed + world_size(None)) % 2 == 1
     engine = make_engine(sync, grads(rank, 0), donation, learns_order, traces)
     expected = sync.init(grads(rank, 0))
@@ -291,7 +291,7 @@ def law_6_lowered_is_eager(
 
 @_stated
 def law_7_resuming_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
-    """To save the state, load it and continue has the same results as to continue, to the bit."""
+    """Saving the state, loading it and continuing gives the same results as continuing, to the bit."""
     _require_resuming(lambda state, steps: run(sync, grads, rank, steps, state), lambda: sync.init(grads(rank, 0)))
 
 
@@ -305,7 +305,7 @@ def law_7_resuming_an_engine_is_exact(
     seed: int = 0,
     traces: Traces | None = None,
 ) -> None:
-    """The same through an engine, and another one that starts from the saved state of the first."""
+    """An engine that starts from the saved state of another continues with the same results, to the bit."""
     order = random.Random(1000 * seed + rank)
     traces = Traces() if traces is None else traces  # of both: a trace takes longer than all the rest
     first, another = [make_engine(sync, grads(rank, 0), donation, traces=traces) for _ in range(2)]
@@ -413,7 +413,7 @@ def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
 
 
 LOWERED: tuple[Law, ...] = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact)
-"""Those that lower, which takes longest, and so take `traces`."""
+"""Laws that lower the pipeline, which takes longest, and therefore share `traces`."""
 
 
 def run(
@@ -456,7 +456,7 @@ def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random)
     for path in order.sample(list(leaves), len(leaves)):
         step.feed(path, leaves[path].clone())
     done = step.finish()
-    _require(not done.unused, f"the engine takes {sorted(done.unused)} for unused, which all ranks have fed")
+    _require(not done.unused, f"the engine takes {sorted(done.unused)} for unused, but all ranks gave their gradients")
     given = [path for path in leaves if path in done.mean] if engine.sync.skips else list(leaves)
     _require(list(done.mean) == given, f"the engine gives means of {list(done.mean)}, not of {given}")
     return done
@@ -490,7 +490,7 @@ def _bytes(leaf: Tensor) -> bytes:
 
 
 class _Sums(TorchDispatchMode):
-    """Notes what adds in the library's order, which is another one under vmap: products, sums of whole leaves."""
+    """Recorder of operations that sum in another order under vmap: products, sums of whole leaves."""
 
     found = False
 
@@ -621,7 +621,7 @@ def _require_near(got: Tree, want: Tree, what: str, of: str, eps: float, scale: 
 
 
 def _normal(rank: int, step: int) -> Callable[..., Tensor]:
-    """Return a function that draws tensors, others on each rank and in each step."""
+    """Return a function that draws tensors, different ones on each rank and in each step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses, and why: a new release of torch may break these.
 
-`import torch` alone imports what is imported at the top. What pulls in torch._dynamo or sympy, which takes seconds, is
-imported by the function that needs it.
+The imports at the top load only what `import torch` has loaded. Functions import what needs torch._dynamo or sympy
+themselves, because that takes seconds.
 """
 
 # pyright: reportPrivateUsage=false
@@ -62,9 +62,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Autograd's engine.
 
 
-is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled  # whether this thread is recorded
-current_backward: Callable[[], int] = _C._current_graph_task_id  # the number of the one that runs in it; -1 for none
-next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr  # that the next node of a graph gets in it
+is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled  # in this thread
+current_backward: Callable[[], int] = _C._current_graph_task_id  # id of the one that this thread runs; -1 if none
+next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr  # of the next autograd node made in this thread
 
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
 """Return whether the current backward runs a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
@@ -82,10 +82,10 @@ def at_end_of_backward(callback: Callable[[], object]) -> None:
 
 
 def nodes_of_outer_backward() -> list[Any] | None:
-    """Return where the outermost backward goes on, if the one that runs was called within it.
+    """Return the nodes that follow in the outermost backward, if the current backward was called within another.
 
     Returns:
-        The nodes that follow the one that has called this backward; none if a hook has. None: there is no other one.
+        The nodes after the Function whose backward made the call; an empty list if a hook did; None if not nested.
     """
     frame, backwards, outermost = sys._getframe(), 0, None
     while frame is not None:
@@ -144,7 +144,7 @@ def is_held(tensor: Tensor) -> bool:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Cast no operation in the block, on any device: autocast would compute factors in half precision."""
+    """Disable autocast in the block: it would compute factors in half precision."""
     return _without_known_autocasts() if torch.compiler.is_compiling() else _C._DisableAutocast()
 
 
@@ -153,7 +153,7 @@ _ACCELERATOR = (torch.accelerator.current_accelerator() or torch.device("cpu")).
 
 @contextmanager
 def _without_known_autocasts() -> Generator[None]:
-    # Dynamo cannot trace `_DisableAutocast`.
+    # Dynamo cannot trace `_DisableAutocast`, which covers all devices.
     with torch.autocast("cpu", enabled=False), torch.autocast(_ACCELERATOR, enabled=False):
         yield
 
@@ -173,14 +173,14 @@ def has_modes() -> bool:
 # Dynamo.
 
 untraced: Any = torch._disable_dynamo
-"""Has Dynamo run a function, and what it calls, as it stands: torch.compiler.disable, which imports torch._dynamo."""
+"""Make Dynamo skip a function and its callees, as torch.compiler.disable does, which imports torch._dynamo first."""
 
 untraced_itself: Any = partial(untraced, recursive=False)
-"""Has Dynamo run a function as it stands; what it calls may be traced."""
+"""Make Dynamo skip a function, but trace its callees."""
 
 
 def constant_for_dynamo(function: _F) -> _F:
-    """Have Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
+    """Make Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
@@ -257,9 +257,9 @@ def live_group(name: str | None) -> dist.ProcessGroup:
 
 
 def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Connect the ranks of `group` over gloo once more, as a process group called `name`; blocks until all have come.
+    """Make another gloo process group, called `name`, of the ranks of `group`; block until all ranks have joined.
 
-    `dist.new_group` gives no choice of the name, under which ranks find each other: it counts the groups of a rank.
+    Ranks find each other by the name, which `dist.new_group` does not let callers choose: it counts a rank's groups.
 
     Args:
         group: Any group; without a backend for the CPU it needs a `timeout`.
@@ -342,7 +342,7 @@ class Fakes:
 
 @contextmanager
 def refusing_compiled() -> Generator[None]:
-    """Have functions of torch.compile raise, as in a trace of fx: their kernels are no operations of aten."""
+    """Make functions compiled by torch.compile raise, as in an fx trace: their kernels are not aten operations."""
     of_thread: Any = getattr(_symbolic_trace, "_is_fx_tracing_context", None)  # torch 2.15 has it
     if of_thread is not None:
         with of_thread(True):
@@ -357,8 +357,8 @@ def refusing_compiled() -> Generator[None]:
         traces._is_fx_tracing_flag = before
 
 
-def number_nodes(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:
-    """Return a node of `graph` that computes a symbolic number from those of its symbols, or a number without any."""
+def node_of_number(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:
+    """Return a node of `graph` that computes `expression` from the nodes of its symbols; its value if it has none."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -412,7 +412,7 @@ def makes_one_tensor(operation: Any) -> bool:
 
 
 def out_of_place(operation: Any) -> Any:
-    """Return the operation that makes a new tensor where `operation` writes over its first argument, or None."""
+    """Return the out-of-place form of the in-place operation `operation`, or None if there is none."""
     name = operation.overloadpacket.__name__
     packet = getattr(torch.ops.aten, name[:-1], None) if operation.namespace == "aten" and name.endswith("_") else None
     if torch.Tag.inplace_view in operation.tags or operation._overloadname not in getattr(packet, "overloads", list)():
@@ -422,7 +422,7 @@ def out_of_place(operation: Any) -> Any:
 
 @cache
 def elementwise_out(operation: Any) -> Any:
-    """Return the form of an operation on elements that writes into given memory, or None."""
+    """Return the `out=` form of an elementwise operation, or None if there is none."""
     if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_one_tensor(operation):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
@@ -430,7 +430,7 @@ def elementwise_out(operation: Any) -> Any:
     for other in [getattr(packet, name) for name in packet.overloads()]:
         given = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
         outs = [a.name for a in other._schema.arguments if a.is_out]
-        # What torch generates computes elsewhere, and copies.
+        # Generated `out=` forms compute into new memory, and copy.
         if given == wanted and outs == ["out"] and torch.Tag.generated not in other.tags:
             return other
     return None
@@ -492,8 +492,8 @@ def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]
 
 
 def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
-    """Stop such optimizers from running when a gradient is accumulated."""
-    # A user of such an optimizer has imported it; others would be warned of what it imports.
+    """Stop `optimizers_in_backward` from running when a gradient is accumulated."""
+    # Not at the top: the import warns, and only users of such an optimizer, who have imported it, should see that.
     from torch.distributed.optim import apply_optimizer_in_backward
 
     for parameter in parameters:

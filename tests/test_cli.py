@@ -84,7 +84,7 @@ WRONG = {
     "": [(["pln"], "Did you mean 'plan'?")],
     "demo": [
         (["--ranks", "0"], "Invalid value for '--ranks'"),
-        (["--ranks", "5000"], "--ranks 5000: each is a process, and on "),
+        (["--ranks", "5000"], "--ranks 5000: each rank is a process, and on "),
         (["--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
         (["--out", "mine_own.py/out"], "--out: cannot write mine_own.py/out: Not a directory; name another"),
     ],
@@ -150,7 +150,7 @@ WRONG = {
         (["--within=-1%"], "--within: must be 0 or a positive number"),
         (["--model", "digits", "--data", "text"], "--model digits does not take --data text: RuntimeError"),
         (["--model", "models.py:normalized", "--data", "digits"], "cannot be tuned: 1 (BatchNorm1d) changes its buf"),
-        (["--ranks", "1500"], "--ranks 1500: each needs an image, and there are 1,257 to train on"),
+        (["--ranks", "1500"], "--ranks 1500: each rank needs an image; there are 1,257 to train on"),
         (["--pipelines", "none"], "none exchanges nothing"),
         (["--pipelines", TWO_LEVELS], "process group 'node' is named, but"),
         (["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "not the same on all ranks"),

@@ -122,8 +122,8 @@ def test_starts_its_own_ranks_or_uses_those_of_torchrun(launcher: tuple[str, ...
 @pytest.mark.parametrize(
     ("killed", "number", "ends"),
     [
-        ("group", signal.SIGINT, (130, "fnddp demo: interrupted; all ranks are ended\n")),
-        ("parent", signal.SIGINT, (130, "fnddp demo: interrupted; all ranks are ended\n")),
+        ("group", signal.SIGINT, (130, "fnddp demo: interrupted; all ranks have been stopped\n")),
+        ("parent", signal.SIGINT, (130, "fnddp demo: interrupted; all ranks have been stopped\n")),
         ("parent", signal.SIGKILL, (-signal.SIGKILL, "")),
         ("rank", signal.SIGKILL, (1, "fnddp demo: rank 1 was ended by SIGKILL (Killed)\n")),
     ],

@@ -90,7 +90,7 @@ def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(
     told: list[tuple[str, ...]] = []
     for at in (None, RankInfo("SLURM", 0, 4, 0), RankInfo("SLURM", 1, 4, 1), RankInfo("SLURM", 2, 4, 0)):
         monkeypatch.setattr(launch, "rank_info", lambda at=at: at)
-        codes = [launch.stopped("fnddp doctor", code, "no") for code in (1, 2)]
+        codes = [launch.print_error_once("fnddp doctor", code, "no") for code in (1, 2)]
         assert codes == [1, 2]
         told.append(tuple(capsys.readouterr().err.splitlines()))
     ours = "fnddp doctor: no"
@@ -172,7 +172,7 @@ def test_verdicts() -> None:
     )
     assert "nothing beats it: fp16(allreduce), 1.50x" in examination.verdict(findings(**{best: 1.99}))
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
-    assert examination.verdict(nothing).startswith("Nothing can pay here: allreduce leaves")
+    assert examination.verdict(nothing).startswith("No compression can pay here: with allreduce, ")
 
 
 def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

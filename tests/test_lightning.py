@@ -136,7 +136,7 @@ def test_checkpoints_and_lightnings_own_strategy(rank: int, tmp_path: Path) -> N
         _, stock = fitted(tmp_path, None, 2, last)
         assert stock.global_step == 2 * ours.global_step
         stock.save_checkpoint(foreign)
-        with pytest.warns(UserWarning, match="begins anew") if rank == 0 else nullcontext():
+        with pytest.warns(UserWarning, match="starts from its initial state") if rank == 0 else nullcontext():
             fitted(tmp_path, SYNC, 3, foreign)
         ours.save_checkpoint(bare, weights_only=True)
         assert "fnddp" not in torch.load(bare, weights_only=True)
@@ -263,5 +263,5 @@ def test_a_hook_is_refused() -> None:
     from fnddp.integrations.lightning import FnddpStrategy
 
     assert FnddpStrategy(SYNC).sync_state is None
-    with pytest.raises(TypeError, match=r"ddp_comm_hook has no slot here; .*from_hook"):
+    with pytest.raises(TypeError, match=r"takes no ddp_comm_hook: .*from_hook"):
         FnddpStrategy(SYNC, ddp_comm_hook=print)

@@ -368,7 +368,7 @@ def test_what_is_wrong_is_said_at_construction(text: str, message: str):
 
 
 def test_what_is_wrong_with_leaves_names_them():
-    with pytest.raises(TypeError, match=r"leaf 'n' is torch\.int64, which has no descent"):
+    with pytest.raises(TypeError, match=r"leaf 'n' is torch\.int64, which SGD cannot update"):
         outer.diloco(allreduce, every=2).init({"n": torch.ones(2, dtype=torch.int64)})
     with pytest.raises(ValueError, match="2 leaves cannot be 3 fragments"):
         outer.streaming_diloco(allreduce, every=3, fragments=3).init({"a": torch.ones(2), "b": torch.ones(2)})
@@ -376,7 +376,7 @@ def test_what_is_wrong_with_leaves_names_them():
         outer.streaming_diloco(allreduce, every=3, fragments=("b",)).init({"a": torch.ones(2)})
     with pytest.raises(ValueError, match=r"there is no tree 'exp_avg' among \['params'\]"):
         outer.des_loc({"exp_avg": outer.local_sgd(every=2)}).init({"params": {"w": torch.ones(2)}})
-    with pytest.raises(ValueError, match="begin with the same parameters, but leaf 'w' differs"):
+    with pytest.raises(ValueError, match="start with equal parameters, but rows of leaf 'w' differ"):
         outer.simulate(outer.local_sgd(every=2), 2).init({"w": torch.tensor([1.0, 2.0])})
     with pytest.raises(ValueError, match="no row for each of 3 ranks"):
         outer.simulate(outer.local_sgd(every=2), 3).init({"w": torch.ones(2)})

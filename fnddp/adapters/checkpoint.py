@@ -73,11 +73,11 @@ class Checkpoint:
         return {self._prefix + key: value for key, value in self._about([]).items()}
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
-        """Return the number of ranks that saved it."""
+        """Return the number of ranks that saved the checkpoint `saved`."""
         return saved[self._prefix + _WORLD_SIZE]
 
     def require_fitting(self, saved: Mapping[str, Any]) -> None:
-        """Raise a ValueError if it is of another pipeline or other parameters."""
+        """Raise a ValueError if the checkpoint `saved` is of another pipeline or other parameters."""
         have = saved[self._prefix + _PARTS]
         want = [part.key for part in parts(self._owner.sync_state)]
         if set(have) != set(want):
@@ -88,7 +88,7 @@ class Checkpoint:
         """Set the state.
 
         Raises:
-            ValueError: It is of another pipeline or other parameters, or not of `saved_world_size` ranks.
+            ValueError: The checkpoint is of another pipeline or other parameters, or not of `saved_world_size` ranks.
         """
         saved_by = self.saved_by(state_dict)
         if saved_by != self._saved_size:
@@ -122,8 +122,8 @@ class Checkpoint:
 def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
     """Return the share of each saved rank's residual that this rank takes, so that the mean over ranks is as before.
 
-    Ranks divide a line of length 1, before and after; a rank takes what it covers. So twice as many ranks each get a
-    copy, half as many the mean of two, and no residual grows.
+    The ranks that saved, and those that load, each divide the interval [0, 1] evenly; shares are overlaps of the parts.
+    So twice as many ranks each get a copy, half as many get the mean of two, and no residual grows.
 
     >>> shares(0, 4, 2), shares(0, 2, 4), shares(1, 3, 2)
     ({0: 1.0}, {0: 0.5, 1: 0.5}, {0: 0.5, 1: 0.5})
@@ -135,7 +135,7 @@ def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
 
 
 def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
-    """Return a rank's share of a local part; of integers, the one with the largest share."""
+    """Return the sum of `values` weighted by `shares`; of integers, the value with the largest share."""
     if len(values) == 1 or not all(isinstance(v, Tensor) and is_inexact(v) for v in values.values()):
         return values[max(shares, key=shares.__getitem__)]
     return torch.stack([share * values[r] for r, share in shares.items()]).sum(0)
@@ -147,10 +147,10 @@ def of_rank(rank: int, key: str) -> str:
 
 
 def gathered(owner: HasSync, group: str | None) -> dict[str, Any]:
-    """Return the state of all ranks in one flat dict on the CPU, on the first rank; on the others an empty one.
+    """Return the state of all ranks as one flat dict on the CPU of the first rank; on other ranks an empty dict.
 
-    All ranks must call it. Only local parts travel. The wrong choice where they do not fit into the first rank's
-    memory, as many times as there are ranks: let `torch.distributed.checkpoint` write a `Checkpoint`.
+    All ranks must call it. Only local parts are sent. The wrong choice where those of all ranks do not fit into the
+    first rank's memory: let `torch.distributed.checkpoint` write a `Checkpoint`.
     """
     mine = _on_cpu(owner, group)
     everyone = [mine]
@@ -165,7 +165,7 @@ def load_gathered(owner: HasSync, group: str | None, saved: Mapping[str, Any]) -
     """Set the state of `owner` to the result of `gathered`, on as many ranks or on others: see `shares`.
 
     Raises:
-        ValueError: It is of another pipeline or other parameters.
+        ValueError: `saved` is of another pipeline or other parameters.
     """
     Checkpoint(owner, group, saved[_WORLD_SIZE]).load_state_dict(saved)
 
@@ -177,9 +177,9 @@ def save_file(owner: HasSync, group: str | None, folder: str | Path, name: str) 
 
 
 def load_files(owner: HasSync, group: str | None, folder: str | Path, name: str) -> bool:
-    """Set the state of `owner` to what as many ranks, or others, have written with `save_file`; see `shares`.
+    """Set the state of `owner` from the files of `save_file`, written by as many ranks or another number: see `shares`.
 
-    All ranks call it. As many ranks need each its own file; others need a folder that all of them see.
+    All ranks must call it. As many ranks each read only their own file; another number of ranks reads all files.
 
     Returns:
         False if there is no file, on any rank.

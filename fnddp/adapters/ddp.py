@@ -78,7 +78,7 @@ class Handle(PipelineHandle):
         return arrived.future
 
     def _look_between(self) -> None:
-        """From the first step on in which segments wait for collectives, looks for those between buckets, too."""
+        """Look for complete collectives between buckets too, from the first step in which segments wait for them."""
         if not self._looks_between and self._engine.step is not None and self._engine.step.is_polled:
             self._looks_between = True
             poll = WeakHook(self, Handle._look, "")
@@ -93,8 +93,8 @@ class Handle(PipelineHandle):
             self._failure = self._failure or error
 
     def _before_forward(self, *_: object) -> None:
-        # Within backward, or without gradients between two backwards that share a step, a forward ends none. Any other
-        # DDP itself refuses while a step is open.
+        # A forward fails the step that is open, because its backward did not finish. Not a forward within backward, nor
+        # one without gradients, which may run between two backwards of one step.
         if torch.is_grad_enabled() and not torch_private.is_within_backward():
             self._world.require_same()
             self._break_off()
@@ -184,7 +184,7 @@ class _Bucket:
         return list(zip(self.parameters, self.views, strict=True))
 
     def complete(self, mean_of: Mapping[Tensor, Tensor]) -> None:
-        """Hands DDP the means of the parameters in `mean_of`; the others keep this rank's own gradients."""
+        """Give DDP the means of the parameters in `mean_of`; the others keep this rank's own gradients."""
         result = self.buffer
         pairs = [(view, mean_of[p]) for p, view in self.gradients() if p in mean_of]
         if self.buffer.is_sparse:
@@ -195,7 +195,7 @@ class _Bucket:
 
 
 def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> Handle:
-    """Makes an existing DDP model synchronize its gradients with `sync`.
+    """Make an existing DDP model synchronize its gradients with `sync`.
 
     Gradients are taken as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
     the rest of backward, and the means are written into DDP's buckets when all of them are complete. It works with
@@ -269,6 +269,6 @@ def fnddp_hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def _behind_ddp(run: Callable[[], None]) -> None:
-    """Runs `run` at the end of the backward that is going on, when DDP has ended it."""
+    """Run `run` at the end of the running backward, after DDP's own final callback."""
     # DDP queues its own final callback after a hook returns, so ours is queued by a callback: it comes last.
     torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(run))

@@ -36,7 +36,7 @@ def value_and_grad(
     wire: Wire = C10D,
     backend: str | None = None,
 ) -> Callable[Concatenate[T, State, P], tuple[V, T, State]]:
-    """Differentiates `loss_fn` and synchronizes the result, while the backward pass runs.
+    """Differentiate `loss_fn` and synchronize its gradients while the backward pass runs.
 
     The pipeline is lowered at the first call; each gradient is passed on when it is ready, and collectives run behind
     the rest of backward. The numbers are those of `sync(torch.func.grad(loss_fn)(params), state)`; that is also what
@@ -52,8 +52,8 @@ def value_and_grad(
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
         sync: The pipeline.
         has_aux: Whether `loss_fn` returns auxiliary data in addition to the loss.
-        wire: Who moves bytes; torch.distributed by default.
-        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
+        wire: Moves bytes between ranks; torch.distributed by default.
+        backend: Runs the computation between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Returns:
@@ -214,10 +214,10 @@ def _checked(path: str, leaf: Tensor) -> Tensor:
 
 
 class jit:
-    """Runs a pipeline through its plan: combined collectives, reused buffers, the same numbers as `sync` itself.
+    """Run a pipeline through its plan: combined collectives, reused buffers, the same numbers as `sync` itself.
 
-    For gradients that are all there. It is called as the pipeline is; plans are made at the first call for leaves of
-    given shapes, for each phase. The wrong choice where gradients are still being computed: `value_and_grad`,
+    For gradients that are already complete. Call it as you call the pipeline; plans are made at the first call for
+    leaves of given shapes, for each phase. The wrong choice where gradients are still being computed: `value_and_grad`,
     `register` and `DistributedDataParallel` overlap the same plan with backward. Within torch.compile it is `sync`.
 
     Args:
@@ -254,7 +254,7 @@ class jit:
         """See `Sync.__call__`.
 
         Raises:
-            RuntimeError: It is called by two threads at once, for such leaves.
+            RuntimeError: Two threads call it at once, for leaves of the same shapes.
             StepFailedError: Another rank has failed in this step.
         """
         if torch.compiler.is_compiling() or is_transforming():

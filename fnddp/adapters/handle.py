@@ -22,9 +22,9 @@ class HasPipeline:
 
     @property
     def sync(self) -> Sync:
-        """The pipeline that runs: it names the model's process group where it named none, unless that is the default.
+        """The pipeline that runs: reducers that named no process group have the model's, unless that is the default.
 
-        It cannot be set: call what returned this object again on a new model, or use `fnddp.DistributedDataParallel`.
+        It cannot be set: register another pipeline in a new model, or use `fnddp.DistributedDataParallel`.
         """
         return self._engine.sync
 
@@ -32,14 +32,14 @@ class HasPipeline:
     def sync_state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the names of the model's parameters.
 
-        It can be kept: later steps do not write over it. Set it to go on from a saved one, on all ranks, which compare
-        what is replicated in it if that changes.
+        It can be kept: later steps do not write over it. To continue from a saved state, set it on all ranks; they
+        compare its replicated parts if those change.
 
         Raises:
-            CollectiveError: Another rank has not set it within the timeout of the process group.
+            CollectiveError: Another rank has not set its state within the timeout of the process group.
             RankMismatchError: On all ranks: some set a state with other replicated parts.
             RuntimeError: A step is under way.
-            ValueError: It is of another pipeline or other parameters.
+            ValueError: The state is of another pipeline or other parameters.
         """
         return self._engine.state
 
@@ -65,14 +65,14 @@ class HasPipeline:
     def sync_stats(self) -> SyncStats:
         """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
 
-        Times are measured from the first call on, so they are None in it: call it once before training. It waits for an
-        accelerator. Of a pipeline that has another state from now on, steps are counted anew.
+        Times are measured from the first call on, which itself returns None for them: call it once before training. It
+        waits for an accelerator. Setting another pipeline starts the counts of steps anew.
         """
         return stats(self._engine)
 
 
 class PipelineHandle(HasPipeline):
-    """A pipeline in a model of another class.
+    """Base of handles of a pipeline in a model whose class is not fnddp's.
 
     Attributes:
         group: Name of the model's process group; None for the default one.
@@ -100,7 +100,7 @@ def log_sync_stats(writer: Writer, model: HasPipeline, *, step: int | None = Non
         writer: A `SummaryWriter`.
         model: The model, or the handle of `register`.
         step: The number to write them under; None for the number of committed steps.
-        prefix: Of each name.
+        prefix: Prefix of each name.
 
     >>> import torch, fnddp
     >>> class Printer:

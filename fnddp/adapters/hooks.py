@@ -25,7 +25,7 @@ def asked_for(parameters: Mapping[str, nn.Parameter]) -> set[str] | None:
         try:
             if torch_private.will_execute(get_gradient_edge(parameter).node):
                 return None
-        except RuntimeError:  # so torch says that it returns the gradient
+        except RuntimeError:  # raised if torch.autograd.grad returns the gradient
             asked.add(name)
     return asked
 
@@ -33,7 +33,7 @@ def asked_for(parameters: Mapping[str, nn.Parameter]) -> set[str] | None:
 def accumulates(nodes: Iterable[Any]) -> bool:
     """Return whether the running backward accumulates the gradients of all leaves behind `nodes` of its graph.
 
-    `torch.autograd.grad` does not, nor does `backward(inputs=...)` where there are others.
+    False in `torch.autograd.grad`, and in a `backward(inputs=...)` that leaves out some of these leaves.
     """
     waiting, has_leaves = [*nodes], False
     seen = set(waiting)
@@ -45,7 +45,7 @@ def accumulates(nodes: Iterable[Any]) -> bool:
             try:
                 if not torch_private.will_execute(node):
                     return False
-            except RuntimeError:  # so torch says that it returns the gradient
+            except RuntimeError:  # raised if torch.autograd.grad returns the gradient
                 return False
             has_leaves = True
         behind = {following for following, _ in node.next_functions} - seen
@@ -55,10 +55,10 @@ def accumulates(nodes: Iterable[Any]) -> bool:
 
 
 class FastPath:
-    """The step that gradients go to in the hook itself.
+    """Short cut: a hook puts its gradient into the open step directly, instead of calling `take`, the long way.
 
-    The long way is for a gradient that is added to an earlier one, is sparse, belongs to another backward, or is seen
-    by a hook of the user; and for those of leaves at `excluded` positions.
+    `take` gets a gradient that is added to an earlier one, is sparse, belongs to another backward, or is seen by a hook
+    of the user, and the gradients of leaves at `excluded` positions.
     """
 
     __slots__ = ("excluded", "step", "task")
@@ -96,7 +96,7 @@ class FastPath:
             ):
                 take(parameter)
             else:
-                parameter.grad = None  # so that its memory is free once it is on its way
+                parameter.grad = None  # so that its memory is free once it has been sent
                 if step.put(position, grad) and (run := advance()) is not None:
                     run()
 
@@ -116,10 +116,10 @@ class WeakHook(Generic[Owner]):
 
 
 class Ending:
-    """The callback at the end of a backward: ends the steps in it. It lives as long as that backward is going on.
+    """Callback at the end of a backward, which ends the steps in it. It lives as long as that backward runs.
 
-    A step that ends waits for other ranks. So that no two ranks wait for each other's, steps end in the order in which
-    their engines were made, which is the same on all ranks; that of the backward is not.
+    Ending a step waits for other ranks. To avoid deadlock, steps end in the order in which their engines were made,
+    which is the same on all ranks, unlike the order in which backward reaches them.
     """
 
     def __init__(self, task: int) -> None:
@@ -149,7 +149,7 @@ _lock = threading.Lock()  # autograd has a thread for each device
 
 
 def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref.ref[Ending], list[Engine]]":
-    """Have `end` called at the end of the backward that is running, for the open step of `engine`.
+    """Call `end` at the end of the running backward, for the open step of `engine`.
 
     Returns:
         A reference that is dead once it is known that the backward has raised, and `end` will not be called; and the

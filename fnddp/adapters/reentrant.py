@@ -21,7 +21,7 @@ _refusing: list[tuple[int, str]] = []  # threads, and who refuses in them
 def refuse_reentrant_checkpoints(owner: str) -> Generator[None]:
     """Raise at each of torch's reentrant checkpoints that this thread reaches while gradients are enabled.
 
-    They compute the module again when parameters that stand for its own are gone, and work only in a backward that
+    They run the module again when the tensors that stood for its parameters are gone, and work only in a backward that
     accumulates the gradients of all leaves, the caller's included. One whose inputs do not require grad hides its
     parameters from that, too: torch warns once and gives them no gradient.
 
@@ -42,7 +42,7 @@ def refuse_reentrant_checkpoints(owner: str) -> Generator[None]:
 
 
 def refuses_reentrant_checkpoints(owner: str) -> bool:
-    """Return whether `owner` refuses them in this thread."""
+    """Return whether `owner` refuses reentrant checkpoints in this thread."""
     return (threading.get_ident(), owner) in _refusing
 
 

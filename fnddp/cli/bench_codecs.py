@@ -50,7 +50,7 @@ CAPTION = (
 
 
 def run(pipelines: Sequence[str]) -> int:
-    """Print a table, a row for each of `pipelines`: codecs around a carrier; without any, for all codecs."""
+    """Print the costs of `pipelines`, codecs around a carrier, as a table; of all codecs if there are none."""
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
     syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
     rows: list[tuple[str, ...]] = []

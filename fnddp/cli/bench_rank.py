@@ -37,7 +37,7 @@ POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which a
 
 
 PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode", "end")
-"""In the order in which they come."""
+"""Parts of a step's time on the host, in the order in which they run."""
 
 OPERATIONS = "operations"
 """Operations of aten in a step, nested ones counted, too."""
@@ -171,8 +171,8 @@ def _count(step: Callable[[], object]) -> int:
 def profiled(arm: Arm) -> dict[str, float]:
     """Return milliseconds that a step of `arm` spends in each of PARTS, and the number of its operations: medians.
 
-    Each is without the parts within it. "hooks" is what autograd does with the gradient of a parameter that is there,
-    with all hooks on it: all of torch's own reducer, too. What a wrapper does around a step is in none of them.
+    The time of a part excludes parts nested in it. "hooks" is what autograd does with a gradient that is complete, in
+    all hooks on the parameter, which includes torch's own reducer. What a wrapper does around a step is in no part.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
     steps = [_step(arm) for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""A benchmark as it was asked for, and as it was run: times of all arms on all ranks, and what follows from them."""
+"""The configuration of a benchmark, and its results: times of all arms on all ranks, and what follows from them."""
 
 import platform
 import shlex
@@ -20,7 +20,7 @@ WARM_UP = 4
 
 @dataclass(frozen=True)
 class Setup:
-    """A benchmark as it was asked for."""
+    """The configuration of a benchmark."""
 
     model: str  # as `fnddp.cli.models.load` takes it
     pipelines: list[Sync]  # ours
@@ -77,7 +77,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark that was run."""
+    """The results of a benchmark."""
 
     setup: Setup
     times: list[Times]  # of each arm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fnddp.cli.models import class_loss
 from fnddp.simulate.tune import Batch, Forward, Problem
 
-CONTEXT = 64  # as many as the transformer takes
+CONTEXT = 64  # characters of a sample: as many as the transformer takes
 HELD_OUT = 0.1
 
 

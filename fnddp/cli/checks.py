@@ -34,7 +34,7 @@ def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
 
 
 def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
-    """Return the pipeline that `text` writes, if it fits `parameters`."""
+    """Return the pipeline that `text` describes, if it fits `parameters`."""
     try:
         sync = parse(text)
         sync.init(parameters)
@@ -63,13 +63,13 @@ def check_processes(ranks: int) -> None:
     most = RANKS_PER_CORE * cores()
     if ranks > most:
         raise WrongArgument(
-            f"--ranks {ranks}: each is a process, and on {count(cores(), 'core')} at most {most} are started; "
+            f"--ranks {ranks}: each rank is a process, and on {count(cores(), 'core')} at most {most} are started; "
             f"virtual ranks need none: fnddp tune --ranks {ranks}, or fnddp.simulate"
         )
 
 
 def check_link(text: str) -> Link:
-    """Return the link that `text` writes."""
+    """Return the link that `text` describes."""
     try:
         return Link.parse(text)
     except ValueError as error:
@@ -77,7 +77,7 @@ def check_link(text: str) -> Link:
 
 
 def check_sizes(text: str) -> WorldSize:
-    """Return the numbers of ranks that `text` writes: "8", or "node=8,across=128", by group."""
+    """Return the numbers of ranks that `text` describes: "8", or "node=8,across=128", by group."""
 
     def read(n: str) -> int:
         if not n.isdecimal() or int(n) < 1:
@@ -90,7 +90,7 @@ def check_sizes(text: str) -> WorldSize:
 
 
 def check_links(text: str) -> Links:
-    """Return the link that `text` writes, or those by group: "node=100GB/s,across=25gbit:20us"."""
+    """Return the link that `text` describes, or those by group: "node=100GB/s,across=25gbit:20us"."""
     return _by_group("--link", text, check_link)
 
 
@@ -126,7 +126,7 @@ def _named(group: str | None) -> str:
 
 
 def check_share(text: str) -> float:
-    """Return the share that `text` writes: "1%", or 0.01, or 0."""
+    """Return the share that `text` describes: "1%", or 0.01, or 0."""
     try:
         number = float(text.removesuffix("%"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Real handwritten digits and a small network for them: a problem for commands, pure functions for the examples.
+"""Handwritten digits and a small network: a training problem for the commands, pure functions for the examples.
 
 scikit-learn ships the data (1,797 images of 8 x 8 pixels, from the UCI repository), so nothing is downloaded.
 """
@@ -29,7 +29,7 @@ class Digits(NamedTuple):
     y: Tensor
 
     def shard(self, rank: int, world_size: int) -> "Digits":
-        """Return the share of `rank`: every `world_size`-th image, so shards are disjoint and nearly equal in size."""
+        """Return the shard of `rank`: every `world_size`-th image, so shards are disjoint and nearly equal in size."""
         return Digits(self.x[rank::world_size], self.y[rank::world_size])
 
     def batch(self, size: int, generator: torch.Generator) -> "Digits":
@@ -39,7 +39,7 @@ class Digits(NamedTuple):
 
 
 def load() -> tuple[Digits, Digits]:
-    """Return the training set (70 %) and the test set, with the same share of each digit; the same in every process."""
+    """Return the training set (70 %) and the test set, stratified by digit; they are the same in every process."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=TEST_FRACTION, random_state=SPLIT_SEED, stratify=labels)
     x_train, x_test, y_train, y_test = (torch.from_numpy(part) for part in split)
@@ -52,38 +52,38 @@ def _network() -> nn.Module:
 
 
 def problem(size: int = BATCH_SIZE, build: Callable[[], nn.Module] = _network) -> Problem:
-    """Return batches of `size` random images of each rank's own share, the loss, and the test set's score."""
+    """Return the digits as a problem: batches of `size` random images of a rank's shard, the loss, test scores."""
     train, test = load()
 
     def batch(rank: int, ranks: int, generator: torch.Generator) -> Batch:
         if ranks > len(train.y):
-            raise WrongArgument(f"--ranks {ranks}: each needs an image, and there are {len(train.y):,} to train on")
+            raise WrongArgument(f"--ranks {ranks}: each rank needs an image; there are {len(train.y):,} to train on")
         return train.shard(rank, ranks).batch(size, generator)
 
-    def quality(forward: Forward) -> float:
+    def test_loss(forward: Forward) -> float:
         return class_loss(forward, test).item()
 
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return Problem(build, class_loss, batch, sgd, quality, partial(_recognized, test))
+    return Problem(build, class_loss, batch, sgd, test_loss, partial(_accuracy, test))
 
 
 def make_model(seed: int) -> nn.Module:
-    """Make an MLP 64-256-256-10 (85,002 parameters), torch's default initialization, a function of `seed` alone."""
+    """Make an MLP 64-256-256-10 (85,002 parameters) with torch's default initialization, determined by `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _network()
 
 
 def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy of `model` with the parameters `params`."""
+    """Return the mean cross-entropy on `x` and `y` of `model` with the parameters `params`."""
     return nn.functional.cross_entropy(functional_call(model, params, (x,)), y)
 
 
 def accuracy(model: nn.Module, params: dict[str, Tensor], data: Digits) -> float:
-    """Return the share of images in `data` that `model` with the parameters `params` recognizes."""
-    return _recognized(data, standing_for(model, params))
+    """Return the fraction of images in `data` that `model` classifies correctly with the parameters `params`."""
+    return _accuracy(data, standing_for(model, params))
 
 
-def _recognized(data: Digits, forward: Forward) -> float:
+def _accuracy(data: Digits, forward: Forward) -> float:
     with torch.no_grad():
         return (forward(data.x).argmax(dim=1) == data.y).float().mean().item()

@@ -31,7 +31,7 @@ from fnddp.wire import control
 
 REQUIRED = ("torch", "numpy", "optree", "einops")
 PROBES = (MEAN, "bf16(two_shot)", "error_feedback(powersgd(allreduce, rank=2))")
-"""Pipelines whose means must be equal to the bit: sums by the backend, sums in rank order, and several rounds."""
+"""Pipelines whose means must be bit-identical on all ranks: sums by the backend, in rank order, in several rounds."""
 
 COMPRESSED = (
     "bucketize(quantize(two_shot))",
@@ -46,15 +46,15 @@ class Findings:
     """The findings of all ranks together."""
 
     hosts: list[str]  # of each rank
-    disagreement: str | None  # what is not the same on all ranks; None if all is
+    disagreement: str | None  # the first difference between ranks; None if there is none
     unequal: list[str]  # pipelines whose mean is not the same on all ranks
     links: dict[str, Link]  # by what they connect; none in a world of one
-    costs: list[Outcome] = field(default_factory=list[Outcome])  # predicted on the slowest link, by the first rank
-    compute: Compute = field(default_factory=Compute)  # measured by the first rank
+    costs: list[Outcome] = field(default_factory=list[Outcome])  # predicted on the link of all ranks, by rank 0
+    compute: Compute = field(default_factory=Compute)  # measured by rank 0
 
     @property
     def is_sound(self) -> bool:
-        """True where training would be right."""
+        """True if versions and devices are the same on all ranks, and all means of `PROBES` too."""
         return self.disagreement is None and not self.unequal
 
 
@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def examine(model: str, device: str) -> Iterator[Stage | Findings]:
-    """Examine this rank and its place among the others, all of which must do so."""
+    """Compare ranks, measure links and predict steps: yield each stage, then the findings. All ranks must call it."""
     yield Stage("comparing ranks")
     name = device_of(torch.device(device)).name
     here = {**versions(), "processor": platform.machine(), "device": name}
@@ -94,7 +94,7 @@ def _is_equal(text: str, device: str) -> bool:
 
 
 def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield groups to measure, by what is between their ranks: within one host, across hosts, and all."""
+    """Yield the process groups to measure, named by link: inside a host, between hosts, between all ranks."""
     here = hosts[dist.get_rank()]
     by_host = {host: [rank for rank, its in enumerate(hosts) if its == host] for host in hosts}
     sizes = set(map(len, by_host.values()))
@@ -108,14 +108,14 @@ def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tuple[list[Outcome], Compute]]:
-    """Return costs of steps on `link`, and of backward: measured by all ranks at once, which share cores and caches."""
+    """Time backward and codecs, on all ranks at once (they share cores and caches), and predict steps on `link`."""
     costs: list[Outcome] = []
     yield Stage("timing backward")
     problem = load(model)
     network = problem.make(0).to(device)
     batch = [part.to(device) for part in problem.batch(0, 1, torch.Generator().manual_seed(0))]
     leaves = trained(network)
-    control.all_gather_object(None, None)  # together, and a little at a time, so that none times out
+    control.all_gather_object(None, None)  # a barrier: ranks time together; one before each, so that none times out
     compute = measure_backward(problem.loss_of(network), leaves, *batch)
     texts = (MEAN, *SIXTEEN_BITS, *COMPRESSED)
     for i, text in enumerate(texts):
@@ -180,21 +180,21 @@ def table(findings: Findings, model: str) -> Table:
     ]
     forward, backward = map(duration, (findings.compute.forward_seconds, findings.compute.backward_seconds))
     caption = (
-        f"{model} on {count(len(findings.hosts), 'rank')}: forward {forward}, backward {backward} and codec, to encode "
-        "and decode, measured by all ranks at once (the first one's); the rest predicted from the link above\n"
-        "exposed: what is left to wait for; link: bytes that a rank sends in a step"
+        f"{model} on {count(len(findings.hosts), 'rank')}: forward {forward}, backward {backward}; these and "
+        "codec (encode and decode) are rank 0's, timed on all ranks at once; the rest is predicted from the last link\n"
+        "exposed: time that a step waits for communication; link B: bytes that a rank sends in a step"
     )
     return Table("pipeline", {"step": 4, "exposed": 3, "codec": 2, "link B": 1}, rows, caption)
 
 
 def verdict(findings: Findings) -> str:
-    """Return whether compression can pay here, and which."""
+    """Return a sentence on whether compression can pay here, and with which pipeline."""
     by_text = {each.pipeline: each for each in findings.costs}
     best = min(findings.costs, key=lambda each: each.seconds)
     half = min((by_text[text] for text in SIXTEEN_BITS), key=lambda each: each.seconds)
     plain = by_text[MEAN]
     if best.seconds > (1 - MARGIN) * plain.seconds:
-        return f"Nothing can pay here: {MEAN} leaves {duration(plain.step.exposed_seconds)} of a step exposed"
+        return f"No compression can pay here: with {MEAN}, {duration(plain.step.exposed_seconds)} of a step is exposed"
     if best.seconds > (1 - MARGIN) * half.seconds:
         faster = plain.seconds / half.seconds
         return f"A 16-bit wire can pay here, and nothing beats it: {half.pipeline}, {faster:.2f}x as fast as {MEAN}"
@@ -205,7 +205,7 @@ def verdict(findings: Findings) -> str:
 
 
 def as_json(findings: Findings, device: str) -> dict[str, Any]:
-    """Return the same, for programs."""
+    """Return the findings as a dictionary of JSON values."""
     return {
         "versions": versions(),
         "hosts": findings.hosts,

@@ -23,7 +23,7 @@ class WrongArgument(Failure, ValueError):
         return cls("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-def stop(command: str, code: int, message: object) -> int:
-    """Print why `command` stops, in a line, and return its exit code."""
+def print_error(command: str, code: int, message: object) -> int:
+    """Print why `command` stops, in one line on standard error, and return `code`."""
     print(f"{command}: {message}", file=sys.stderr)
     return code

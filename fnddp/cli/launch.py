@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fnddp import device as devices
 from fnddp.cli import models, terminal
 from fnddp.cli.checks import check_processes, cores
-from fnddp.cli.failures import FAILED, Failure, WrongArgument, stop
+from fnddp.cli.failures import FAILED, Failure, WrongArgument, print_error
 from fnddp.cli.network import Host, loopback_device, shaped_hosts, signals_held
 from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
 
@@ -35,7 +35,7 @@ Work = Callable[..., Iterable[Any]]
 
 DEFAULT_RANKS = 2
 HINT = (
-    "If ranks cannot meet: MASTER_ADDR must be an address of the first one's host that all can reach, and MASTER_PORT "
+    "If ranks cannot connect: MASTER_ADDR must be an address of rank 0's host that all can reach, and MASTER_PORT must "
     "be free there; with several network cards, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one to use; "
     "with GPUs on some hosts only, all need --device cpu"
 )
@@ -113,7 +113,7 @@ def fresh() -> SpawnContext:
 def _run_rank(
     rank: int, n: int, file: str, pipe: Connection, host: Host | None, device: str, imports: Sequence[str], job: bytes
 ) -> None:
-    """Send what the work yields to the parent, and how it ended. It does not return."""
+    """Run the work, send what it yields and its outcome to the parent, and exit."""
     try:
         for name in imports:  # first: the arguments may hold what they define
             models.imported(name)
@@ -205,15 +205,15 @@ def reports(at: RankInfo | None) -> bool:
     return at is None or at.rank == 0
 
 
-def stopped(command: str, code: int, message: object) -> int:
+def print_error_once(command: str, code: int, message: object) -> int:
     """Print why `command` stops, and return `code`: on all ranks if it failed, else once on each host."""
     try:
         at = rank_info()
-    except WrongArgument:  # probably the message
+    except WrongArgument:  # probably the error that `message` reports
         at = None
     if at is not None and at.local_rank > 0 and code != FAILED:  # files and devices are those of a host
         return code
-    return stop(command, code, message if reports(at) or at is None else f"rank {at.rank}: {message}")
+    return print_error(command, code, message if reports(at) or at is None else f"rank {at.rank}: {message}")
 
 
 def share_cores(hosts: Sequence[str]) -> None:
@@ -296,7 +296,7 @@ def joined(at: RankInfo, device: str, timeout: timedelta = TIMEOUT) -> Generator
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_ADDR" not in os.environ:
         raise WrongArgument(
-            f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the first one's host "
+            f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the host of rank 0 "
             "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
         )
     devices.select(device, at.local_rank)

@@ -14,14 +14,14 @@ from typer.exceptions import TyperException
 from fnddp.cli.bench import bench
 from fnddp.cli.demo import demo
 from fnddp.cli.doctor import doctor
-from fnddp.cli.failures import BROKEN_PIPE, EXTRA, FAILED, INTERRUPTED, WRONG_ARGUMENTS, Failure, stop
+from fnddp.cli.failures import BROKEN_PIPE, EXTRA, FAILED, INTERRUPTED, WRONG_ARGUMENTS, Failure, print_error
 from fnddp.cli.plan import plan
 from fnddp.cli.trace import trace
 from fnddp.cli.tune import tune
 from fnddp.version import __version__
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         print(f"fnddp {__version__}")
         raise typer.Exit
@@ -29,49 +29,50 @@ def _version(asked: bool) -> None:
 
 def fnddp(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
     """Gradient synchronization as composable pure transforms."""
 
 
 def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
-    """Print a script with which a shell completes this command.
+    """Print the script that enables tab completion of `fnddp` in a shell.
 
-    bash: source <(fnddp completion bash). zsh: the same with zsh, after compinit. fish: fnddp completion fish | source.
+    bash: source <(fnddp completion bash). zsh, after compinit: source <(fnddp completion zsh).
+    fish: fnddp completion fish | source.
     """
     print(get_completion_script(prog_name="fnddp", complete_var="_FNDDP_COMPLETE", shell=shell))
     return 0
 
 
-def reported(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` with its errors reported as a line on standard error and an exit code."""
+def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
+    """Wrap `command` to report expected errors in one line on standard error, with an exit code; others propagate."""
 
     @wraps(command)
     def run(*arguments: object, **options: object) -> int:
         try:
             try:
-                import_module("fnddp.core")  # and so all of it: torch may be too old
+                import_module("fnddp.core")  # imports all of fnddp: fails here if torch is missing or too old
                 return command(*arguments, **options)
             finally:
-                sys.stdout.flush()  # here, and not at exit, where nothing could catch the error
+                sys.stdout.flush()  # a broken pipe is caught here; at exit nothing could catch it
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit raises again
             return BROKEN_PIPE
         except KeyboardInterrupt:
-            code, message = INTERRUPTED, "interrupted; all ranks are ended"
+            code, message = INTERRUPTED, "interrupted; all ranks have been stopped"
         except (Failure, OSError) as error:
             code, message = getattr(error, "code", FAILED), error
         except ImportError as error:
             missing = (error.name or "").partition(".")[0]
             if missing == "torch":
-                return stop(f"fnddp {command.__name__}", FAILED, error)
+                return print_error(f"fnddp {command.__name__}", FAILED, error)
             if missing not in EXTRA:
                 raise
             code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
-        from fnddp.cli.launch import stopped  # imports torch, which completion and --version need not wait for
+        from fnddp.cli.launch import print_error_once  # imports torch, which completion and --version do not need
 
-        return stopped(f"fnddp {command.__name__}", code, message)
+        return print_error_once(f"fnddp {command.__name__}", code, message)
 
     return run
 
@@ -79,17 +80,17 @@ def reported(command: Callable[..., int]) -> Callable[..., int]:
 settings = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(callback=fnddp, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
 for command in (demo, plan, bench, tune, trace, doctor):
-    app.command()(reported(command))
+    app.command()(reporting_errors(command))
 app.command()(completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0; 1 (failed), 2 (wrong arguments), 130 (Ctrl-C), or 141: its output is no longer read, as after `head`.
+    Exit codes: 0 (success), 1 (failure), 2 (wrong arguments), 130 (Ctrl-C), 141 (a closed pipe, as after `head`).
     """
     try:
         return app(argv, prog_name="fnddp", standalone_mode=False) or 0
     except TyperException as error:
         context = getattr(error, "ctx", None)
-        return stop(context.command_path if context else "fnddp", WRONG_ARGUMENTS, error.format_message())
+        return print_error(context.command_path if context else "fnddp", WRONG_ARGUMENTS, error.format_message())

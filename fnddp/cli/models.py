@@ -173,7 +173,7 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
 
 
 def _maker(name: str) -> Callable[[], Any]:
-    """Return what makes the model `name`: a function or a class, or for a module, of which copies are made."""
+    """Return a function or class that makes the model `name`; for a module, a function that copies it."""
     where, colon, attribute = MODELS.get(name, name).rpartition(":")
     if name in MODELS:
         return getattr(import_module(where), attribute)

@@ -54,10 +54,10 @@ Ranks: TypeAlias = Annotated[
     typer.Option(min=1, metavar="N", help="number of ranks: 2 by default, or the launcher's", show_default=False),
 ]
 Link: TypeAlias = Annotated[
-    str, typer.Option(metavar="RATE[:LATENCY]", help="of each rank's link, such as 200mbit or 1gbit:1ms")
+    str, typer.Option(metavar="RATE[:LATENCY]", help="rate of each rank's link, such as 200mbit or 1gbit:1ms")
 ]
 Out: TypeAlias = Annotated[Path, typer.Option(metavar="PATH", help="where files go")]
-Seed: TypeAlias = Annotated[int, typer.Option(min=0, metavar="N", help="of initial parameters, batches and order")]
+Seed: TypeAlias = Annotated[int, typer.Option(min=0, metavar="N", help="seed of initial parameters, batches and order")]
 Imports: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(

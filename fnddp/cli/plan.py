@@ -17,8 +17,8 @@ def plan(
         str,
         typer.Option(
             metavar="N",
-            help="number of ranks, thousands too; for pipelines over several groups that of each, such as "
-            "node=8,across=128, and one without a name of the default group",
+            help="number of ranks, also thousands; for pipelines over several groups the number of each, such as "
+            "node=8,across=128 (the default group's has no name)",
         ),
     ] = "8",
     link: Annotated[
@@ -43,8 +43,7 @@ def plan(
         typer.Option(
             callback=positive,
             metavar="SECONDS",
-            help="that backward takes, to compute the step, and what of communication is exposed (default: none is "
-            "hidden)",
+            help="time of backward, to compute the step and its exposed communication (default: none is hidden)",
         ),
     ] = None,
     bucket_cap_mb: Annotated[

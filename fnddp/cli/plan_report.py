@@ -158,7 +158,7 @@ def _row(costs: Costs) -> tuple[str, ...]:
 
 
 def as_json(setting: Setting, planned: Sequence[Planned]) -> dict[str, Any]:
-    """Return the same, for programs."""
+    """Return setting and costs as a dictionary of JSON values."""
     ranks = setting.ranks
     return {
         "model": setting.model,
@@ -174,18 +174,18 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> dict[str, Any]:
 
 def _caption(setting: Setting) -> str:
     if setting.backward is None:
-        comm = "comm: all collectives, one after the other; what backward hides of them: --backward SECONDS"
+        comm = "comm: all collectives, one after the other; with --backward SECONDS, what backward hides of them"
     else:
         comm = (
             f"comm: all collectives; step: with a backward of {duration(setting.backward)}, in which buckets are ready "
-            "at even intervals\nexposed: what is left to wait for after it"
+            "at even intervals\nexposed: time that a step waits for communication"
         )
     return (
         "wire: bytes that a rank passes to its collectives in a step; reduction: against 4 for each parameter\n"
-        "steps that differ: their mean, and below it each kind of them\n"
+        "where steps differ: their mean, and below it each kind of step\n"
         "link: bytes that a rank sends in a ring; rounds: collectives that wait for one another\n"
         "memory: at most, in addition to the gradients and the state (-: not known)\n"
         f"{comm}\n"
         "Times are computed, not measured: gloo's ring, on links of the given bandwidth and latency (none unless "
-        "given); to encode and decode takes no time here. To measure steps: fnddp bench"
+        "given); encoding and decoding take no time here. To measure steps: fnddp bench"
     )

@@ -42,7 +42,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     caption = (
         f"step: with forward {forward}, backward {backward}, and codec, to encode and decode: measured here\n"
         "that is by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute\n"
-        "exposed: what is left to wait for on the link, predicted\n"
+        "exposed: time that a step waits for the link, predicted\n"
         "loss: at the end, simulated, the mean over seeds; spread: half the distance of the best and the worst\n"
         "P: nothing else is as fast and as good; <- the fastest that is ok\n"
         f"ok: within {tuned.within:.1%} of the plain mean's loss, {tuned.threshold:.4f}"
@@ -58,7 +58,7 @@ def _marks(each: Outcome, tuned: Tuned) -> dict[str, bool]:
 
 
 def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the outcomes and how they came about."""
+    """Return the outcomes and the setting as a dictionary of JSON values."""
     return {
         **setting,
         "torch": torch.__version__,

@@ -11,14 +11,14 @@ PACKED_INDICES = 4096  # elements that 12 bits can index
 # In words of as many bytes as numbers share one, packing takes few operations.
 _WORDS = {4: torch.int16, 2: torch.int32}
 _LOWEST = {4: 0x0F0F, 2: 0x03030303}
-# Times small numbers in the bytes of a word: these side by side in the highest byte. Below it no two overlap.
+# Factors that move small numbers, one in each byte of a word, side by side into its highest byte, without carries.
 _PACK = {4: 1 << 8 | 1 << 4, 2: 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6}
 
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 # In words of eight bytes.
 _ONES = 0x0101010101010101
-_GATHER = 0x0102040810204080  # times bytes that are 0 or 1: these bits, in the highest byte
+_GATHER = 0x0102040810204080  # factor that moves bytes of 0 or 1 as bits into the highest byte
 _DIAGONAL = 0x8040201008040201 - (1 << 64)
 _BELOW_TOP = 0x7F7F7F7F7F7F7F7F  # carries into the top of each byte that is not 0
 
@@ -53,7 +53,7 @@ def in_blocks(x: Tensor, block: int | None) -> Tensor:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return 1 / `scale`, or 0 where that is infinite: to multiply takes a third of the time of dividing.
+    """Return 1 / `scale`, or 0 where that is infinite: multiplying takes a third of the time of dividing.
 
     >>> inverse(torch.tensor([4.0, 0.0]))
     tensor([0.2500, 0.0000])

@@ -82,7 +82,7 @@ class majority_vote(Codec):
     is not finite makes its mean NaN.
 
     Args:
-        inner: A carrier. `two_shot` sends 2 bits an element twice, and `allgather` once, but to all ranks: for few.
+        inner: A carrier. `two_shot` sends 2 bits an element twice; `allgather` once, but to all ranks: use it on few.
 
     Source: Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019,
     Algorithm 1. Deviation: there a zero votes as a sign does, in one bit.

@@ -50,8 +50,8 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
 def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire = C10D) -> None:
     """Raise a RankMismatchError on all ranks of `group` unless `describe_rank` returns the same on all.
 
-    It returns lines that must be equal, by their subjects, in the order in which to compare them. A rank on which it
-    raises raises that error.
+    `describe_rank` returns lines that must be equal, by subject, in the order of comparison. If it raises on a rank,
+    that rank raises the same error.
     """
     name = group_name(group)
     failure: Exception | None = None
@@ -71,9 +71,9 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
 def agree_on_state(sync: Expression, before: State, after: State, group: Group, wire: Wire = C10D) -> None:
     """Raise on all ranks unless they set the same replicated parts of a state: counters decide which collectives run.
 
-    Ranks had the same ones `before`, so a rank that changes only its own parts, such as a residual, needs no other
-    rank. Does nothing on an elastic wire, whose replicas agree in each quorum. Raises a CollectiveError if another rank
-    has not set it within the timeout of the group, a ValueError if it is of another pipeline or other leaves.
+    Replicated parts were equal `before`, so a rank that changes only local parts, such as a residual, sends nothing.
+    Does nothing on an elastic wire, whose replicas agree in each quorum. Raises a CollectiveError if another rank has
+    not set its state within the group's timeout, a ValueError if the state is of another pipeline or other leaves.
     """
     if isinstance(wire, Elastic) or _replicated(before) == _replicated(after):
         return

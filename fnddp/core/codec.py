@@ -28,10 +28,10 @@ class Key:
     """The key of a codec's random numbers, unlike that of all others: see `fnddp.core.random`.
 
     Attributes:
-        name: Of the leaf, the hop, and the part of a payload that is encoded again.
-        rank: In the carrier's group, whose ranks draw different numbers. (Ranks of other groups may do the same
+        name: Names the leaf, the hop, and the part of a payload that is encoded again.
+        rank: Rank in the carrier's group, each of which draws different numbers. (Ranks of other groups may do the same
             exchange, and must come to the same mean.)
-        seed, step: Of the codec, and of its exchange.
+        seed, step: The seed of the codec, and the number of its exchange.
     """
 
     name: str
@@ -189,7 +189,7 @@ class Codec(Sync):
     Derive a class with `@fnddp.transform`, a first field `inner: Sync`, and `encode` and `decode`, which are pure and
     traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;
     ranks, leaves and steps draw different numbers. One that takes an average over a row sets `averages`, and takes a
-    `length` in `encode`: see there.
+    `length` in `encode`, as described there.
 
     In codecs with a scale for each block, scales travel as `[rows, blocks]` in float32 or wider, and elements of b bits
     as `[rows, blocks, ceil(block * b / 8)]` bytes; the last block of a row is padded with zeros that travel.

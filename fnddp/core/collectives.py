@@ -206,7 +206,7 @@ def refuse_differentiation() -> None:
 
 def refuse_batching() -> None:
     """Raise a RuntimeError inside torch.func.vmap where there is a process group."""
-    # torch has no rule for it: under vmap a functional collective returns what this rank had, or memory as it was.
+    # torch has no vmap rule: a functional collective then returns this rank's own data, or uninitialized memory.
     if dist.is_initialized() and is_batching():
         raise RuntimeError(
             "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap; "

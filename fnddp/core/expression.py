@@ -14,7 +14,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "float": checked_float,
     "bool": lambda what, value: bool(value),
 }
-"""Functions that check a value, named in their errors, and make it plain; by the name of a field's type."""
+"""Functions that check a field's value and return it in plain Python; by the name of the field's type."""
 
 _OR_NONE = " | None"
 

@@ -92,7 +92,7 @@ def require_share(owner: str, ratio: float | None, name: str, number: int | None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown `name`: the one of `known` that it is like, if any.
+    """Return the end of an error about an unknown `name`: the most similar one of `known`, if any.
 
     >>> did_you_mean("AllReduc", ["allgather", "allreduce"]), did_you_mean("x", ["allreduce"])
     ("; did you mean 'allreduce'?", '')

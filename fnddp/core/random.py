@@ -21,7 +21,7 @@ def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Ten
 
     Args:
         shape: The shape of the result.
-        name: Of the leaf: each gets different numbers.
+        name: Name of the leaf: each leaf gets different numbers.
         seed: The user's seed.
         step: The number of the exchange; may be symbolic under torch.compile.
 
@@ -107,7 +107,7 @@ def _fnv1a(text: str) -> int:
 
 def _uniform(counter: Tensor) -> Tensor:
     word = _hash(counter).to(torch.int64) & _LOW_32
-    return (word.to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), never 0: its logarithm is taken
+    return (word.to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), never 0, because its logarithm is taken
 
 
 def _hash(counter: Tensor) -> Tensor:

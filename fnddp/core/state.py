@@ -130,7 +130,7 @@ def require_like(owner: str, state: State, template: State) -> State:
 
 
 def shared(state: State) -> State:
-    """Return `state` in views, whose reference count shows holders outside.
+    """Return views of the tensors of `state`: their reference counts show whether a caller still holds them.
 
     Plans write over the memory of a state that only an engine holds (`fnddp.torch_private.storage_use_count`).
     """

@@ -80,9 +80,9 @@ class Sync(Expression, abc.ABC):
     wraps_skipping: ClassVar[bool] = False
     """True if `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
     remembers: ClassVar[bool] = False
-    """True if it adds earlier losses to later gradients: two such memories around each other add them twice."""
+    """True if it adds earlier losses to later gradients: nested, two such memories would add them twice."""
     wants_whole_leaves: ClassVar[bool] = False
-    """True if it computes something of all leaves, which a rank's shards of them do not give."""
+    """True if it computes something of all leaves that cannot be computed from a rank's shards of them."""
     needs_sums: ClassVar[str] = ""
     """Why payloads inside must add, for the error about a max or min inside; empty if any reduction will do."""
 
@@ -108,7 +108,7 @@ class Sync(Expression, abc.ABC):
         for inner in all_in(*self.children()):
             if self.remembers and inner.remembers:
                 raise TypeError(
-                    f"{name}: {type(inner).__name__} in it remembers what is lost, too; what both add comes twice, and "
+                    f"{name}: {type(inner).__name__} in it remembers losses too; both would add the same ones, and "
                     "training diverges; leave one of them out"
                 )
 
@@ -287,7 +287,7 @@ class Reducer(Sync):
 
 
 def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise a ValueError unless `sync` takes means of fractions over one group, which it names."""
+    """Raise a ValueError unless `sync` takes means of floating-point leaves over one group, which it names."""
     if sync.ops != {"mean"}:
         raise ValueError(f"weight: {sync!r} takes a {', '.join(sorted(sync.ops))}, which knows no weights")
     if sync.groups is None:
@@ -308,7 +308,7 @@ def require_agreement(owner: str, inner: Sync) -> None:
     """Raise a TypeError if ranks may get different means of some leaves, which `owner` computes with."""
     if not inner.agrees:
         raise TypeError(
-            f"{owner}: {inner!r} gives ranks other means of some leaves, so they would not do alike; "
+            f"{owner}: {inner!r} gives ranks other means of some leaves, so they would act differently; "
             f"put {owner} around the part that all share, as in partition({{'experts.*': none, '*': {owner}(...)}})"
         )
 
@@ -325,7 +325,7 @@ def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
     try:
         return structure.flatten_up_to(state)
     except ValueError as error:
-        raise ValueError(f"{sync!r}: exchange gives a state of another structure than it got: {error}") from error
+        raise ValueError(f"{sync!r}: exchange returned a state of another structure than it got: {error}") from error
 
 
 def groups_of(sync: Sync) -> tuple[str | None, ...]:

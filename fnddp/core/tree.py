@@ -163,7 +163,7 @@ def is_inexact(leaf: Tensor) -> bool:
 def check_entries(
     owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], made_for: str = "another tree"
 ) -> None:
-    """Raise a ValueError that names the first leaf for which the `entries` of a state of `owner` lack their `shapes`.
+    """Raise a ValueError about the first leaf whose entry in the state of `owner` has not the shape in `shapes`.
 
     `made_for` says what the state may have been made for instead.
     """

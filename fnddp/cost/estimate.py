@@ -18,12 +18,12 @@ class CollectiveCost:
 
     Attributes:
         kind: "all_reduce", ...
-        slot: Its place in the pipeline.
+        slot: Its position in the schedule.
         wire_bytes: Payload that one rank passes to it.
         link_bytes: Payload that one rank sends over the link.
-        seconds: From the end of the one before it, or from when its payload is ready.
-        end_seconds: When it is done: of an estimate from the start of backward, of a prediction from the start of the
-            step.
+        seconds: Its duration, from the end of the collective before it, or from when its payload is ready.
+        end_seconds: When it is done: in an estimate from the start of backward, in a prediction from the start of
+            the step.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Costs:
 
     @property
     def communication_seconds(self) -> float:
-        """All collectives, one after the other."""
+        """Time of all collectives, one after the other."""
         return sum(cost.seconds for cost in self.collectives)
 
     @property
@@ -54,15 +54,15 @@ class Costs:
 
 
 class Queue:
-    """Serves collectives in the order in which they come. Groups share it in time, also if they have own links."""
+    """Queue for the link, first come, first served. Groups share it in time, even if they have links of their own."""
 
     def __init__(self, link: Links) -> None:
         self._link = link
         self._free = 0.0
-        self._spare: dict[Link, tuple[float, float]] = {}  # the rest of its burst, and when that was
+        self._spare: dict[Link, tuple[float, float]] = {}  # bytes left of its burst, and at what time
 
     def serve(self, collective: Collective, ready: float) -> CollectiveCost:
-        """Return the cost of `collective`, whose payload is ready at that time."""
+        """Return the cost of `collective`, whose payload is ready at the time `ready`."""
         link, kind = self._link_of(collective.group), named(collective.kind)
         payload, n = collective.wire_bytes, collective.world_size
         start = max(self._free, ready)
@@ -94,7 +94,7 @@ class Estimate(Costs):
 
     @property
     def exposed_seconds(self) -> float:
-        """From the end of backward to the end of the last collective; all of it without backward."""
+        """Time from the end of backward to the end of the last collective; without backward, all communication."""
         end = max((cost.end_seconds for cost in self.collectives), default=0.0)
         return max(0.0, end - (self.backward_seconds or 0.0))
 
@@ -124,7 +124,7 @@ def estimate(
     backward_seconds: float | None = None,
     overhead_seconds: float = 0.0,
 ) -> Estimate:
-    """Return the cost of the collectives of one step and, with `backward_seconds`, the part that it does not hide.
+    """Return the cost of the collectives of a step and, with `backward_seconds`, the part that backward does not hide.
 
     It is `predict` for a plan whose computation takes no time: the gradients of K buckets are ready at 1/K, 2/K, ... of
     backward, and a collective starts once its bucket is ready and the one before it is done. The link's burst is full
@@ -133,8 +133,8 @@ def estimate(
 
     Args:
         collectives: A plan's, in the order in which they are issued.
-        link: Of all groups, or by the group's name. Groups share one link in time even where they have links of their
-            own: an upper bound.
+        link: The link of all groups, or links by group name. Groups share one link in time even where they have links
+            of their own: an upper bound.
         backward_seconds, overhead_seconds: See `Plan.estimate`, also for the errors.
 
     >>> import torch

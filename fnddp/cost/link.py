@@ -29,14 +29,14 @@ _SMALL_EXPONENT = {"": 0, "m": -3, "u": -6, "n": -9}
 
 @dataclass(frozen=True, repr=False)
 class Link(Expression):
-    """The network between the ranks of a process group, in the numbers that a collective's time follows from.
+    """The network between the ranks of a process group, as the numbers that determine the time of a collective.
 
     An all_reduce of S bytes takes 2 m alpha + (n-1)/n S (1/B + max(1/B, gamma)), where m, the messages in a row, is
     2(n-1) with "gloo", n-1 with "ring" and log2(n) with "halving_doubling". Where B differs between pairs of ranks, the
     slowest pair of the ring counts. The wrong model for a network that others use too, and for tree all-reduces,
     which large NCCL jobs choose for small payloads.
 
-    With `inner` it is one of two levels: g = `ranks_per_node` ranks share a node, whose inside is `inner`, and an
+    With `inner` the network has two levels: g = `ranks_per_node` ranks share a node, whose inside is `inner`, and an
     all_reduce is a reduce-scatter inside, g all_reduces of S/g across nodes at once, and an all-gather inside.
 
     Args:
@@ -158,7 +158,7 @@ class Link(Expression):
         return ALL_REDUCE if kind is REDUCE_SCATTER and self.algorithm == "gloo" else kind
 
     def _levels(self, kind: Kind | str, payload: float, n: int) -> tuple[Kind, tuple[float, int], tuple[float, int]]:
-        """Return the kind, and payload and ranks of it inside a node, and across nodes."""
+        """Return the kind, and the payload and the number of ranks inside a node and across nodes."""
         if n < 1 or payload < 0:
             raise ValueError(f"Link: no collective has {payload} bytes on {n} ranks")
         kind, g = named(kind), self.ranks_per_node

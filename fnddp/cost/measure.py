@@ -20,7 +20,7 @@ from fnddp.wire.kinds import ALL_REDUCE, waited
 
 _SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
 _MIN_SIZES = 3  # two unknowns, and one to disagree
-_SIZE_SECONDS = 0.25  # to spend on each size, within these bounds
+_SIZE_SECONDS = 0.25  # to spend on each size, within the bounds below
 _MIN_CALLS, _MAX_CALLS = 3, 200
 _SPREAD_FLOOR = 0.01  # the model itself is not better than that
 
@@ -39,7 +39,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
 
     Args:
         group: A process group, its name, a device mesh, or None for the default group.
-        dtype: Of the payloads.
+        dtype: The dtype of the payloads.
 
     Returns:
         The same link on every rank: "gloo" for payloads on the CPU, "ring" for payloads on accelerators.
@@ -72,7 +72,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
 
 
 class Sample(NamedTuple):
-    """The median time of an all_reduce, and its spread: the median deviation from that, relative to it."""
+    """The median time of an all_reduce, and its spread: the median deviation from this median, relative to it."""
 
     payload_bytes: int
     seconds: float

@@ -14,11 +14,11 @@ from fnddp.ir.schedule import Schedule
 class Compute:
     """The time that a rank computes in a step, without waiting: see `measure_backward` and `measure_segments`.
 
-    Measured by one process alone, it is that of a rank with cores, caches and a GPU of its own.
+    Measured by one process alone, it holds for a rank with cores, caches and a GPU of its own.
 
     Attributes:
-        forward_seconds: Before backward begins.
-        backward_seconds: Backward, without what is encoded in it.
+        forward_seconds: Time of forward.
+        backward_seconds: Time of backward, without the encoding that runs in it.
         arrivals: For each leaf when its gradient is ready, in seconds from the start of backward. None: buckets are
             ready at even intervals.
         segments: Seconds of each of the plan's segments, in their order: encoding and decoding. None: no time.
@@ -41,9 +41,9 @@ class Span:
 
     Attributes:
         does: "forward", "backward", "segment", "launch", "wait" (the rank has nothing else to do), or "wire".
-        index: Of the segment, or of the collective.
+        index: Index of the segment, or of the collective.
         begin: Seconds from the start of the step.
-        seconds: How long it takes. A backward's are with the segments that run within it.
+        seconds: How long it takes. The time of backward includes segments that run within it.
     """
 
     does: str
@@ -62,8 +62,8 @@ class Step(Costs):
 
     Attributes:
         spans: What a rank computes and waits for, in order, and what is on the wire.
-        encode_seconds: Segments that run before the last collective is complete.
-        decode_seconds: Segments after it.
+        encode_seconds: Time of segments that run before the last collective is complete.
+        decode_seconds: Time of the segments after it.
     """
 
     spans: tuple[Span, ...]
@@ -74,7 +74,7 @@ class Step(Costs):
 
     @property
     def seconds(self) -> float:
-        """From the start of forward until the means are known."""
+        """Time from the start of forward until the means are known."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
@@ -100,7 +100,7 @@ def _mean_of(name: str) -> Callable[["MeanStep"], float]:
 
 @dataclass(frozen=True)
 class MeanStep:
-    """The mean of the steps of a period: `steps` has each kind of them, and how many are of it."""
+    """The mean of the steps of a period: `steps` has each kind of step, and how many of them there are."""
 
     steps: tuple[tuple[Step, int], ...]
 
@@ -161,7 +161,7 @@ class _Clock:
         return self._begin + self._compute.backward_seconds + self._within
 
     def wait(self, collectives: Sequence[int]) -> None:
-        """Backward goes on meanwhile; only after it the rank is idle."""
+        """Let the rank wait for `collectives`: backward continues meanwhile, and only after it the rank is idle."""
         for index in collectives:
             end = self.done[index].end_seconds
             idle_from = max(self.free, self._backward_end)

@@ -41,7 +41,7 @@ def save(
     Args:
         folder: A folder that all ranks see.
         model: A `fnddp.DistributedDataParallel`, torch's, or one that FSDP has sharded.
-        optimizers: Of its parameters.
+        optimizers: Optimizers of its parameters.
         sync: The result of `register` or `compress_replicas`; None where `model` itself has the pipeline.
         more: More to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler.
         group: The ranks that save, all of which call it; None for all ranks.
@@ -73,7 +73,7 @@ def async_save(
     group: dist.ProcessGroup | None = None,
     in_process: bool = False,
 ) -> Future[Any]:
-    """Like `save`, but return when all is copied to the CPU, and write while training continues.
+    """Save as `save` does, but return when all is copied to the CPU, and write while training continues.
 
     Its messages have a process group of their own, made in the first call, apart from the collectives of training.
 
@@ -103,8 +103,8 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint of `save` or `async_save`, on as many ranks or on others. All ranks must call it.
 
-    As many ranks continue to the bit. Others take shares of local state (`fnddp.adapters.checkpoint.shares`), so that
-    no residual is lost.
+    As many ranks as saved continue bit for bit. Another number of ranks takes shares of local state
+    (`fnddp.adapters.checkpoint.shares`), so that no residual is lost.
 
     Args:
         folder, model, optimizers, sync, group: See `save`; model, optimizers and state are written to.

@@ -58,7 +58,7 @@ class Pipelines:
         for name, handle in self._named(models):
             found = load_files(handle, handle.group, folder, name)
             if not found and list(parts(handle.state)):
-                get_logger(__name__).warning(f"{folder} has no state of a fnddp pipeline: {self.sync} begins anew")
+                get_logger(__name__).warning(f"{folder} has no fnddp state: {self.sync} starts from its initial state")
 
     def _named(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Handle]]:
         for index, model in enumerate(models):
@@ -67,7 +67,7 @@ class Pipelines:
                 yield f"{_NAME}-{index}" if index else _NAME, found
 
     def _find(self, model: nn.Module) -> Handle | None:
-        """Find the handle of what Accelerate returned or of the module within, compiled or not."""
+        """Return the handle of a model that Accelerate returned, or of the module in it, compiled or not."""
         parts = set(model.modules())
         found = [handle for wrapped, handle in self._handles.items() if {wrapped, wrapped.module} & parts]
         return found[-1] if found else None
@@ -89,7 +89,7 @@ def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
 
     Raises:
         TypeError: Accelerate wraps models in something else, or has a communication hook for them.
-        RuntimeError: It has prepared a model already.
+        RuntimeError: The accelerator has prepared a model already.
 
     Source: `accelerate/accelerator.py` of Accelerate 1.15, `prepare_model`.
 
@@ -148,7 +148,7 @@ class FnddpTrainerMixin:
         if missing:
             raise TypeError(
                 f"{cls.__name__}: FnddpTrainerMixin stands before a Trainer of transformers 5, as in "
-                f"class {cls.__name__}(FnddpTrainerMixin, Trainer); what follows it has no {', '.join(missing)}"
+                f"class {cls.__name__}(FnddpTrainerMixin, Trainer); the class after it has no {', '.join(missing)}"
             )
 
     def __init__(self, *args: Any, sync: str | Sync = "allreduce", **kwargs: Any) -> None:

@@ -23,19 +23,19 @@ KEY = "fnddp"
 
 
 class FnddpStrategy(DDPStrategy):
-    """Lightning's "ddp", whose gradients a pipeline synchronizes: `Trainer(strategy=FnddpStrategy(sync=...))`.
+    """Lightning's "ddp" with gradients synchronized by a pipeline: `Trainer(strategy=FnddpStrategy(sync=...))`.
 
-    Checkpoints hold the pipeline's state of all ranks under "fnddp", so `fit(ckpt_path=...)` continues to the bit, on
-    another number of ranks with the shares of `fnddp.adapters.checkpoint.shares`; Lightning's own strategies read them
-    as well. The first rank gathers residuals to write them: the wrong choice where they do not fit into its memory, as
-    many times as there are ranks. With `start_method="spawn"` or "fork" only a checkpoint keeps a state after `fit`.
+    A checkpoint holds the pipeline states of all ranks under "fnddp". `fit(ckpt_path=...)` resumes bit for bit; on
+    another number of ranks, `fnddp.adapters.checkpoint.shares` defines the shares. Lightning's own strategies can
+    read it. To write it, the first rank gathers the residuals of all ranks: the wrong choice where they do not fit
+    into its memory. With `start_method="spawn"` or "fork", only a checkpoint keeps the state after `fit`.
 
     Args:
         sync: The pipeline, or its text.
-        **kwargs: As of Lightning's `DDPStrategy`, so of `fnddp.DistributedDataParallel` too.
+        **kwargs: Arguments of Lightning's `DDPStrategy`, including those for `fnddp.DistributedDataParallel`.
 
     Raises:
-        TypeError: A communication hook is given, for which there is no slot.
+        TypeError: A communication hook or model averaging is given, which the pipeline replaces.
 
     Source: `lightning/pytorch/strategies/ddp.py` of Lightning 2.6.
 
@@ -53,7 +53,7 @@ class FnddpStrategy(DDPStrategy):
 
     @property
     def sync_state(self) -> State:
-        """State of the pipeline, also when `fit` is over; None before the first one."""
+        """State of the pipeline, also after `fit`; None before the first `fit`."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.sync_state
         return None if self._kept is None else self._kept[1]
@@ -70,13 +70,13 @@ class FnddpStrategy(DDPStrategy):
         """Register nothing: the wrapped module has its pipeline."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write it, on the first rank, with the pipeline's state unless it holds weights only."""
+        """Write `checkpoint` on the first rank, with the pipeline's state unless it holds only weights."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
             checkpoint = {**checkpoint, KEY: gathered(self, None)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read it, with the pipeline's state for the `fit` that begins."""
+        """Read a checkpoint, and keep its pipeline state for the `fit` that begins."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -113,7 +113,7 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write it, on the first rank, with the state of the pipeline of each module."""
+        """Write `state` on the first rank, with the pipeline state of each module in it."""
         ours = {name: model for name, model in state.items() if isinstance(model, DistributedDataParallel)}
         saved = {name: gathered(model, None) for name, model in ours.items()}
         super().save_checkpoint(path, {**state, KEY: saved} if saved else state, storage_options, filter)
@@ -121,7 +121,7 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the entries of `state`, with the pipelines' states of its modules, and return the rest."""
+        """Load `state` and the pipeline states of its modules; return the other entries of the checkpoint."""
         rest = super().load_checkpoint(path, state, strict, weights_only)
         if isinstance(state, dict):
             saved, loaded = rest.pop(KEY, {}), cast("dict[str, Any]", state)
@@ -139,7 +139,7 @@ def wrapped_in(model: nn.Module) -> DistributedDataParallel:
 def _wrapped(
     module: nn.Module, sync: Sync, device_ids: list[int] | None, kwargs: Mapping[str, Any]
 ) -> DistributedDataParallel:
-    # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
+    # On a side stream, as Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
     device = device_of(next(module.parameters()).device)
     with nullcontext() if device_ids is None else device.on(device.stream()):
         return DistributedDataParallel(module, device_ids=device_ids, sync=sync, **kwargs)
@@ -150,8 +150,8 @@ def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync:
     given = [name for name in hooks if kwargs.get(name) is not None]
     if given:
         raise TypeError(
-            f"FnddpStrategy: {given[0]} has no slot here; the pipeline is `sync`, and a hook of torch's becomes one "
-            "with sync=fnddp.from_hook(hook, state)"
+            f"the strategy takes no {given[0]}: its pipeline `sync` replaces it. For a communication hook of torch, "
+            "give sync=fnddp.from_hook(hook, state)"
         )
     return parse(sync) if isinstance(sync, str) else sync
 
@@ -160,4 +160,4 @@ def _restore(model: DistributedDataParallel, saved: Mapping[str, Any]) -> None:
     if saved:
         load_gathered(model, None, saved)
     elif list(parts(model.sync_state)):
-        rank_zero_warn(f"the checkpoint has no state of a fnddp pipeline, so that of {model.sync} begins anew")
+        rank_zero_warn(f"the checkpoint has no fnddp pipeline state, so {model.sync} starts from its initial state")

@@ -1,4 +1,4 @@
-"""torchft: replicas that may die, and come back, under any pipeline. Needs `pip install 'fnddp[torchft]'`.
+"""torchft: any pipeline between replicas that may die and come back. Needs `pip install 'fnddp[torchft]'`.
 
 A step's ranks are the quorum of a torchft manager, and a lost rank ends no process.
 """
@@ -34,7 +34,7 @@ _BYTE = 2.0**-20  # in MiB
 
 
 class QuorumError(RuntimeError):
-    """There is no quorum: the lighthouse does not answer, or too few replicas have come in time."""
+    """There is no quorum: the lighthouse does not answer, or too few replicas have joined in time."""
 
 
 class ManagerWire(Elastic):
@@ -43,7 +43,7 @@ class ManagerWire(Elastic):
     Means are over the participants of the quorum. A collective that fails, because a replica has died or is too slow,
     raises nothing: its error is reported to the manager, its result is zero, later ones of the step are not started,
     and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end steps by a vote, raise
-    `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask the manager.
+    `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask that.
 
     The wrong choice for a module: `DistributedDataParallel` of this package also rolls back and heals the pipeline's
     state. The wrong choice inside a replica: its ranks have torch.distributed.
@@ -128,7 +128,7 @@ class ManagerWire(Elastic):
             self._reported = error
 
     def hang_up(self) -> None:
-        """Abort what others of this epoch wait for: in a ring not all of them are neighbours of the lost one."""
+        """Abort what other ranks of this epoch wait for: in a ring not all of them are neighbours of the lost one."""
         self._manager._pg.abort()
 
     @property
@@ -166,7 +166,7 @@ class ManagerWire(Elastic):
 
 
 class _Collective:
-    """A collective that, if anything of the step has failed, raises, or leaves zeros."""
+    """A collective that raises, or gives zeros, if any collective of its step has failed."""
 
     def __init__(self, wire: ManagerWire, work: Any, receive: Tensor, *, raises: bool) -> None:
         self._wire, self._work, self._receive, self._raises = wire, work, receive, raises
@@ -212,7 +212,7 @@ def _require_unnamed(group: str | None) -> None:
 
 
 class DistributedDataParallel(wrapper.DistributedDataParallel):
-    """torchft's class with any pipeline, which survives a replica that dies within a step.
+    """torchft's class with any pipeline, whose training continues when a replica dies within a step.
 
     Use it as torchft's: `manager.start_quorum()` before a step and `manager.should_commit()` after its backward, as
     `torchft.Optimizer(manager, optimizer)` does in `zero_grad` and `step`. It follows both calls of the manager.
@@ -229,8 +229,8 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         manager: With `use_async_quorum=False`. Its `state_dict` and `load_state_dict` are for model and optimizer.
         module: What to wrap. Replicas may begin with different parameters: the manager makes them equal.
         sync: The pipeline. It names no process group.
-        **kwargs: As of `fnddp.DistributedDataParallel`, except groups and initial broadcasts: each replica keeps its
-            own buffers, as in torchft.
+        **kwargs: Arguments of `fnddp.DistributedDataParallel`, except groups and initial broadcasts: each replica keeps
+            its own buffers, as in torchft.
 
     Raises:
         ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it names a process group, its
@@ -369,7 +369,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 
 
 class PureDistributedDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` with a message for each parameter, as torchft's class of that name.
+    """`DistributedDataParallel` with one message for each parameter, as in torchft's class of that name.
 
     For debugging: many small messages are slow.
 
@@ -386,7 +386,7 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
         _require_unnamed(group)
     if any(isinstance(each, ef21) for each in all_in(sync)):
         raise ValueError(
-            f"{sync!r}: ef21 holds the mean of all replicas' estimates, which is another one when a replica leaves; "
+            f"{sync!r}: ef21 holds the mean of all replicas' estimates, which would be wrong once a replica leaves; "
             "use error_feedback"
         )
     two, three = [_described(sync, grads, n) for n in (2, 3)]

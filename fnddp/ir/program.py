@@ -12,7 +12,7 @@ from fnddp.wire.kinds import Kind
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """The layout of a gradient."""
+    """Shape, dtype, device and strides of a gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,11 +28,11 @@ class LeafSpec:
         return self.shape.numel() * self.dtype.itemsize
 
     def is_like(self, grad: Tensor) -> bool:
-        """Return whether `grad` is one of this leaf, in any memory layout."""
+        """Return whether `grad` has this leaf's shape, dtype and device, in any memory layout."""
         return grad.shape == self.shape and grad.dtype == self.dtype and grad.device == self.device
 
     def empty(self) -> Tensor:
-        """Return a tensor like it, with arbitrary values."""
+        """Return a tensor of this layout, with arbitrary values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def __str__(self) -> str:
@@ -115,10 +115,10 @@ class Payload:
     """One tensor in the flat buffer of a collective.
 
     Attributes:
-        label: The leaf it comes from, or the first and last of several.
-        result: The shape of what comes back.
+        label: Path of the leaf it comes from, or of the first and last of several.
+        result: The shape of its result.
         offset: Its first column in the buffer, in units of the buffer's dtype.
-        width: Its columns: all of it, or a rank's row of it where the kind sends one to each rank.
+        width: Number of its columns: all its elements, or those of one row if the kind sends a row to each rank.
     """
 
     label: str
@@ -145,9 +145,9 @@ class Collective:
         index: Its place in the order in which all ranks issue their collectives.
         op: "sum", "max" or "min", as the wire adds (a mean is divided before it is summed); None for a kind that
             computes nothing.
-        dtype: That of all payloads, or torch.uint8 where they differ.
-        depth: 0 for what depends on gradients only, 1 for what depends on results of depth 0, and so on.
-        bucket: The bucket of gradients it carries.
+        dtype: The dtype of all payloads; torch.uint8 where they differ.
+        depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on.
+        bucket: The number of the bucket of gradients that it is for.
         slot: When it is issued: the bucket's arrival plus the depth.
         width: Columns of the buffer.
     """
@@ -201,7 +201,7 @@ class Collective:
 
     @property
     def has_gaps(self) -> bool:
-        """True if a result takes several rows, with those of others between them."""
+        """True if a result has several rows, between which rows of other results are stored."""
         return self.kind.receives_rows and len(self.payloads) > 1
 
     def received_shape(self, position: int) -> tuple[int, ...]:
@@ -216,11 +216,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a step, as it is shown.
+    """One operation of a step, for printing.
 
     Attributes:
         made: The name of its result.
-        spec: Shape and dtype of that; None for what is no tensor.
+        spec: Shape and dtype of the result; None if it is no tensor.
         function: Its name in aten.
         options: Keyword arguments that matter.
         written: The memory of its result, if not its own.
@@ -238,7 +238,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Segment:
-    """Work of a plan that runs without a break.
+    """A part of a plan's computation that runs without a break.
 
     Attributes:
         slot: Position in the software pipeline.

@@ -1,4 +1,4 @@
-"""The data of a plan, which `run` runs, `cost` costs and `show` prints."""
+"""The data of a plan, which the folder `run` runs, `cost` costs and `show` prints."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ def require_backend(backend: str | None) -> None:
 
 @dataclass(frozen=True)
 class Phase:
-    """The numbers for which a graph is valid.
+    """The condition on step counters and group sizes under which a graph is valid.
 
     Attributes:
         counters: Positions of the Python ints among the parts of the state.
@@ -44,13 +44,13 @@ class Schedule:
 
     Attributes:
         buckets: The bucket of each leaf, in the order in which gradients are expected.
-        means: For each leaf the name of its mean.
-        state: For each part of the next state its name, or a number.
+        means: The name of the mean of each leaf.
+        state: The name of each part of the next state, or a number.
         following: The counters of the next step, from the arguments of `phase.holds`.
         overwrites: Leaves whose gradients are written over.
         overwrites_state: Positions of the parts of the state that are written over.
         results: Leaves whose means have persistent memory of their own.
-        memories: For leaves the name of what is free to be that memory in the next step.
+        memories: Names, by leaf, of memory that may hold the next step's mean.
         constants: Tensors that the pipeline's own code holds.
         peak_bytes: Memory that a step takes at most in addition to its gradients and state: buffers of collectives,
             temporaries, and what it returns.
@@ -101,5 +101,5 @@ class Schedule:
 
     @property
     def groups(self) -> tuple[str | None, ...]:
-        """The process groups over which something is sent, in the order in which they first are."""
+        """The process groups over which something is sent, in the order of the first collective of each."""
         return tuple(dict.fromkeys(collective.group for collective in self.collectives))

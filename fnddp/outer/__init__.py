@@ -1,4 +1,4 @@
-"""Outer steps: local SGD, DiLoCo and related methods, for ranks that train apart and exchange once in several steps."""
+"""Outer steps: local SGD, DiLoCo and related methods, for ranks that exchange once in several steps."""
 
 from fnddp.outer.attach import Attached as Attached
 from fnddp.outer.attach import attach as attach

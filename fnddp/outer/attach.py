@@ -1,4 +1,4 @@
-"""Outer steps in a training script: they follow the optimizer's, and their exchanges continue while ranks train."""
+"""Outer steps in a training script: each runs after `optimizer.step()`; exchanges overlap with training."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -28,8 +28,8 @@ from fnddp.wire.protocol import CollectiveError, Wire
 class Overlapped(Exchanges):
     """Exchanges over any wire: lowered, run in the background between calls, and ended on all ranks alike.
 
-    An error on one rank, or in its `check` as an exchange begins, ends an exchange on all of them: that rank raises it,
-    the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
+    An error on one rank, or in its `check` as an exchange begins, ends the exchange on all ranks: that rank raises the
+    error, the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
     """
 
     def __init__(self, wire: Wire, check: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class Overlapped(Exchanges):
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """Names of the exchanges that have started and not ended, in the order of their starts."""
+        """Names of the open exchanges, in the order of their starts."""
         return tuple(self._open)
 
     def poll(self) -> None:
@@ -59,13 +59,13 @@ class Overlapped(Exchanges):
         self._open[name].advance(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        """Finish the open exchange of this name, or run a whole one if it is not of these leaves."""
+        """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
         if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
         return self._open.pop(name).finish()
 
     def discard(self, names: Iterable[str]) -> None:
-        """Finish the open ones of these exchanges, on all ranks, and drop their results."""
+        """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
         for name in names:
             found = self._open.pop(name, None)
             if found is not None and found.error is None:
@@ -194,7 +194,7 @@ class Attached:
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """Names of the exchanges that have started and not ended."""
+        """Names of the exchanges that have started and not ended yet."""
         return self._exchanges.under_way
 
     def step(self) -> None:
@@ -240,7 +240,7 @@ class Attached:
         return {part.key: part.value for part in parts(self._state) if part.kind == REPLICATED}
 
     def load_replicated_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load another rank's `replicated_state_dict`; this rank's own part, such as residuals, begins anew."""
+        """Load another rank's `replicated_state_dict`; this rank's own part, such as residuals, is reset."""
         fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
 

@@ -30,7 +30,7 @@ def sparse_loco(
         chunk: Elements of a chunk.
         bits: Bits of each value: 8, 4 or 2.
         decay: Factor on the memory of differences that were not sent.
-        carrier: Gathers payloads.
+        carrier: The carrier that gathers payloads.
 
     Source: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, Algorithm 1;
     its quantizer has a table of values for each chunk, this one multiples of the largest value of a chunk.
@@ -60,7 +60,7 @@ def muloco(
         every, lr, momentum: See `diloco`.
         bits: Bits of each difference: 8, 4 or 2.
         decay: Factor on the memory.
-        carrier: Moves payloads.
+        carrier: The carrier that moves payloads.
 
     Source: Thérien et al., "MuLoCo", arXiv 2505.23725, Algorithm 1 with quantization and error feedback.
 

@@ -1,7 +1,7 @@
-"""Outer steps: ranks that train apart combine their parameters, once in several local steps.
+"""Outer steps: ranks that train independently combine their parameters, once in several local steps.
 
 A pipeline (`fnddp.Sync`) is called with gradients, before the optimizer; an outer step is called with parameters, after
-it. In some calls it exchanges parameters, or differences of them, over a pipeline.
+the optimizer. In some calls it exchanges parameters, or differences of them, over a pipeline.
 """
 
 import abc
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Exchanges:
-    """Runs the exchanges of an outer step, by name of fragment or tree. This class runs each where it ends."""
+    """Runs the exchanges of an outer step, each called by a name. This class runs an exchange where it ends."""
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Announce an exchange of `leaves`, which may start now; a later call of `end` gets the same arguments."""
@@ -76,7 +76,7 @@ class Outer(Expression, abc.ABC):
 
     @property
     def lead(self) -> int:
-        """Number of local steps before the first period; with several trees, until all of them have begun."""
+        """Number of local steps before the first period; in `des_loc` the largest number of its trees."""
         return 0
 
     def leaves_of(self, params: Leaves, moments: Mapping[str, Mapping[str, Any]] | None) -> Leaves:
@@ -94,7 +94,7 @@ class Outer(Expression, abc.ABC):
             state: From `init` or the previous call.
 
         Returns:
-            The parameters after it, in the tree of `params`, and the next state.
+            The parameters after the outer step, in the tree of `params`, and the next state.
 
         Raises:
             TypeError, ValueError: A leaf is not a dense tensor, or the state belongs to another tree.

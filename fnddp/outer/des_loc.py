@@ -1,4 +1,4 @@
-"""DES-LOC: the optimizer's state is exchanged too, at periods of its own."""
+"""DES-LOC: ranks average the moments of their optimizers too, with periods of their own."""
 
 import math
 from collections.abc import Mapping
@@ -113,7 +113,7 @@ def _moment(tree: str, name: str, p: Tensor, moments: Mapping[str, Mapping[str, 
 
 
 class _Named(Exchanges):
-    """The exchanges of one of several trees."""
+    """Exchanges of one of several trees: puts the name of the tree before that of an exchange."""
 
     def __init__(self, name: str, exchanges: Exchanges) -> None:
         self._name, self._exchanges = name, exchanges

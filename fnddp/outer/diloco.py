@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer, SGD with momentum, steps by how far each rank has moved by itself."""
+"""DiLoCo: an outer optimizer, SGD with momentum, steps by the mean change of the parameters that ranks train alone."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ S = TypeVar("S", bound=Any)
 
 
 class Descending(Outer):
-    """Base of outer steps that move an anchor, equal on all ranks, by a step of SGD on mean differences to it.
+    """Base of outer steps that move an anchor (parameters equal on all ranks) by SGD on the mean difference from it.
 
     Subclasses have these fields, and states with `anchor` and `velocity`.
     """
@@ -33,11 +33,11 @@ class Descending(Outer):
                 raise ValueError(f"{type(self).__name__}: {name} must be in [0, 1), got {getattr(self, name)!r}")
 
     def anchored(self, params: Tree) -> tuple[Leaves, Leaves]:
-        """Return the anchor and the velocity before the first step: copies, and zeros (nothing without momentum)."""
+        """Return the initial anchor, a copy of the parameters, and velocity, zeros (empty if `momentum` is 0)."""
         leaves, _ = tree.flatten(params)
         for path, leaf in leaves.items():
             if not tree.is_inexact(leaf):
-                problem = f"leaf {path!r} is {leaf.dtype}, which has no descent; leave it out of the tree"
+                problem = f"leaf {path!r} is {leaf.dtype}, which SGD cannot update; leave it out of the tree"
                 raise TypeError(f"{type(self).__name__}: {problem}")
         anchor = {path: leaf.detach().clone() for path, leaf in leaves.items()}
         return anchor, {path: torch.zeros_like(leaf) for path, leaf in anchor.items() if self.momentum}
@@ -45,9 +45,9 @@ class Descending(Outer):
     def ended(
         self, name: str, delta: Leaves, params: Leaves, state: S, inner: State, exchanges: Exchanges
     ) -> tuple[Leaves, S, State]:
-        """End the exchange of `delta`, and move the anchor by its mean, with the bits of `torch.optim.SGD`.
+        """Finish the exchange of `delta`, and move the anchor by its mean, bit-identically to `torch.optim.SGD`.
 
-        Returns the parameters, merged with the anchor where `delta` has a leaf, and the states of step and pipeline.
+        Returns the parameters (merged with the anchor for each leaf of `delta`), the step's state and the pipeline's.
         """
         mean, inner = exchanges.end(name, self.sync, delta, inner)
         anchor, velocity, merged = dict(state.anchor), dict(state.velocity), dict(params)
@@ -63,7 +63,7 @@ class Descending(Outer):
         return merged, replaced(state, anchor=anchor, velocity=velocity), inner
 
     def _merged(self, anchor: Tensor, own: Tensor) -> Tensor:
-        # Two products, each rounded: one operation for both is rounded otherwise for rows.
+        # Two products, each rounded: a fused operation rounds the rows of a simulation differently.
         # A copy, because the local optimizer writes to its parameters.
         return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
 
@@ -76,15 +76,15 @@ class Descending(Outer):
         tree.check_entries(owner, state.anchor, shapes)
 
 
-def below(anchor: Leaves, params: Leaves) -> Leaves:
-    """Return how far each of `params` is below its anchor: the gradient of an outer step."""
+def outer_gradient(anchor: Leaves, params: Leaves) -> Leaves:
+    """Return anchor - params of each leaf: the gradient for the outer optimizer."""
     return {path: leaf - params[path] for path, leaf in anchor.items()}
 
 
 class DiLoCoState(NamedTuple):
-    """`step`: local steps since the last exchange, below `every`.
+    """`step`: local steps since the last exchange, below `every`. `inner`: the pipeline's state.
 
-    `anchor`: the parameters after it. `velocity`: the outer momentum; empty without any.
+    `anchor`: the parameters after the last exchange. `velocity`: the outer momentum; empty if `momentum` is 0.
     """
 
     step: Replicated[int]
@@ -95,24 +95,24 @@ class DiLoCoState(NamedTuple):
 
 @outer
 class diloco(Descending):
-    """Every `every` local steps, take one step of SGD with Nesterov momentum by how far ranks have moved on average.
+    """Every `every` local steps, take a step of SGD with Nesterov momentum by the mean parameter change of the ranks.
 
-    With a the parameters after the last exchange and x this rank's now: d = mean(a - x), over the pipeline;
-    v = momentum v + d; a = a - lr (d + momentum v); x = a. So all ranks continue from the same parameters to the bit,
-    with lossy pipelines too; one that compresses far needs memory, `error_feedback(...)`.
+    Let `a` be the parameters after the last exchange and `x` those of this rank now. Then d = mean(a - x), over the
+    pipeline; v = momentum * v + d; a = a - lr * (d + momentum * v); x = a. All ranks thus continue from bit-identical
+    parameters, also with lossy pipelines; a strongly lossy one needs memory, `error_feedback(...)`.
 
-    It costs two copies of the parameters, one without momentum. The local optimizer's state is each rank's own. The
-    wrong choice where the link keeps up with the gradients: the same tokens seldom train as well.
+    It stores two copies of the parameters (one if `momentum` is 0); each rank has its own local optimizer state. The
+    wrong choice where the link keeps up with the gradients of every step: the same tokens seldom train as well.
 
     Args:
-        sync: Takes the mean of the differences.
+        sync: The pipeline that takes the mean of the differences.
         every: Local steps from one exchange to the next, H; at least 1.
         lr: The outer learning rate.
         momentum: The outer momentum, in [0, 1).
-        nesterov: Look ahead, as above; otherwise the step is a - lr v.
+        nesterov: Look ahead, as above; otherwise a = a - lr * v.
 
     Raises:
-        TypeError: `sync` takes no mean, or not of every leaf in every exchange; in `init`: a leaf holds no fractions.
+        TypeError: `sync` does not average every leaf in every exchange, or (`init`) a leaf is an integer or a boolean.
         ValueError: An option is out of range.
 
     Source: Douillard et al., "DiLoCo", arXiv 2311.08105, Algorithm 1, with its outer optimizer. With `lr=1` and
@@ -142,6 +142,6 @@ class diloco(Descending):
         self.require_own(params, state, DiLoCoState)
         if state.step + 1 < self.every:
             return params, replaced(state, step=state.step + 1)
-        delta = below(state.anchor, params)
+        delta = outer_gradient(state.anchor, params)
         params, state, inner = self.ended("params", delta, params, state, state.inner, exchanges)
         return params, replaced(state, step=0, inner=inner)

@@ -1,4 +1,4 @@
-"""Local SGD: ranks train apart and average their parameters once in several steps, on one level or on several."""
+"""Local SGD: ranks train independently and average their parameters once in several steps, on one or several levels."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
 
 class LocalSGDState(NamedTuple):
-    """`step`: local steps, for `local_sgd` since the last average. `inner`: for `hierarchical_local_sgd` by period."""
+    """`step`: local steps, in `local_sgd` since the last average. `inner`: in `hierarchical_local_sgd` by period."""
 
     step: Replicated[int]
     inner: State
@@ -31,7 +31,7 @@ class local_sgd(Outer):
 
     Args:
         every: Local steps from one average to the next; at least 1.
-        sync: Takes the mean.
+        sync: The pipeline that takes the mean.
 
     Raises:
         TypeError, ValueError: `sync` does not take the mean of every leaf in every exchange, or `every` is below 1.
@@ -71,9 +71,9 @@ class post_local_sgd(Outer):
     Args:
         start: The first step, counted from 0, whose gradients are not averaged over all ranks.
         every: Steps from one average of the parameters to the next. The first one follows step `start`, as in torch.
-        sync: Takes the mean of the parameters.
-        before: Takes the mean of the gradients before `start`.
-        intra: Synchronizes gradients from `start` on: nothing, or `all_reduce("node")`, a group of each node.
+        sync: The pipeline that takes the mean of the parameters.
+        before: The pipeline that takes the mean of the gradients before `start`.
+        intra: The pipeline of the gradients from `start` on: `none`, or `all_reduce("node")`, a group for each node.
 
     Raises:
         TypeError, ValueError: See `local_sgd`; or `start` is negative.
@@ -126,7 +126,7 @@ class hierarchical_local_sgd(Outer):
     `simulate` for pipelines with replicated state, which differs by group.
 
     Args:
-        levels: Pipelines that take the mean, by period. The largest period is that of all ranks.
+        levels: Pipelines that take the mean, by period. The one of the largest period is over all ranks.
         start: Steps before the first average.
 
     Raises:

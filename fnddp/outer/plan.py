@@ -36,8 +36,8 @@ class OuterPlan:
 
     Attributes:
         period, lead: See `Outer`.
-        exchanges: Those that start in a period, in the order in which they start.
-        nbytes: Bytes of the leaves.
+        exchanges: The exchanges that start in a period, in this order.
+        nbytes: Size of the leaves.
     """
 
     outer: Outer
@@ -131,7 +131,7 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
 
 
 class Noted(Exchanges):
-    """Exchanges that do not run, but are noted with the local steps of their starts and ends; `open` ones are open."""
+    """Exchanges that do not run: only the local steps of their starts and ends are noted. `open`: those already open."""
 
     def __init__(self, open: Iterable[str] = ()) -> None:
         self.step = 1

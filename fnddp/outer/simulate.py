@@ -1,4 +1,4 @@
-"""Simulation of outer steps on n virtual ranks, whose parameters differ: a row for each; and training with them."""
+"""Simulate outer steps, and training with them, on n virtual ranks, each with its own row of every parameter."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from fnddp.wire.simulated import Division, Ranks
 
 
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
-    """Return `outer` on `world_size` virtual ranks: a function of all ranks' parameters, stacked, in this process.
+    """Return a simulation of `outer` on `world_size` virtual ranks, a function of the stacked parameters of all ranks.
 
-    Its pipelines run in `fnddp.simulate`, with the same bits for carriers, the same errors, at their exchange, and the
-    same `groups`; the rest is computed element by element, for all ranks at once.
+    `fnddp.simulate` runs its pipelines: what it documents of bit-exact carriers, errors (raised here at the exchange)
+    and `groups` holds here too. All else is computed elementwise, for all ranks at once.
 
     >>> from fnddp import allgather, outer
     >>> sim = simulate(outer.local_sgd(every=1, sync=allgather), world_size=2)
@@ -36,19 +36,19 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
 
 @dataclass(frozen=True)
 class OuterSimulation(Exchanges):
-    """An outer step on n virtual ranks: see `simulate`. `Local` tensors of states have a row for each rank."""
+    """Outer step on n virtual ranks: see `simulate`. State tensors marked `Local` have a row for each rank."""
 
     outer: Outer
     world_size: int
     groups: Mapping[str, Division]
 
     def init(self, params: Tree) -> State:
-        """Return the state before the first step, for parameters `[n, *shape]` whose rows must be equal."""
+        """Return the initial state for parameters `[n, *shape]`, whose rows must be equal."""
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
         for path, leaf in leaves.items():
             if not torch.equal(leaf, leaf[:1].expand_as(leaf)):
-                raise ValueError(f"simulate: ranks begin with the same parameters, but leaf {path!r} differs")
+                raise ValueError(f"simulate: ranks must start with equal parameters, but rows of leaf {path!r} differ")
         with within(World(simulated=Ranks(self.world_size, torch.zeros((), dtype=torch.int64), self.groups))):
             state = self.outer.init(tree.unflatten(spec, {path: leaf[0].clone() for path, leaf in leaves.items()}))
         return with_rows(state, self.world_size)
@@ -61,10 +61,10 @@ class OuterSimulation(Exchanges):
             stepped, after = self.outer.step(leaves, state, self)
         for part, before in zip(parts(after), parts(state), strict=True):
             if isinstance(part.value, Tensor) and part.value.shape != before.value.shape:
-                problem = f"{part.path!r} differs between ranks now, as the pipeline reduces over some of them"
-                raise ValueError(f"simulate: {problem}; local_sgd and hierarchical_local_sgd have no such state")
+                problem = f"{part.path!r} now differs between ranks, because the pipeline reduces over a subset of them"
+                raise ValueError(f"simulate: {problem}; local_sgd and hierarchical_local_sgd keep no such state")
         rows = dict(leaves)
-        for path, leaf in stepped.items():  # without rows where it is the same on all ranks
+        for path, leaf in stepped.items():  # a leaf that is equal on all ranks comes without rows
             rows[path] = leaf if leaf.shape == rows[path].shape else leaf.expand(rows[path].shape).clone()
         return tree.unflatten(spec, rows), after
 
@@ -91,17 +91,17 @@ def simulate_training(
     ranks_at_once: int | None = None,
     groups: Mapping[str, Division] | None = None,
 ) -> Trained:
-    """Train on `world_size` virtual ranks, each with its own parameters and optimizer, with `outer` after each step.
+    """Train on `world_size` virtual ranks with their own parameters and optimizer states; run `outer` after each step.
 
     Args:
         loss_fn, params, batches, world_size, optimizer, ranks_at_once, groups: See `fnddp.simulate_training`.
-        outer: The outer step. `des_loc` needs `elementwise`.
-        elementwise: Use one optimizer for all ranks, on `[n, *shape]` tensors: faster, and right for optimizers that
-            treat each element by itself (SGD, Adam; not Muon).
+        outer: The outer step. One that exchanges optimizer moments, such as `des_loc`, needs `elementwise`.
+        elementwise: Use one optimizer for all ranks, on `[n, *shape]` tensors: faster, and correct for optimizers that
+            compute each element independently (SGD, Adam; not Muon).
         sync: Pipeline for the gradients of each step, such as `post_local_sgd(...).gradients`; None for no exchange.
 
     Raises:
-        ValueError: A batch has no row for each rank; `outer` needs `elementwise`; or see `fnddp.simulate`.
+        ValueError: A batch lacks a row for each rank, or `outer` needs `elementwise`; `fnddp.simulate` lists more.
 
     >>> from functools import partial
     >>> from fnddp import allreduce, outer

@@ -10,7 +10,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import Local, Replicated, State, Sync
 from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.outer.contract import Exchanges, outer, require_options
-from fnddp.outer.diloco import Descending, below
+from fnddp.outer.diloco import Descending, outer_gradient
 from fnddp.schedules.choose import split_by_pattern
 
 Fragments: TypeAlias = int | tuple[str, ...]
@@ -19,7 +19,7 @@ Fragments: TypeAlias = int | tuple[str, ...]
 class StreamingDiLoCoState(NamedTuple):
     """`step`: local steps so far. `anchor`, `velocity`: see `DiLoCoState`.
 
-    `pending`: by fragment, the differences in an open exchange, otherwise zeros. Empty without a delay.
+    `pending`: by fragment, the differences that an open exchange sends, or zeros. Empty without a delay.
     `inner`: the pipeline's state, by fragment.
     """
 
@@ -38,23 +38,23 @@ class streaming_diloco(Descending):
     `attach` its collectives overlap with the steps in between; called as a function, the step runs the whole exchange
     where it ends, with the same numbers. `fnddp.outer.lower` prints the starts and ends.
 
-    Then the fragment is (1 - alpha) * its anchor, equal on all ranks to the bit, + alpha * this rank's parameters. With
-    `alpha=0` the local steps in between are discarded, and the fragment is equal on all ranks. The paper takes 0.5 with
-    a delay.
+    After an exchange the fragment is (1 - alpha) * its anchor (equal on all ranks to the bit) + alpha * this rank's
+    parameters. With `alpha=0` the local steps in between are discarded, and the fragment is equal on all ranks. The
+    paper takes 0.5 with a delay.
 
     It costs two copies of the parameters, and a third with a delay. The wrong choice where messages are small: each
     fragment pays the link's latency.
 
     Args:
-        sync: Takes the mean of the differences.
+        sync: The pipeline that takes the mean of the differences.
         every: Local steps from one exchange of a fragment to its next, H.
-        fragments: Their number, for runs of leaves of about the same size; or a pattern of leaf paths for each.
+        fragments: Number of fragments, runs of leaves of about the same size; or a pattern of leaf paths for each.
         delay: Local steps from the start of an exchange to its end, below `every`.
         alpha: Weight of a rank's own parameters after an exchange, in [0, 1).
-        lr, momentum, nesterov: Of the outer optimizer: see `diloco`.
+        lr, momentum, nesterov: Options of the outer optimizer: see `diloco`.
 
     Raises:
-        TypeError: `sync` takes no mean, or not of every leaf; in `init`: a leaf holds no fractions.
+        TypeError: `sync` does not average every leaf, or (`init`) a leaf is an integer or a boolean.
         ValueError: An option is out of range; in `init`: there are fewer leaves than fragments.
 
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, Algorithm 2; its
@@ -102,7 +102,7 @@ class streaming_diloco(Descending):
         self.require_own(params, state, StreamingDiLoCoState)
         state = replaced(state, step=state.step + 1)
         for i in self._due(state.step):
-            delta = below(divided(state.anchor, self.fragments)[i], params)
+            delta = outer_gradient(divided(state.anchor, self.fragments)[i], params)
             state = replaced(state, pending={**state.pending, str(i): delta})
             exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
         for i in self._due(state.step - self.delay):

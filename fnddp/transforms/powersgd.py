@@ -14,16 +14,16 @@ from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 
-ITERATIONS = 4  # of `refresh`: each squares the ratio of what is wanted to what is not
+ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
 Stacks: TypeAlias = list[list[str]]
 """Paths of leaves whose small factors are computed together."""
 
 
 class PowerSGDState(NamedTuple):
-    """`q`: the next queries by leaf path, `[columns, rank]`, unit columns (empty without warm start).
+    """`q`: next queries (Q to multiply M by), by leaf path, `[columns, rank]`, unit columns (empty without warm start).
 
-    `step`: exchanges done; modulo the period of `refresh` or `alternate`, and 0 with neither and a warm start.
+    `step`: exchanges done, modulo the period of `refresh` or `alternate`; with neither: 0, or all without warm start.
     `p_round`, `q_round`, `whole`: the inner pipeline's states for the two rounds, and for whole gradients (`refresh`).
     `p`: with `alternate`, the next basis of the other side by leaf path, `[rows, rank]`, unit columns.
     """
@@ -38,7 +38,7 @@ class PowerSGDState(NamedTuple):
 
 @transform
 class powersgd(Sync):
-    """Send each matrix M as P = M Q and then Q = M^T P_hat, two thin matrices; it becomes P_hat Q^T.
+    """Send each matrix M as two thin ones, P = M Q and Q = M^T P_hat (P_hat: a basis of mean P); return P_hat Q^T.
 
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Leaves that
     are vectors, scalars or integers, or that would not shrink by more than `min_compression_rate`, travel whole, with
@@ -50,7 +50,8 @@ class powersgd(Sync):
     columns and ranks above the matrix's never give NaN.
 
     Args:
-        inner: The pipeline of P and Q: `powersgd(fp16(allreduce))` rounds only them. It is run twice an exchange.
+        inner: The pipeline that sends P, Q and uncompressed leaves; `powersgd(fp16(allreduce))` rounds all of these. It
+            runs twice in an exchange, or once with `alternate` and in exchanges of `refresh`.
         rank: Columns of P and Q; higher approximates better and costs more. At most min(n, m) is used.
         warm_start: Use the last Q as the next query (one step of a power iteration per exchange). Without it a fresh
             random query is drawn each step: worse, but needs no state.
@@ -59,11 +60,11 @@ class powersgd(Sync):
             leaf, "qr" or "gram_schmidt". They span the same columns up to rounding, but where columns are linearly
             dependent: "qr" completes the basis arbitrarily, the others drop them.
         epsilon: Relative norm at or below which a column is taken for linearly dependent and dropped.
-        seed: Of the random queries; the same on all ranks.
+        seed: Seed of the random queries; must be the same on all ranks.
         alternate: Send P in even exchanges and Q in odd ones, each along the basis of the other's last mean: one round
-            and half the bytes an exchange, and a worse approximation (ACP-SGD). Inside error feedback only.
-        refresh: In every `refresh`-th exchange, the first among them, gradients travel whole, and queries become their
-            mean's leading right singular vectors (PowerSGD+); 0: never. Warm queries alone can miss a direction
+            and half the bytes an exchange, and a worse approximation (ACP-SGD). Only use it inside `error_feedback`.
+        refresh: Send whole gradients in every `refresh`-th exchange, from the first on, and set queries to the leading
+            right singular vectors of their mean (PowerSGD+); 0: never. Warm queries alone can miss a direction
             forever, with error feedback too; see `docs/memory.md`. Costs 1 / refresh of what `inner` alone sends.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
@@ -139,7 +140,7 @@ class powersgd(Sync):
             done = self._whole(leaves, state)
         else:
             done = self._one_round(leaves, state) if self.alternate else self._two_rounds(leaves, state)
-        # The counter cycles where exchanges differ, so that there are few plans.
+        # The counter wraps after one period: exchanges with the same count share a plan, so there are few plans.
         period = self.refresh or 2 * self.alternate
         counted = 0 if self.warm_start and not period else state.step + 1
         return replaced(done, state=replaced(done.state, step=counted % period if period else counted))
@@ -173,7 +174,7 @@ class powersgd(Sync):
         return Exchange(mean, sent, replaced(state, q=q, p_round=p_round.state, q_round=q_round.state))
 
     def _one_round(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
-        """Send P = M Q_hat, with Q_hat a basis of the columns of Q: the mean is mean(P) Q_hat^T. Or Q^T = P_hat^T M."""
+        """Send P = M Q_hat, with Q_hat a basis of Q, and return mean(P) Q_hat^T; at odd steps send Q^T = P_hat^T M."""
         sends_p = state.step % 2 == 0
         basis, last = (state.q, state.p) if sends_p else (state.p, state.q)
         stacks, m = self._matrices(leaves)
@@ -197,9 +198,8 @@ class powersgd(Sync):
     def _whole(self, leaves: Leaves, state: PowerSGDState) -> Exchange:
         """Exchange whole leaves, and find the factors anew: bases of the leading singular vectors of the mean.
 
-        Subspace iterations (Halko, Martinsson and Tropp, SIAM Review 2011, Algorithm 4.4), a few products instead of an
-        SVD. They begin with a random query, so what the last one missed is found. A zero matrix leaves its factors as
-        they are.
+        It runs subspace iterations (Halko, Martinsson and Tropp, SIAM Review 2011, Algorithm 4.4): a few products, no
+        SVD. They start from a random query, and so find what the last query missed. A zero matrix keeps its factors.
         """
         done = self.inner.exchange(leaves, state.whole)
         stacks, m = self._matrices(done.mean)
@@ -232,7 +232,7 @@ class powersgd(Sync):
         return min(self.rank, *matrix_shape(leaf))
 
     def _stacks(self, leaves: Leaves) -> Stacks:
-        # No more than share a bucket of gradients, by default, since the others' factors are not there at that time.
+        # Stack only leaves that share a default gradient bucket: factors of other buckets are not there at that time.
         buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
         stacks: dict[object, list[str]] = {}
         for path, leaf in leaves.items():
@@ -287,7 +287,7 @@ def _leaf_of(matrix: Tensor, like: Tensor) -> Tensor:
 
 
 def _rows_of(stacks: Stacks, factors: Leaves) -> list[Tensor]:
-    """Return factors `[size, rank]` transposed, those of a stack side by side, in one layout whatever theirs is."""
+    """Return the factors `[size, rank]` of each stack transposed, side by side, contiguous: `[rank, sum of sizes]`."""
     return [torch.cat([factors[path].mH for path in paths], dim=1).resolve_conj() for paths in stacks]
 
 
@@ -301,7 +301,7 @@ def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]
 
 
 def _unit_columns(stacks: Stacks, rows: Leaves, fallback: Sequence[Tensor]) -> Leaves:
-    """Return factors with unit columns from transposed ones, `[rank, size]`; those of `fallback` where one is zero."""
+    """Return factors with unit columns, from transposed ones `[rank, size]`; a zero column is taken from `fallback`."""
     sizes = {path: rows[path].shape[1] for paths in stacks for path in paths}
     scaled: list[Tensor] = []
     for paths, others in zip(stacks, fallback, strict=True):

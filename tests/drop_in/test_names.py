@@ -115,10 +115,10 @@ def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, clock: list[int]) -> 
     patch.setattr(log, "time", SimpleNamespace(time_ns=lambda: next(times)))
     record.forward_starts()
     record.backward_starts()
-    record.fed(engine)
+    record.note_sending(engine)
     engine.has_sent = True
-    record.fed(engine)
-    record.fed(engine)
+    record.note_sending(engine)
+    record.note_sending(engine)
     record.backward_ends()
     record.step_ends(engine, ["b"])
 

@@ -1,18 +1,18 @@
-"""Promises about the graphs to come, and whether steps keep them."""
+"""The user's promises about which parameters steps will use, and whether steps keep them."""
 
 from collections.abc import Sequence
 
 
 class Promises:
-    """Which parameters the steps so far have used, and what the user has promised about it.
+    """Record of the parameters that steps have used, to check what the user has promised about them.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
         static_graph: Promise that every step uses the same parameters.
         skips_unused: Promise that no step uses a parameter that the first one has not used: it is not sent any more.
 
     Attributes:
-        is_static: All steps so far have used the same parameters, promised or not.
+        is_static: True if all steps so far have used the same parameters, promised or not.
         first: The parameters that no rank has used in the first step.
     """
 

@@ -29,10 +29,10 @@ class Trained:
 
     @classmethod
     def of(cls, module: nn.Module, ignored: Collection[str], theirs: Collection[nn.Parameter]) -> "Trained":
-        """Take those of `module`, without the names `ignored` and what its parts synchronize themselves, `theirs`.
+        """Return the parameters of `module`, but for names in `ignored`, and `theirs`, which wrapped parts synchronize.
 
         Raises:
-            RuntimeError: None requires a gradient.
+            RuntimeError: No parameter requires a gradient.
         """
         named = {name: p for name, p in module.named_parameters() if name not in ignored}
         if not any(p.requires_grad for p in named.values()):
@@ -49,7 +49,7 @@ class Trained:
         return {n: p if p.dtype == dtypes[n] else p.detach().to(dtypes[n]) for n, p in self.parameters.items()}
 
     def leaves(self) -> dict[str, LeafSpec]:
-        """Return the gradients as plans describe them."""
+        """Return shape, dtype and device of each gradient, by name."""
         return {name: LeafSpec.of(grad) for name, grad in self.gradients().items()}
 
 
@@ -59,12 +59,12 @@ class Slots:
     `torch.func.functional_call` swaps them for one call; a user may assign new ones for good.
 
     Attributes:
-        buffers: The dicts that hold the module's.
+        buffers: The dicts that hold the buffers of the module and its parts.
     """
 
     def __init__(self, module: nn.Module, trained: Trained) -> None:
         self._trained = trained
-        # So torch.utils.swap_tensors, which would take our hooks away, refuses to swap them, as it does torch's class.
+        # Makes torch.utils.swap_tensors refuse them, as with torch's class: swapped parameters would lose our hooks.
         self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]
         self._look_up(module)
 

@@ -1,8 +1,8 @@
 """Backward passes of a wrapped module as steps of an engine.
 
-A step begins with the first gradient of a backward that is to synchronize, and ends with it. In between each parameter
-hands its gradient over, in one of two ways: as `parameter.grad`, once it is accumulated; or, where
-`torch.autograd.grad` asks for it, before that: autograd gets memory which is filled at the end.
+A step begins with the first gradient of a backward that synchronizes, and ends with that backward. In between, the
+gradient of each parameter is taken in one of two ways: from `parameter.grad`, once it is accumulated; or, if it is for
+`torch.autograd.grad`, from a hook before: autograd then gets a placeholder, which is filled at the end.
 """
 
 import weakref
@@ -39,15 +39,15 @@ class _Backward:
     """The backward of the open step.
 
     Attributes:
-        task: autograd's number for it.
+        task: autograd's number of the backward.
         asked: Parameters whose gradients torch.autograd.grad will return.
         added_to: Parameters with a gradient that the step adds to.
-        accumulates: Whether it accumulates gradients in all leaves that it reaches.
-        sparse: Parameters whose gradients are sparse, and in how many dimensions.
+        accumulates: Whether the backward accumulates gradients in all leaves that it reaches.
+        sparse: Number of sparse dimensions of each sparse gradient, by parameter.
         ending: Returns None once it is known that the end of the backward will not come.
-        together: Engines with a step in it.
+        together: Engines with a step in this backward.
         deferred: Parameters whose gradients wait for the end of the step.
-        placeholders: What means are written to, where autograd goes on with it.
+        placeholders: Tensors that autograd got instead of gradients, to which means are written.
     """
 
     task: int
@@ -62,19 +62,19 @@ class _Backward:
 
 
 class Steps:
-    """Puts the gradients of a module into the steps of an engine of its own: that of `use`.
+    """Put the gradients of a module into the steps of its own engine, which `use` sets.
 
     Args:
-        promises: What is checked in each step.
+        promises: The user's promises, which each step checks.
 
     Attributes:
-        log: What is measured goes there.
+        log: Log of times and errors.
         is_armed: Whether the next backward is one that synchronizes.
-        scale: What gradients are multiplied by on their way.
-        weight: That of the block with a weight that runs now.
-        may_step: A forward whose backward synchronizes has run in that block.
+        scale: Factor that gradients are multiplied by before they are sent.
+        weight: The weight of the `weight` block that runs now, if any.
+        may_step: Whether a forward whose backward synchronizes has run in that block.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
-        futures: Of hooks of buffers, which the end of a backward waits for.
+        futures: Futures of buffer hooks, for which the end of a backward waits.
     """
 
     engine: Engine
@@ -96,7 +96,7 @@ class Steps:
         """Run the steps of `engine` from now on, for the gradients of these parameters.
 
         Args:
-            sparse: Those whose gradients are sparse in one dimension, on all ranks, used or not.
+            sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
             world: The process group that steps are for.
         """
         watched = list(self._early)
@@ -137,21 +137,21 @@ class Steps:
     # The begin of a step
 
     def arm(self) -> None:
-        """The next backward synchronizes, wherever it begins."""
+        """Make the next backward synchronize, wherever it begins."""
         self.is_armed = True
         self._watch(self.parameters)
 
     def expect_backward(self, output: Any, *, synchronizes: bool, is_functional: bool) -> None:
         """Expect the backward of a forward: a step begins where it reaches `output`, even if no parameter is used.
 
-        Hooks before accumulation take 1.6 ms of a backward of 28 with 384 leaves. Without them, a gradient that
-        torch.autograd.grad returns is this rank's own if it is complete before the first one of what the module has
-        returned: that of a parameter that the loss uses outside of the module only. So they are left out only after a
-        backward that has returned no gradient.
+        Hooks before accumulation take 1.6 ms of a backward of 28 ms with 384 leaves. Without them, torch.autograd.grad
+        would return this rank's own gradient of a parameter that the loss uses only outside of the module, because
+        that gradient arrives before any of the module's output. So they are omitted only after a backward that has
+        returned no gradient.
 
         Args:
-            synchronizes: Whether its gradients are synchronized.
-            is_functional: Whether they are those of tensors that stand for parameters.
+            synchronizes: Whether the gradients of this backward are synchronized.
+            is_functional: Whether they are gradients of tensors that stand for parameters (`functional_call`).
         """
         self.may_step |= synchronizes
         self.is_armed, self._forward_weight = synchronizes and not is_functional, self.weight
@@ -176,7 +176,7 @@ class Steps:
                 self._early[name] = self.parameters[name].register_hook(WeakHook(self, Steps._arrives, name))
 
     def _reaches_output(self, forward_weight: Weight | None, behind: Sequence[Any], _: Tensor) -> None:
-        """Begin a step where a backward reaches what a forward has returned, and the nodes `behind` have made."""
+        """Begin a step where a backward reaches the output of a forward, made by the nodes `behind`."""
         backward = self._start(forward_weight)
         if self.unsynchronized and not backward.accumulates:
             backward.accumulates = accumulates(behind)
@@ -219,13 +219,13 @@ class Steps:
             if self.engine.sync.skips:
                 self._stop(_cannot_skip(self.engine.sync, "torch.autograd.grad"))
         elif not torch.is_grad_enabled() and not any(map(torch_private.has_other_hooks, self.parameters.values())):
-            # Without create_graph, and without anybody who looks at a gradient that is not taken at once.
+            # Not with create_graph, nor with other hooks or optimizers, which would look at the gradients.
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})
         self.log.backward_starts()
         return backward
 
     def _open(self) -> _Backward | None:
-        """Return the backward of the open step, which has failed if that backward has raised."""
+        """Return the backward of the open step, or None; if that backward has raised, fail the step."""
         backward = self._backward
         if backward is None or not self.engine.is_open:
             return None
@@ -250,7 +250,7 @@ class Steps:
     # Gradients
 
     def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """Autograd has a gradient of a parameter, which it will accumulate or return."""
+        """Handle a gradient of a parameter that autograd is about to accumulate or return."""
         backward = self._backward if self.engine.is_open else None
         if self.is_armed:  # otherwise of a step that began with what the module returned, or of a forward in no_sync
             if backward is None and self._waits_for_outer_backward():
@@ -268,7 +268,7 @@ class Steps:
         return self._feed_with_placeholder(backward, name, grad)
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        """Autograd has accumulated a gradient in `parameter.grad`, or an undefined one."""
+        """Handle a gradient, maybe undefined, that autograd has accumulated in `parameter.grad`."""
         if parameter.grad is None:
             return
         was_armed, backward = self.is_armed, self._open()
@@ -287,7 +287,7 @@ class Steps:
     def _waits_for_outer_backward(self) -> bool:
         """Return whether a step is to begin in the backward around this one, which a reentrant checkpoint has called.
 
-        Only that one has all gradients. Those that have arrived until then are as if no_sync had accumulated them.
+        Only the outer backward has all gradients. Those that arrive before it goes on count as accumulated in no_sync.
         """
         nodes = torch_private.nodes_of_outer_backward()
         if nodes is None or asked_for(self.parameters):
@@ -327,7 +327,7 @@ class Steps:
             return
         is_kept = name in backward.added_to
         if not is_kept:
-            parameter.grad = None  # so that its memory is free once it is on its way
+            parameter.grad = None  # so that its memory is free once it has been sent
             grad = grad.data  # a hook of the user may hold the other one, which only its own storage shows
         self._feed(name, grad, keep=is_kept)
 
@@ -352,14 +352,14 @@ class Steps:
         assert step is not None
         with self._named():
             step.feed(name, grad, keep=keep)
-        self.log.fed(step)
+        self.log.note_sending(step)
 
     def _advance(self) -> None:
         step = self.engine.step
         if step is not None:
             with self._named():
                 step.advance()
-            self.log.fed(step)
+            self.log.note_sending(step)
 
     @contextmanager
     def _named(self) -> Generator[None]:
@@ -382,7 +382,7 @@ class Steps:
     # The end of a step
 
     def _finish(self) -> None:
-        """At the end of a backward."""
+        """End the step at the end of its backward, and write the means."""
         self.log.backward_ends()
         was_armed, backward, step = self.is_armed, self._backward, self.engine.step
         if backward is None or step is None:  # it has failed with the step of another engine

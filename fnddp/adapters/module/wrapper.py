@@ -41,7 +41,7 @@ _PREFIX, _SYNC_PREFIX = "module.", "sync_state."
 
 
 class DistributedDataParallel(TorchNames):
-    """Wraps a module so that gradients are synchronized, with any pipeline: torch's class, and what it cannot do.
+    """Wrap a module to synchronize its gradients with any pipeline, in place of torch's class of this name.
 
     Gradients are taken as backward makes them, and the pipeline's collectives run behind the rest of it.
     `torch.autograd.grad` and `torch.func.grad` give synchronized gradients too. Nothing can hang because a parameter
@@ -49,16 +49,16 @@ class DistributedDataParallel(TorchNames):
     usually None. Where the pipeline has no update in a step (`every`), `.grad` is None, too. The wrong choice in a
     functional loop: there is `value_and_grad`.
 
-    It passes for torch's class (`isinstance` says so) and takes its arguments, by position too. All ranks must
-    construct it. An error in one rank's backward ends the step on all: the others raise `StepFailedError` when that
-    rank uses the module again, or `CollectiveError` when it ends or times out. An error before a gradient has reached
-    what the module returned, in forward or in the loss, is not noticed: the step has not begun there.
+    It counts as an instance of torch's class (`isinstance`) and takes the same arguments, by position too. All ranks
+    must construct it. An error in one rank's backward ends the step on all: the others raise `StepFailedError` when
+    that rank uses the module again, or `CollectiveError` when it ends or times out. Other ranks do not notice an error
+    before a gradient has reached the module's output (in forward, or in the loss): the step has not begun there.
 
     Args:
         module: What to wrap. Its parameters and buffers are made equal to the first rank's.
         device_ids: At most one GPU, which inputs are moved to; None to leave them where they are.
         output_device: Accepted as torch does; outputs stay where the module makes them.
-        dim: Of `scatter` and `gather`.
+        dim: Dimension of `scatter` and `gather`.
         broadcast_buffers: torch's old name of `forward_sync_buffers`, which if False skips the first time as well.
         init_sync: Whether to verify and broadcast parameters and buffers now. If not, they must be equal.
         process_group: The group of reducers that name none; None for the default one.
@@ -77,9 +77,9 @@ class DistributedDataParallel(TorchNames):
         bucket_cap_mb_list: Sizes of the first buckets in the order of arrival, the last one that of all others too.
         forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
         sync: The pipeline.
-        wire: Who moves gradients between ranks; torch.distributed by default. Another one must know the group of the
-            pipeline. Buffers are made equal, and ranks join, by torch.distributed alone.
-        backend: Who runs what is computed between collectives: None for Python, or "inductor"; see
+        wire: Moves gradients between ranks; torch.distributed by default. Another one must know the group of the
+            pipeline. Buffers, and `join`, use torch.distributed in any case.
+        backend: Runs the computation between collectives: None for Python, or "inductor"; see
             `docs/compile.md`. A pipeline that cannot be lowered is then an error.
 
     Attributes:
@@ -173,9 +173,9 @@ class DistributedDataParallel(TorchNames):
 
     @property
     def sync(self) -> Sync:
-        """The pipeline that runs: it names the process group where it named none, unless that is the default one.
+        """The pipeline that runs: reducers that named no process group have the module's, unless that is the default.
 
-        Set it between steps, on all ranks, to go on with another one, whose state begins anew.
+        Set it between steps, on all ranks, to replace the pipeline; the new one starts from its initial state.
 
         Raises:
             RankMismatchError: On all ranks, if they disagree about the new pipeline.
@@ -192,7 +192,7 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module; the backward of what it returns synchronizes."""
+        """Run the module; a backward from its output synchronizes gradients."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             if self._engine.is_open and torch_private.is_within_backward():
                 return self.module(*inputs, **kwargs)  # activation checkpointing computes it again
@@ -210,9 +210,9 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Within it forward passes do not synchronize: gradients add up until a backward outside of it.
+        """Add up gradients of forward passes in the block; a backward outside of it synchronizes the sum.
 
-        Nor do those of parts that are wrapped themselves.
+        This includes parts of the module that are wrapped themselves.
         """
         before = [(each, each.require_backward_grad_sync) for each in (self, *_parts(self.module))]
         for each, _ in before:
@@ -225,15 +225,15 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
-        """Within it, this rank's gradients count `count` times in the means that backwards synchronize.
+        """Weight this rank's gradients by `count` in the means of backwards in the block.
 
         `with model.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
-        of the mean over the tokens of all ranks. It is for each step whose backward begins in the block, or whose
-        forward ran in it; after `no_sync`, for all that was accumulated. All ranks of a step give a weight, or none
-        does. Parts of the module that are wrapped themselves are given theirs first.
+        of the mean over the tokens of all ranks. It holds for each step whose backward begins in the block, or whose
+        forward ran in it; after `no_sync`, for all that was accumulated. All ranks of a step must give a weight, or
+        none. First give weights to those parts of the module that are wrapped themselves.
 
         Args:
-            count: Of samples or tokens; 0 is allowed (such a gradient may even be no number), not on all ranks.
+            count: Number of samples or tokens; 0 is allowed (such a gradient may even be no number), not on all ranks.
 
         Raises:
             RuntimeError: Within `join`, where ranks without inputs give none; within another such block; if a part
@@ -287,7 +287,7 @@ class DistributedDataParallel(TorchNames):
         """The module's state under `module.`, as torch's class gives it.
 
         Args:
-            *args, **kwargs: As of `torch.nn.Module.state_dict`.
+            *args, **kwargs: Arguments of `torch.nn.Module.state_dict`.
             sync_state: Add the pipeline's state, under `sync_state.`. What is local in it is this rank's own, so each
                 rank must save its own then.
         """
@@ -298,7 +298,7 @@ class DistributedDataParallel(TorchNames):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads what `state_dict` gave, of this class, of torch's, or of the module itself, without `module.`.
+        """Load the `state_dict` of this class, of torch's, or of the module itself, whose keys have no `module.`.
 
         All ranks must call it if the state of the pipeline is in it: see `sync_state`.
 
@@ -406,7 +406,7 @@ class DistributedDataParallel(TorchNames):
     # Set-up
 
     def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
-        """The pipeline as it will run, and its first state."""
+        """Return the pipeline as it will run, and its initial state."""
         made: list[tuple[Sync, State]] = []
 
         def begin() -> dict[str, str]:
@@ -498,7 +498,7 @@ def _trained(module: nn.Module, ignored: set[str]) -> Trained:
 
 
 def _parts(module: nn.Module) -> list[DistributedDataParallel]:
-    """Return what is wrapped in `module`, itself included."""
+    """Return the wrapped modules in `module`, including `module` itself."""
     return [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
 
 

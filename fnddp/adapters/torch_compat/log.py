@@ -16,24 +16,24 @@ from fnddp.run.engine import Engine
 from fnddp.run.step import Step
 
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
-_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+_GLOO_ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
-_ALWAYS = 10  # steps that are always sampled
+_ALWAYS = 10  # all steps up to this one, counted from 0, are sampled
 
 
 class Log:
-    """Facts by torch's names.
+    """Log of a wrapped module's steps, under the keys of torch's `_get_ddp_logging_data`.
 
     Attributes:
-        facts: The data. Times are in nanoseconds.
-        sample_rate: Number of steps between two samples, after the first steps.
+        facts: Values by torch's keys; times are in nanoseconds.
+        sample_rate: Steps from one sample to the next, after the first steps, which are all sampled.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.sample_rate = 100
         self.facts: dict[str, Any] = {"iteration": 0, **facts}
         self._step = self._sampled = 0
-        self._at: dict[str, int] = {}  # of a step that is sampled
+        self._at: dict[str, int] = {}  # times of the moments of this step; empty if it is not sampled
 
     @property
     def has_stepped(self) -> bool:
@@ -42,7 +42,7 @@ class Log:
 
     @contextmanager
     def errors(self) -> Generator[None]:
-        """Log an error that passes through."""
+        """Log an exception that the block raises, and let it propagate."""
         try:
             yield
         except BaseException as error:
@@ -56,7 +56,8 @@ class Log:
     def backward_starts(self) -> None:
         self._note("backward_compute_time_start")
 
-    def fed(self, step: Step) -> None:
+    def note_sending(self, step: Step) -> None:
+        """Note the time at which `step` is first seen to have sent something."""
         if self._at and "backward_comm_time_start" not in self._at and step.has_sent:
             self._note("backward_comm_time_start")
 
@@ -68,10 +69,11 @@ class Log:
             self._at.setdefault(moment, time.time_ns())
 
     def step_ends(self, engine: Engine, unused: Iterable[str]) -> None:
+        """Log the times and buckets of a sampled step; `unused`: names of unused parameters."""
         at, self._at = self._at, {}
         if at.keys() >= {"backward_compute_time_start", "backward_compute_time_end"}:
             begins, ends = at["backward_compute_time_start"], at["backward_compute_time_end"]
-            sent = at.setdefault("backward_comm_time_start", ends)
+            sent = at.setdefault("backward_comm_time_start", ends)  # nothing was sent before backward ended
             at["backward_comm_time_end"] = time.time_ns()
             self._sampled += 1
             for name, took in {
@@ -102,18 +104,18 @@ def _schedule(leaves: Mapping[str, LeafSpec], plan: Plan) -> dict[str, Any]:
 
 
 def environment(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return the facts about the process group and its settings."""
+    """Return the facts about the process group, None for a single process, and its environment variables."""
     if group is None:
         return {"world_size": 1, "rank": 0}
     facts = {"world_size": group.size(), "rank": group.rank(), "backend_name": dist.get_backend(group)}
     is_gloo = facts["backend_name"] == "gloo"
-    names = (*_ENVIRONMENT, *_OF_GLOO) if is_gloo else _ENVIRONMENT
-    threads = {"gloo_num_threads": 2} if is_gloo else {}  # as torch's ProcessGroupGloo starts for each device
+    names = (*_ENVIRONMENT, *_GLOO_ENVIRONMENT) if is_gloo else _ENVIRONMENT
+    threads = {"gloo_num_threads": 2} if is_gloo else {}  # torch's ProcessGroupGloo starts so many for each device
     return {**facts, **threads, **{name.lower(): os.environ.get(name, "N/A") for name in names}}
 
 
 def parameter_facts(leaves: dict[str, LeafSpec], caps: Sequence[float]) -> dict[str, Any]:
-    """Return the facts about the parameters and their first buckets."""
+    """Return the facts about the parameters and their initial buckets."""
     buckets = assign_buckets({name: leaves[name].nbytes for name in reversed(leaves)}, caps)
     return {
         "dtypes": ", ".join(sorted({_NAMES.get(leaf.dtype, str(leaf.dtype)) for leaf in leaves.values()})),

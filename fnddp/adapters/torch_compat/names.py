@@ -35,7 +35,7 @@ _BUILTIN_HOOKS: dict[Any, Sync] = {
 
 
 def _delegated(path: str) -> Any:
-    """Return a property that reads and writes an attribute, or that of an attribute."""
+    """Return a property that reads and writes the attribute at a dotted `path`."""
     *owner, name = path.split(".")
     return property(attrgetter(path), lambda self, value: setattr(reduce(getattr, owner, self), name, value))
 

@@ -32,11 +32,11 @@ class Replicas(PipelineHandle):
     """The pipeline between the replicas of a model, with its state for this rank's shards: see `compress_replicas`.
 
     Args:
-        parameters: Those that are trained, by name.
+        parameters: The parameters that are trained, by name.
         frozen: The parameters that require no gradient.
         sync: The pipeline.
         group: Name of the replicas' process group.
-        shards: The mesh over which all are sharded.
+        shards: The mesh over which all parameters are sharded.
         reductions: Those of `compress_shards`, which end with each step; None where FSDP reduces shards itself.
         model: The model.
     """
@@ -88,7 +88,7 @@ class Replicas(PipelineHandle):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Add up sharded gradients of forwards within it; a backward outside of it synchronizes the sum.
+        """Add up sharded gradients of forwards in the block; a backward outside of it synchronizes the sum.
 
         FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at all, and keeps whole gradients.
         """
@@ -246,12 +246,12 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     parameter, by name; rows of a matrix are a matrix still. `allreduce` has the results of HSDP, to the bit where both
     add in one order, as with two replicas. The wrong choice where shards meet on slow links too: FSDP sends those.
 
-    Replicas begin with the parameters of the first one. What fails in the pipeline fails on all ranks, of all shards;
-    a user's error in the middle of one rank's backward leaves the others of its shards in FSDP's collectives until
-    these time out.
+    Replicas begin with the parameters of the first replica. An error in the pipeline is raised on all ranks of all
+    shards; a user's error in one rank's backward leaves other ranks of its replica in FSDP's collectives until these
+    time out.
 
     Args:
-        model: After `fully_shard(..., mesh=mesh["shard"])`, of the model as a whole too.
+        model: A model to which, as a whole too, `fully_shard(..., mesh=mesh["shard"])` has been applied.
         sync: The pipeline, or its text. Reducers that name no group use the replicas'.
         replicate: One dimension of the mesh: `mesh["replicate"]`.
 

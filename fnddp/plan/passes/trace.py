@@ -34,7 +34,7 @@ from fnddp.torch_private import (
     like_of,
     makes_one_tensor,
     makes_one_view,
-    number_nodes,
+    node_of_number,
     out_of_place,
     refusing_compiled,
     storage_key,
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
     def _number(self, symbolic: Any) -> Any:
         expression = symbolic.node.expr
         if expression not in self._numbers:
-            made = number_nodes(self.graph, expression, self._numbers)
+            made = node_of_number(self.graph, expression, self._numbers)
             if not isinstance(made, fx.Node):
                 return made
             for node in self.graph.nodes:  # those on the way stand for numbers that nobody asks for
