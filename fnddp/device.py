@@ -66,7 +66,7 @@ class Device:
         """Make this the current device of its kind within the block."""
         return _NOTHING
 
-    def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def of_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Return a tensor of Python numbers, without waiting for the device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
@@ -133,7 +133,7 @@ class Accelerator(Device):
     def selected(self) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(self.device.index)
 
-    def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def of_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         # From pinned memory: for a copy from other memory the host would wait for all that was started before.
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
 
@@ -155,6 +155,7 @@ class Accelerator(Device):
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
+        begin.synchronize()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
@@ -188,10 +189,10 @@ def device_of(device: torch.device) -> Device:
 
 def device_of_backends(backends: str) -> torch.device:
     """Return the device of payloads for a process group with these backends: the CPU, if one of them is for it."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or "cpu:" in backends:
+    kind = accelerator()
+    if kind is None or "cpu:" in backends:
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def accelerator() -> str | None:

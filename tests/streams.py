@@ -256,7 +256,7 @@ class Checked(devices.Device):
         if not checker().leaves_out():
             checker().keep(tensor, stream)
 
-    def of_host(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def of_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
             made = torch.tensor(values, dtype=dtype)
         checker().access(made, "a copy from the host", writes=True)

@@ -136,7 +136,7 @@ def with_backward_on_several_streams(text: str, found: Checker) -> None:
     means: dict[str, Tensor] = {}
     for i in range(3):
         read(means.values())
-        step = engine.begin()
+        step = engine.begin(scale=0.5 * (i + 1))
         with found.training(i):
             for at, (name, leaf) in enumerate(reversed(leaves.items())):
                 with found.on(streams[at % 2]):

@@ -298,7 +298,7 @@ class Engine:
         if list(self.leaves) != list(before.leaves):
             return False
         self.number, self._epoch = before.number, before._epoch
-        self._order, self._dropped = before._order, before._dropped
+        self._order, self._dropped, self._notice = before._order, before._dropped, before._notice
         self.learns_order &= before.learns_order
         self._exchanges_weights = before._exchanges_weights
         return True

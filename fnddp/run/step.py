@@ -49,8 +49,9 @@ def require_noticed(notice: Callable[[], bool] | None) -> None:
     """Raise a CollectiveError if a rank has failed in a step whose outcome the host did not wait for."""
     if notice is not None and notice():
         raise CollectiveError(
-            "another rank failed in the step before this one, where its gradients counted as zeros: parameters and the "
-            "pipeline's state are wrong since then. See its own error, and restart from a checkpoint from before"
+            "another rank failed in the step before this one, or had no weight there, and its gradients counted as "
+            "zeros: parameters and the pipeline's state are wrong since then. See its own error, and restart from a "
+            "checkpoint from before"
         )
 
 
@@ -344,8 +345,8 @@ class Step:
             self._wait_for_side_stream()
         except ValueError:  # all ranks end the step, since weights are invalid
             self.broken = None
-        except RuntimeError as broken:
-            self.broken = broken
+        except RuntimeError as unheard:
+            error.add_note(f"the other ranks could not be notified: {unheard}")
 
     def _voted(self, vote: Vote, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""
@@ -457,12 +458,14 @@ class Step:
             self._again += noted
         if self._learns_order:
             self._arrived += [inputs[position].path for position, _ in noted]
-        if scale != 1:  # what runs again must not be written over
-            noted = [(i, grad if inputs[i].is_own and not self._asks else scaled(grad, scale)) for i, grad in noted]
         if program.stream is not None:
             for stream in self._streams:
                 program.device.wait(program.stream, stream)
             self._streams.clear()
+            for _, grad in noted:
+                program.device.keep(grad, program.stream)
+        if scale != 1:  # what runs again must not be written over
+            noted = [(i, grad if inputs[i].is_own and not self._asks else scaled(grad, scale)) for i, grad in noted]
         for position, grad in noted:
             each = inputs[position]
             register = each.register
@@ -482,8 +485,6 @@ class Step:
             grad = each.leaf.empty().copy_(grad)
         elif each.is_cloned and is_held(grad):
             grad = grad.clone()
-        if self._program.stream is not None:
-            self._program.device.keep(grad, self._program.stream)
         self._values[each.register] = grad
 
     def _is_due(self) -> bool:

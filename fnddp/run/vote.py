@@ -53,7 +53,7 @@ class Vote:
         """Start the exchange of weights. This rank's is NO_WEIGHT or FAILED if it gave none."""
         self._weight = weight
         if self._wire.size(self._weighed) > 1:
-            self._start(torch.tensor([weight.number], dtype=torch.float64, device=self._device.device), self._weighed)
+            self._start(self._device.of_host([weight.number], torch.float64), self._weighed)
 
     def scale(self) -> float | None:
         """Return what gradients are scaled by: see `numbers`; a ValueError, too, if all weights are zero."""
@@ -81,7 +81,7 @@ class Vote:
                 self._wire.report(error)  # the step is none, and its vote will report it
                 return None
         if FAILED.number in numbers:
-            if self._device.is_asynchronous:
+            if self._device.is_asynchronous and self._weight != FAILED:
                 raise CollectiveError("another rank has failed in this step; see its own error")
             return None
         if all(number == NO_WEIGHT.number for number in numbers):
