@@ -79,7 +79,7 @@ class Device:
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two marks. The host waits for both."""
+        """Return the time between two marks of one stream. The host waits for `end`."""
         return end - begin
 
     def future(self) -> "torch.futures.Future[Any]":
@@ -188,7 +188,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def device_of_backends(backends: str) -> torch.device:
-    """Return the device of payloads for a process group with these backends: the CPU, if one of them is for it."""
+    """Return the device on which a process group with these backends takes payloads: the CPU, if one supports it."""
     kind = accelerator()
     if kind is None or "cpu:" in backends:
         return torch.device("cpu")

@@ -69,9 +69,9 @@ def check(
         ranks: World sizes to try, on threads. One rank alone cannot disagree with another.
         grads: `grads(rank, step)`: a rank's gradients in that step, the same at each call. None for trees of 0 to 9
             leaves: matrices and a channels-last convolution; all dtypes, integers and bools too; a bare tensor.
-        on: "threads" of this process, or "gloo": the ranks of the default process group, which all have to call this;
-            without one this process is the only rank. Threads add in rank order, so lowered is eager to the bit; a
-            ring of more than two ranks does not, and there law 6 holds up to the rounding of sums.
+        on: "threads" of this process, or "gloo": the ranks of the default process group, which all have to call this
+            (without one, this process is the only rank). On threads, sums are in rank order, so law 6 holds to the bit;
+            in a ring of more than two ranks they are not, and law 6 holds up to rounding.
 
     Raises:
         LawError: A law is broken.
@@ -193,7 +193,7 @@ def law_2_all_ranks_get_the_same_bits(rank: int, sync: Sync, grads: Grads) -> No
     everyone: list[dict[str, Any]] = gather(shared)
     for what, first in everyone[0].items():
         for other, values in enumerate(everyone):
-            _require(values.keys() == everyone[0].keys(), f"rank {other} and rank 0 have updates for other leaves")
+            _require(values.keys() == everyone[0].keys(), f"rank {other} and rank 0 have updates for different leaves")
             if bits([values[what]]) != bits([first]):
                 raise LawError(f"{what}, on rank {other} against rank 0, {_difference(values[what], first)}")
 
@@ -252,9 +252,9 @@ def law_6_lowered_is_eager(
 ) -> None:
     """An engine returns the means and states of the pipeline itself, bit for bit, in any order of the gradients.
 
-    Where the backend's order of summation depends on an element's position, near them, and equal on all ranks.
+    If a backend's order of summation depends on an element's position: up to rounding, and equal on all ranks.
     """
-    # Lowering takes longer than all the rest, so each number of ranks tries what one adapter lets be written over.
+    # Lowering takes longer than all the rest, so each number of ranks tries the donation of one adapter only.
     donation = DONATIONS[world_size(None) % len(DONATIONS)] if donation is None else donation
     exact = world_size(None) <= 2 or dist.get_backend() == "threaded"  # an element's parts are added in one order
     order = random.Random(1000 * seed + rank)  # a different order on each rank
@@ -356,7 +356,7 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
 
 @_stated
 def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
-    """A pipeline prints as the text that makes it."""
+    """`parse(repr(sync))` returns a pipeline that is equal, has the same hash, and prints the same text."""
     again = parse(repr(sync))
     _require(again == sync and hash(again) == hash(sync), f"parse gives {again!r}, which is not equal to it")
     _require(repr(again) == repr(sync), f"parse gives {again!r}")
@@ -364,9 +364,9 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
-    """Simulated on n virtual ranks, an exchange has the result of n ranks: to the bit where all reducers are carriers
-    and no matrices are multiplied nor whole leaves added up, otherwise up to rounding. A rounding changes more where
-    a codec chooses by it (the largest, a sign, the nearest of a grid), so this law does not compare those.
+    """An exchange on n virtual ranks gives the result of n real ranks: to the bit if all reducers are carriers and no
+    step multiplies matrices or sums whole leaves, otherwise up to rounding. In the second case codecs are not compared,
+    because a rounding may change what they choose (the largest, a sign, the nearest level).
     """
     n, state = world_size(None), sync.init(grads(rank, 0))
     simulation = simulate(sync, n)
@@ -397,7 +397,7 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
-    """Weighted means are those of gradients scaled by n w / W: without losses, means of the pooled samples."""
+    """A weighted mean is the mean of gradients times n w / W, for weights w of n ranks with the sum W, to the bit."""
     n = world_size(None)
     plain = weighted = sync.init(_scalable(grads, rank, 0))
     for step in range(STEPS):
@@ -480,7 +480,7 @@ def _unpickled(data: bytes, dtype: torch.dtype, shape: Sequence[int], device: to
 
 
 def bits(value: Any) -> list[Any]:
-    """Return a list that is equal to another one exactly where every bit of every leaf is."""
+    """Return a list that is equal to that of another value if and only if all leaves have the same bits."""
     return [_bytes(part.value) if isinstance(part.value, Tensor) else part.value for part in parts(value)]
 
 

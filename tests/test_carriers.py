@@ -59,7 +59,7 @@ def test_server_memory_of_another_number_of_ranks_is_named():
     ("make", "says"),
     [
         (lambda: topk(allreduce, k=1), r"topk: allreduce carries no .*topk\(allgather\) or topk\(two_shot\)"),
-        (lambda: quantize(allgather, seed=7), "quantize: seed=7 is for rounding='stochastic'"),
+        (lambda: quantize(allgather, seed=7), "quantize: seed=7 has no effect without rounding='stochastic'"),
         (lambda: quantize(bucketize(allgather)), r"quantize: bucketize\(allgather\) carries.*bucketize\(quantize"),
         (lambda: sign(fp16(allreduce)), r"sign: fp16\(allreduce\) carries"),
         (lambda: topk(allgather), "topk: give ratio or k"),

@@ -35,7 +35,7 @@ from fnddp.wire.protocol import CollectiveError, Elastic
 from tests.wires import AloneWire, LostWork, ReadyWork
 
 GRADS = {"a": torch.ones(4), "b": torch.full((4,), 2.0), "c": torch.full((4,), 3.0)}
-OUT_OF_STEP = r"an earlier step failed on this rank \(.*out of step"
+OUT_OF_STEP = r"an earlier step failed on this rank \(.*desynchronized"
 
 
 class Products(nn.Module):
@@ -185,7 +185,7 @@ def test_a_step_that_cannot_begin_may_have_begun_on_others(monkeypatch, sync, gr
     if ranks == 1:
         step(GRADS, ())
     else:
-        with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError: .*out of step"):
+        with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError: .*desynchronized"):
             step(GRADS, ())
 
 
@@ -367,7 +367,7 @@ def test_a_rank_that_was_out_of_step_goes_on_in_the_next_epoch():
     with pytest.raises(CollectiveError):
         engine.run(leaves)
     wire.loses = ""
-    with pytest.raises(RuntimeError, match="out of step"):
+    with pytest.raises(RuntimeError, match="desynchronized"):
         engine.begin()
     wire.epoch += 1
     engine.begin()

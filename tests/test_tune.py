@@ -85,7 +85,10 @@ def test_losses_that_do_not_distinguish_pipelines_are_doubted() -> None:
     assert tuned(replace(EXACT, losses=(1.9, 2.1))).doubt == (
         "seeds alone move the plain mean's loss by 5.0%, more than 1.0%"
     )
-    assert tuned(replace(EXACT, losses=(2.0,))).doubt == "one seed says nothing of the spread: give more"
+    assert (
+        tuned(replace(EXACT, losses=(2.0,))).doubt
+        == "one seed does not show how far seeds alone move the loss: give at least two"
+    )
     rounded = replace(EXACT, losses=(2.0 - 1e-7,) * 2)
     assert tuned(rounded, HALF).pareto == (HALF,)
     found = outcome("x", 1.0, 1.0, 3.0, 2.0)

@@ -113,7 +113,7 @@ def value_and_grad(
                 step.fail(error)
                 raise
             given: Any = (value, aux) if has_aux else value
-            return given, tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+            return given, tree.unflatten(spec, done.of(leaves)), engine.release_state()
 
     return run
 
@@ -263,7 +263,7 @@ class jit:
         # Plans, and the memory that they keep, outlive inference mode.
         with torch.inference_mode(False), self._engines.alone(leaves, state) as engine:
             done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)
-            return tree.unflatten(spec, done.of(leaves)), engine.hand_over()
+            return tree.unflatten(spec, done.of(leaves)), engine.release_state()
 
     def __repr__(self) -> str:
         return f"jit({self.sync!r})"

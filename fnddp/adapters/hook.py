@@ -17,24 +17,24 @@ from fnddp.core.tree import Leaves, Tree, require_leaves
 # Not registered: a hook is an object, not text, so parse cannot make one.
 @dataclass(frozen=True, repr=False)
 class from_hook(Sync):
-    """A torch DDP communication hook as a reducer. The wrong choice where there is a transform for it.
+    """Run a torch DDP communication hook as a reducer. The wrong choice if fnddp has a transform that does the same.
 
-    Floating-point gradients of one dtype and device make one bucket (a duck-typed `dist.GradBucket`), in registration
-    order, as in DDP's first step; the buckets' numbers never change, so stateful hooks may start at once.
+    All floating-point gradients of one dtype and device form a bucket (a duck-typed `dist.GradBucket`), in registration
+    order, as in DDP's first step. Bucket indices never change, so stateful hooks need not wait for a rebuild.
 
-    A hook is not pure: its `state` is neither checkpointed nor rolled back when a step fails. As it does not report
-    what it sent, `sent` is the mean: `error_feedback(from_hook(...))` remembers `input - mean`, as torch's PowerSGD
+    A hook is not pure: its `state` is neither checkpointed nor rolled back when a step fails. A hook does not report
+    what it sent, so `sent` is the mean: `error_feedback(from_hook(...))` remembers `input - mean`, as torch's PowerSGD
     hook does by itself. torch's PowerSGD hooks wait inside callbacks and may abort on gloo; `powersgd` does not.
 
     Args:
         hook: `hook(state, bucket) -> Future[Tensor]`.
-        state: Its first argument: a process group for torch's default hooks, or a `PowerSGDState`. The hook uses the
-            process group in it: `over` has no effect.
-        parameters: For hooks that ask a bucket for them: the parameters of the gradients, by leaf path.
+        state: The hook's first argument: a process group for torch's default hooks, or a `PowerSGDState`. The hook
+            communicates over the process group in it, so `over` has no effect.
+        parameters: The parameters by leaf path, for hooks that call `bucket.parameters()`.
 
     Raises:
         TypeError: `hook` is not callable.
-        ValueError: At the exchange: a leaf is not floating-point; the hook's result has another size.
+        ValueError: At the exchange: a leaf is not floating-point, or the hook's result has another number of elements.
         RuntimeError: At the exchange: torch.distributed is not initialized.
 
     >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -83,12 +83,12 @@ class from_hook(Sync):
 
     def _run(self, leaves: Leaves, index: int, is_last: bool) -> Leaves:
         shapes = [leaf.shape for leaf in leaves.values()]
-        flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])  # hooks write to it; the gradients stay
+        flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])  # a copy: hooks may write to the buffer
         parameters = None if self.parameters is None else [self.parameters[path] for path in leaves]
         result = self.hook(self.state, Bucket(flat, shapes, index, is_last, parameters)).wait()
         tensor = result[0] if isinstance(result, list) else result
         if tensor.numel() != flat.numel():
-            raise ValueError(f"{self!r} returned {tensor.numel()} elements for a bucket of {flat.numel()}")
+            raise ValueError(f"{self!r} returned {tensor.numel()} elements for a bucket of {flat.numel()} elements")
         views = _views(tensor.reshape(-1), shapes)
         return {
             path: in_format_of(leaf, view.to(leaf.dtype))
@@ -96,7 +96,7 @@ class from_hook(Sync):
         }
 
     def __repr__(self) -> str:
-        # Without addresses, so that equal ranks print equal text.
+        # Without addresses of objects, so that the text is the same on all ranks.
         hook: Any = self.hook
         name = getattr(hook, "__qualname__", None)
         shown = f"{hook.__module__}.{name}" if name else f"<{type(hook).__name__}>"
@@ -130,8 +130,8 @@ class Bucket:
     def parameters(self) -> list[Tensor]:
         if self._parameters is None:
             raise TypeError(
-                "from_hook: this hook asks for parameters, which a pipeline of gradients does not have; "
-                "give them as parameters={path: parameter}"
+                "from_hook: this hook calls bucket.parameters(), but a pipeline has gradients only; "
+                "pass parameters={path: parameter}"
             )
         return self._parameters
 

@@ -13,19 +13,19 @@ from fnddp.core.sync import Sync, transform
 
 @transform
 class quantize(Codec):
-    """Round each element to one of 2 ** bits - 1 multiples of its block's scale, the largest magnitude of the block.
+    """Round each element to one of 2 ** bits - 1 evenly spaced levels, up to the largest magnitude of its block.
 
-    Rounded to the nearest it is biased, by less than half a multiple: wrap it in `error_feedback` below 8 bits.
-    Rounded stochastically it is unbiased, with a larger error. The wrong choice for gradients with few large elements
-    in each block, which leave the others nothing; smaller blocks help, at 32 bits of scale each.
+    Rounding to nearest is biased, by at most half the distance of levels: wrap it in `error_feedback` below 8 bits.
+    Stochastic rounding is unbiased, with a larger error. The wrong choice for gradients with few large elements in each
+    block, since the others then round to zero; smaller blocks help, at 32 bits of scale each.
 
     Args:
-        inner: The carrier, or a codec for the scales: `quantize(bf16(two_shot))`.
+        inner: The reducer that carries payloads, or a codec for the scales: `quantize(bf16(two_shot))`.
         bits: 8, 4 or 2. Below 8, several elements share a byte.
-        block: Elements that share a scale, a multiple of 8 / bits; None for the row: a leaf, or a rank's part of it.
-        rounding: "nearest", halves to even, or "stochastic": up with the probability of what is above.
+        block: Elements that share a scale, a multiple of 8 / bits; None for a whole leaf, or a rank's part of it.
+        rounding: "nearest" (ties to even), or "stochastic": up with a probability equal to the fractional part.
 
-    Source: Alistarh et al., "QSGD", NeurIPS 2017, with the largest magnitude for the norm; Dettmers, "8-bit
+    Source: Alistarh et al., "QSGD", NeurIPS 2017, but scaled by the largest magnitude, not the norm; Dettmers, "8-bit
     approximations", ICLR 2016.
 
     >>> from fnddp import allgather
@@ -46,7 +46,7 @@ class quantize(Codec):
         if self.block is not None and (self.block < 1 or self.block * self.bits % 8):
             raise ValueError(f"quantize: block must be a positive multiple of {8 // self.bits}, got {self.block!r}")
         if self.seed and not self.draws:
-            raise ValueError(f"quantize: seed={self.seed} is for rounding='stochastic', and this one rounds to nearest")
+            raise ValueError(f"quantize: seed={self.seed} has no effect without rounding='stochastic'; leave it out")
 
     @property
     def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -68,23 +68,23 @@ class quantize(Codec):
         return _decoded(q.to(payload["scale"].dtype), payload["scale"], n)
 
 
-BITS = {1: 2, 7: 4, 127: 8}  # how many bits hold levels up to this, with a sign
+BITS = {1: 2, 7: 4, 127: 8}  # largest number of levels: bits of an element, with its sign
 
 
 @transform
 class qsgd(Codec):
-    """Send ||x||_2 sign(x_i) l_i / s of each element, l_i in 0..s rounded up or down at random: unbiased.
+    """Round each element to ||x||_2 sign(x_i) l_i / s, with l_i in 0..s rounded up or down at random: unbiased.
 
     Its variance is at most min(d / s^2, sqrt(d) / s) times ||x||_2^2 over d elements of a block. It needs no memory;
-    with `error_feedback` only where that bound is below 1. The wrong choice at few levels for large blocks, whose
-    bound is sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer levels.
+    use `error_feedback` only if that factor is below 1. The wrong choice for few levels in large blocks, where it is
+    sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer levels.
 
     Args:
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
         block: d, the elements that share a norm; None for the row: a leaf, or a rank's part of it.
 
-    Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1. Deviation: the paper codes l_i in variable
-    length (Elias), here shapes do not depend on values.
+    Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1. Deviation: l_i has a fixed length, so that
+    shapes do not depend on values; the paper uses a code of variable length (Elias).
 
     >>> from fnddp import allgather
     >>> sync = qsgd(allgather, levels=5)
@@ -129,12 +129,12 @@ class terngrad(Codec):
     `quantize(bits=2, rounding="stochastic")` with clipping.
 
     Args:
-        clip: First clip elements beyond this number of standard deviations of the row, as the paper does with 2.5;
-            biased, so use `error_feedback`. None does not clip.
+        clip: Number of standard deviations of the row at which elements are clipped first, 2.5 in the paper; None
+            does not clip. Clipping is biased, so use `error_feedback`.
         block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
 
-    Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: ranks do not share
-    a scale, which takes another round there.
+    Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: each rank has its
+    own scale; the paper shares one, which takes another round of communication.
 
     >>> from fnddp import allgather
     >>> sync = terngrad(allgather)

@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Divisor:
-    """The number that means over a group divide by."""
+    """The number by which a mean over `group` is divided."""
 
     group: str | None
 
@@ -94,7 +94,7 @@ class Sent(_OfPayload):
 
 
 class Received(_OfPayload):
-    """The result of a payload in the buffer that a collective fills: the same memory for an all_reduce."""
+    """The result of a payload, in the buffer that a collective fills; an all_reduce fills the buffer that it sends."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ class Collective:
 
     Attributes:
         index: Its place in the order in which all ranks issue their collectives.
-        op: "sum", "max" or "min", as the wire adds (a mean is divided before it is summed); None for a kind that
-            computes nothing.
+        op: The reduction on the wire: "sum" (also for a mean, whose inputs are divided first), "max" or "min"; None
+            for a kind that reduces nothing.
         dtype: The dtype of all payloads; torch.uint8 where they differ.
         depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on.
         bucket: The number of the bucket of gradients that it is for.
-        slot: When it is issued: the bucket's arrival plus the depth.
+        slot: Its position in the software pipeline: that of the bucket in the order of arrival, plus `depth`.
         width: Columns of the buffer.
     """
 
@@ -194,7 +194,7 @@ class Collective:
         return (self.world_size, self.width) if self.kind.receives_rows else (self.width,)
 
     def sent_shape(self, position: int) -> tuple[int, ...]:
-        """Return the shape of a payload in the buffer that is sent: its own, if that needs no gaps."""
+        """Return the shape of a payload in the send buffer: its own, or a row for each rank if it is not contiguous."""
         payload = self.payloads[position]
         fits = not self.kind.sends_rows or len(self.payloads) == 1 or payload.shape[0] == self.world_size
         return payload.shape if fits else (self.world_size, payload.numel // self.world_size)
@@ -205,7 +205,7 @@ class Collective:
         return self.kind.receives_rows and len(self.payloads) > 1
 
     def received_shape(self, position: int) -> tuple[int, ...]:
-        """Return the shape of a result in the buffer that is filled: its own, if that needs no gaps."""
+        """Return the shape of a result in the receive buffer: its own, or a row for each rank if it `has_gaps`."""
         result = self.payloads[position].result
         return (self.world_size, torch.Size(result).numel() // self.world_size) if self.has_gaps else result
 
@@ -247,7 +247,7 @@ class Segment:
         frees: Values that nothing reads after it.
         launches: The collective that is issued at the end.
         operations: The computation of `run`, to be shown.
-        commits: Whether it runs after all collectives, when the step can no longer fail on another rank.
+        commits: True if it runs after all collectives and the vote, when no other rank can fail the step any more.
     """
 
     slot: int
@@ -263,4 +263,4 @@ class Segment:
 
 
 class LoweringError(TypeError):
-    """A pipeline has no static schedule: it reads values, or runs foreign code. It still runs eagerly."""
+    """A pipeline has no static schedule: it reads tensor values, or runs untraceable code. It still runs eagerly."""

@@ -98,7 +98,7 @@ class _Open:
         except BaseException as error:
             self.step.fail(error)
             raise
-        return {path: done.mean[path] for path in self.leaves}, self.engine.hand_over()
+        return {path: done.mean[path] for path in self.leaves}, self.engine.release_state()
 
 
 def attach(

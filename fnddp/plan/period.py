@@ -1,4 +1,4 @@
-"""The steps that a pipeline repeats in the long run, with a plan for each kind of them."""
+"""The period of a pipeline: the steps that it repeats in the long run, with a plan for each kind of step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from fnddp.plan.plan import Plan
 from fnddp.wire.groups import WorldSize, within, world_size
 
 LONGEST = 10_000
-"""Steps within which counters come back to where they were. Where they do not, they are the period."""
+"""Number of steps in which a recurring step is searched for. If there is none, these steps are the period."""
 AHEAD = 64
-"""Steps looked ahead to find that a counter selects no phase."""
+"""Number of steps within which a counter must not change the phase, to count as selecting none."""
 
 
 @dataclass(frozen=True)
 class Recurring:
-    """Steps of a period that are alike: their number, their plan, and a state with the counters of one of them."""
+    """All steps of a period that share a plan: the plan, the state before the first of them, and their number."""
 
     plan: Plan
     state: State
@@ -38,10 +38,10 @@ def period(
     arrival: Sequence[str] | None = None,
     bucket_cap_mb: float = 25,
 ) -> tuple[Recurring, ...]:
-    """Return the steps that a pipeline repeats after all warm-ups, each kind once, as they first come; see `lower`.
+    """Return each kind of step that a pipeline repeats after all warm-ups, in order of occurrence; see `lower`.
 
-    Most pipelines do the same in every step. `every(10, ...)` does not, nor do the `refresh` of `powersgd` and
-    `measure`: they cost a mean over the period, which no single step does. The wrong choice for the first steps of a
+    Most pipelines do the same in every step. `every(10, ...)` does not, nor do `powersgd` and `measure` with `refresh`:
+    their cost is the mean over the period, not that of any one step. The wrong choice for the first steps of a
     training: lower those, with their state.
 
     >>> import torch
@@ -55,7 +55,7 @@ def period(
     walk = _Walk(sync, params, world_size, arrival, bucket_cap_mb)
     late = AFTER_ALL_WARM_UPS
     reached, _ = walk.until_it_repeats([late for _ in walk.first])
-    # Where warm-ups are over for good stays late; what starts again does so from its own first step.
+    # Counters that stay past all warm-ups begin late; those that start again begin at their own first number.
     begin = [first if any(at[i] < late for at in reached) else late for i, first in enumerate(walk.first)]
     walked, start = walk.until_it_repeats(begin)
     repeated = walked[start:]
@@ -67,7 +67,7 @@ def period(
 
 
 class _Walk:
-    """Counters from step to step, and the plans that they lead to."""
+    """Follows the counters of a pipeline from step to step, and makes the plans that they select."""
 
     def __init__(
         self, sync: Sync, params: Tree, size: WorldSize | None, arrival: Sequence[str] | None, bucket_cap_mb: float
@@ -85,7 +85,7 @@ class _Walk:
         return tree.unflatten_any(self._spec, [p if isinstance(p, Tensor) else next(left) for p in self._parts])
 
     def index(self, counters: Sequence[int]) -> int:
-        """Return the place among `plans` of the one for these counters."""
+        """Return the index in `plans` of the plan for these counters, which is added if it is new."""
         for index, plan in enumerate(self.plans):
             if plan.phase.holds(self._numbers(plan, counters)):
                 return index
@@ -93,9 +93,9 @@ class _Walk:
         return len(self.plans) - 1
 
     def until_it_repeats(self, counters: Sequence[int]) -> tuple[Sequence[Sequence[int]], int]:
-        """Return the counters of each step from these on, until one follows that is like an earlier one, and its place.
+        """Return the counters of each step from `counters` on, up to the first that recurs, and the index it recurs to.
 
-        If there is none within `LONGEST`, all of them repeat.
+        If no step recurs within `LONGEST`, the index is 0.
         """
         walked: dict[Any, Sequence[int]] = {}
         while len(walked) < LONGEST and (key := self._key(counters)) not in walked:
@@ -106,12 +106,12 @@ class _Walk:
         return list(walked.values()), list(walked).index(key) if key in walked else 0
 
     def _key(self, counters: Sequence[int]) -> tuple[int | None, ...]:
-        """Return a key that is equal for steps from which all goes on alike."""
+        """Return a key that is equal for two steps if the same steps follow both."""
         plan = self.plans[self.index(counters)]
         return tuple(None if self._only_grows(plan, counters, i) else at for i, at in enumerate(counters))
 
     def _only_grows(self, plan: Plan, counters: Sequence[int], i: int) -> bool:
-        """Return whether counter `i` is past all warm-ups and selects no phase (it may draw random numbers)."""
+        """Return True if counter `i` is past all warm-ups and selects no phase (it may seed random numbers)."""
         if counters[i] < AFTER_ALL_WARM_UPS:
             return False
         later = ([*counters[:i], counters[i] + k, *counters[i + 1 :]] for k in range(1, AHEAD))

@@ -1,7 +1,7 @@
-"""An engine runs a pipeline on the same leaves step after step: what all adapters share.
+"""The engine, which all adapters share: it runs a pipeline on the same leaves, one step after the other.
 
-It owns the pipeline's state, keeps a plan for each phase, and learns the order in which gradients arrive. Each of its
-steps ends on all ranks alike: either all of them have the result, or all of them raise.
+It owns the pipeline's state, keeps a plan for each phase, and learns the order in which gradients arrive. Each step
+has the same outcome on all ranks (on an accelerator, one step later): either all have the result, or all raise.
 """
 
 import itertools
@@ -44,7 +44,7 @@ MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counte
 
 _numbers = itertools.count()
 
-# Engines of models that know nothing of each other meet nowhere but on their process group, or on another wire.
+# Open steps by process group, or by another wire: the only object that engines of unrelated models share.
 _open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakKeyDictionary()
 
 
@@ -54,12 +54,12 @@ class Engine:
     Args:
         state: The pipeline's state before the first step; None if `begin` is given one.
         bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
-        learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
-            order of all later ones. Not where ranks may join that have not seen it.
-        groups: Process groups whose ranks end a step together, where the pipeline does not know which it reaches.
-        beside: Process groups whose ranks end a step together though the pipeline does not reach them.
-        backend: What runs segments: see `lower`. A pipeline without a plan is then an error.
-        traces: Of this pipeline and such leaves, where several engines share them.
+        learns_order: True to use the order in which gradients arrive in the first step, on the first rank, in all
+            later ones. Ignored on an elastic wire: a rank that joins later has not seen that order.
+        groups: Process groups whose ranks end a step together, for a pipeline that does not know its own groups.
+        beside: Further process groups whose ranks end a step together, in addition to those of the pipeline.
+        backend: The backend that runs segments, see `lower`. If given, a pipeline without a plan is an error.
+        traces: Traces of this pipeline for such leaves, to be shared by several engines.
 
     Attributes:
         positions: Of the leaves, by path.
@@ -122,16 +122,16 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """The pipeline's state after the last step. It can be kept: later steps do not write over it.
+        """The pipeline's state after the last step. Later steps do not write to it.
 
-        Set it, on all ranks, between steps, to go on from another one of the same pipeline and leaves.
+        To continue from another state of the same pipeline and leaves, set it on all ranks, between steps.
 
         Raises:
             CollectiveError: On an accelerator: another rank has failed in the last step.
         """
         require_noticed(self._notice)
         state = self._own_state()
-        # A step that is open has begun to write over what it was alone to hold.
+        # An open step may write to parts that only the engine held when it began.
         return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
 
     @state.setter
@@ -140,8 +140,8 @@ class Engine:
             raise RuntimeError("the state cannot be set while a step is open, which would write over it")
         self._parts, self._structure = tree.flatten_any(require_like(repr(self.sync), state, self._own_state()))
 
-    def hand_over(self) -> State:
-        """Return the state, which is the caller's from now on: the next `begin` is given one."""
+    def release_state(self) -> State:
+        """Return the state and keep no reference to it: the next `begin` must be given one."""
         state, self._parts = self._own_state(), []
         return state
 
@@ -168,15 +168,15 @@ class Engine:
         """Begin a step, which is `step` until it ends.
 
         Args:
-            state: Where it begins; None for where the last one ended.
-            weight: How much this rank's gradients count: 0 is allowed, not on all ranks. All ranks give one or none
-                does; anything else, and what is no weight, is a ValueError on all ranks, of `advance` or `agree`.
-            scale: What gradients are multiplied by on their way in a step without weights.
+            state: The state to begin from; None for the one after the last step.
+            weight: The weight of this rank's gradients in the mean, 0 or more, and not 0 on all ranks. All ranks give
+                one, or none does; otherwise, or if one is invalid, `advance` or `agree` raises ValueError on all ranks.
+            scale: The factor for gradients in a step without weights.
 
         Raises:
             RuntimeError: After an earlier step the ranks are desynchronized.
-            ValueError: There is a weight, and the pipeline takes no mean, or a leaf holds no fractions. The step has
-                failed on all ranks.
+            ValueError: There is a weight, but the pipeline takes no mean, or a leaf is of integers or bools. The step
+                has failed on all ranks.
         """
         self.refuse_after_failure()
         if state is not None:
@@ -263,13 +263,13 @@ class Engine:
         if self.broken is not None:
             raise RuntimeError(
                 f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), so ranks may "
-                "be out of step; restart from a checkpoint, with the process group set up again"
+                "be desynchronized; restart from a checkpoint, with the process group set up again"
             ) from self.broken
 
     def connect(self) -> None:
-        """Connect the groups that steps use, if that is still to be done. All ranks call it where they set up.
+        """Connect the process groups that steps use, if that is still to be done. All ranks call it when they set up.
 
-        In the first step it could be too late: models that share a backward begin theirs in another order elsewhere.
+        The first step could be too late: models that share a backward may begin their steps in another order on a rank.
         """
         if not device_of(self.device).is_asynchronous and not self._is_connected:
             with_dedicated_groups(self.wire, self.groups)
@@ -291,9 +291,9 @@ class Engine:
             self._dropped, self._programs = leaves, []
 
     def take_over_from(self, before: "Engine") -> bool:
-        """Take the place of `before`, with all that its steps have learnt, and return whether it has the same leaves.
+        """Copy what the steps of `before` have learnt, and return True; return False if its leaves differ.
 
-        A rank that replaces its engine alone then sends what the others send.
+        If only one rank replaces its engine, it then still sends what the other ranks send.
         """
         if list(self.leaves) != list(before.leaves):
             return False
@@ -350,9 +350,9 @@ def _open_on(wire: Wire, group: str | None) -> list[weakref.ref[Step]]:
 
 
 class Engines:
-    """Engines of a pipeline by their leaves and states, of given shapes, and the process groups that there are.
+    """A cache of engines of one pipeline: one for each set of shapes, dtypes and devices, and of process groups.
 
-    Not of given layouts: what ranks agree on does not include those. Means are laid out as the first leaves were.
+    Memory layouts are not part of the key, since ranks may differ in them. Means have the layout of the first leaves.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class Engines:
     def _of(self, key: Any, leaves: Leaves) -> Engine:
         engine = self._engines.pop(key, None)
         if engine is None:
-            # As torch lays out what is like them: what follows may be copied there, so no two elements share memory.
+            # empty_like gives a layout in which no two elements share memory: later gradients are copied into it.
             engine = self._make({path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()})
             engine.connect()
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])

@@ -63,7 +63,7 @@ class Step:
     ranks, whatever the timing, and nothing blocks inside backward. On an accelerator everything is issued on a side
     stream, waits are stream waits, and the host does not block.
 
-    On a process group on which steps of other engines are open, this one issues nothing before those are over.
+    While earlier steps of other engines are open on its process groups, this one issues nothing before `agree`.
 
     A rank cannot know whether the others give a weight. So the first step with weights begins as one without: a rank
     that has a weight sends zeros, and reports it in the vote. If all do, the step runs again. From then on each step
@@ -72,21 +72,21 @@ class Step:
 
     Args:
         parts: The parts of the pipeline's state.
-        ended: Is called with the step when it has ended.
-        vote: The agreement of ranks; None where it is not known which ranks the pipeline reaches.
-        weight: How much this rank's gradients count; `scale` is what they are multiplied by without weights.
-        learns_order: Whether the order in which gradients arrive is to be that of later steps.
-        ahead: Open steps on the same process groups.
-        before: The `notice` of the step before, on an accelerator.
+        ended: Callback, called with the step after its end.
+        vote: The agreement of ranks; None if it is not known which ranks the pipeline reaches.
+        weight: The weight of this rank's gradients; `scale` is the factor for them in a step without weights.
+        learns_order: True to learn the order in which gradients arrive, for later steps.
+        ahead: Open steps on the same process groups, which go first.
+        before: The `notice` of the previous step, on an accelerator.
 
     Attributes:
         is_open: True until it has ended.
-        is_done, has_failed: How it has ended; neither where it was given up, on all ranks.
-        parts: Of the next state, once it is done.
-        exchanges_weights: Whether the next step begins with an exchange of weights.
+        is_done, has_failed: The outcome; both are False after the step was given up, which happens on all ranks.
+        parts: The parts of the next state, once the step is done.
+        exchanges_weights: True if the next step begins with an exchange of weights.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
-        notice: Tells whether another rank has failed in this step, if the host has not waited for that: see `Vote`.
+        notice: Returns True if another rank has failed in this step; None if the host waited for that: see `Vote`.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Step:
         has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and bool(vote.groups)
         self.exchanges_weights = exchanges_weights
         # This rank has a weight, in a step that began without an exchange: it sends zeros, and then runs again.
-        self._asks = has_weight and has_peers and not exchanges_weights
-        self._again = list[tuple[int, Tensor]]()
+        self._must_rerun = has_weight and has_peers and not exchanges_weights
+        self._rerun_grads = list[tuple[int, Tensor]]()
         self._weight, self._plain_scale, self._is_weighing = weight, scale, False
         is_weighed = has_weight or (exchanges_weights and has_peers)
         self._scale: float | None = None if is_weighed and vote is not None else scale
@@ -134,7 +134,7 @@ class Step:
         if self._observer is not None:
             self._observer.begins()
         self._buffers, self._values = program.begin(self.parts)
-        self._noted: list[tuple[int, Tensor]] = []  # gradients that have been put, and not looked at
+        self._pending: list[tuple[int, Tensor]] = []  # gradients that have been put, and not looked at
         self._streams: set[Stream] = set()  # where those were made
         self._remaining = program.needed.copy()
         self._put = set[int]()  # positions of the leaves that have arrived
@@ -167,12 +167,12 @@ class Step:
     # Gradients
 
     def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
-        """Take the gradient of the leaf at `position`. It is the step's from now on, unless the caller is to keep it.
+        """Add the gradient of the leaf at `position`. The step may write over it, unless `keep` is True.
 
-        If it is not like the leaf, `advance` or `agree` raises that.
+        If its shape, dtype or device is not the leaf's, `advance` or `agree` raises a ValueError.
 
         Returns:
-            Whether it is time for `advance`: a segment has all that it needs, or collectives may be complete.
+            True if it is time for `advance`: a segment has all that it needs, or collectives may be complete.
 
         Raises:
             ValueError: The gradient has arrived already.
@@ -183,7 +183,7 @@ class Step:
         self._put.add(position)
         if keep and program.inputs[position].path in program.overwrites:
             grad = grad.clone()
-        self._noted.append((position, grad))
+        self._pending.append((position, grad))
         if program.stream is not None:
             self._streams.add(program.device.current())
         segment = program.segment_of[position]
@@ -247,14 +247,14 @@ class Step:
         Raises:
             StepFailedError: Another rank has failed in this step.
             ValueError: On all ranks: their weights are invalid, or only some have one.
-            CollectiveError: A collective failed, or on an accelerator another rank in the step before. Ranks may be
+            CollectiveError: A collective failed, or on an accelerator a rank in this or the last step. Ranks may be
                 desynchronized.
         """
         require_noticed(self._before)
         for step in self._in_front():  # as far as their gradients allow: other ranks do the same at this point
             step.advance(block=True)
-        if self._asks:
-            self._ask()
+        if self._must_rerun:
+            self._rerun_with_weights()
         self._weigh()
         absent = self._issue_all()
         if self._vote is not None:
@@ -263,9 +263,9 @@ class Step:
         return frozenset()  # nobody knows: the zeros of this rank count as gradients
 
     def commit(self) -> Synchronized:
-        """Compute and return the means, after `agree`; only now is anything written over.
+        """Compute and return the means, after `agree`. Only this writes over gradients and the state.
 
-        They may be parts of the plan's buffers, which are not written again while somebody holds them.
+        The means may share memory with buffers of the plan, which are not written again while a caller holds them.
         """
         program, stream = self._program, self._program.stream
         with torch.no_grad(), without_autocast(), self._on_side_stream():
@@ -298,7 +298,7 @@ class Step:
             return self.commit()
 
     def give_up(self, *, failed: bool = False) -> None:
-        """End the step without a message, where all ranks do so by themselves; nothing was written over.
+        """End the step without notifying other ranks, each of which ends it by itself; nothing was written over.
 
         Args:
             failed: Count it as failed, and end the steps that wait for it.
@@ -312,9 +312,9 @@ class Step:
     def fail(self, error: BaseException) -> None:
         """End the step on this rank because of `error`, and notify the others, which raise `StepFailedError`.
 
-        Where they cannot be notified, because a collective failed or because this rank has voted that all is well, and
-        on an accelerator, where they are notified one step later, this engine refuses further steps; so it does for a
-        pipeline that does not know which ranks it reaches. Does nothing after the step has ended.
+        This engine then refuses further steps if the others are not notified within this step: a collective failed,
+        this rank has already voted for success, the pipeline does not know which ranks it reaches, or the device is an
+        accelerator, where ranks are notified one step later. Does nothing after the step has ended.
         """
         if not self.is_open:
             return
@@ -377,7 +377,7 @@ class Step:
                 self._wait(index)
 
     def _send_zeros(self) -> None:
-        """Send zeros where this rank has still to send: give the step up without leaving other ranks alone."""
+        """Send zeros in each collective that this rank has not issued yet, so that no other rank waits for it."""
         with torch.no_grad(), self._on_side_stream():
             for code in self._program.codes[self._next :]:
                 if code.segment.launches is not None:
@@ -387,7 +387,7 @@ class Step:
 
     def _close(self) -> None:
         self.is_open = False
-        self._values, self._buffers, self._noted, self._again, self._works = [], [], [], [], {}
+        self._values, self._buffers, self._pending, self._rerun_grads, self._works = [], [], [], [], {}
         self._ended(self)
         self.parts = []
 
@@ -405,21 +405,21 @@ class Step:
 
     def _weigh(self) -> None:
         """Start the exchange of weights, if the step has one that has not been started."""
-        if self._scale is None and not self._asks and not self._is_weighing:
+        if self._scale is None and not self._must_rerun and not self._is_weighing:
             assert self._vote is not None
             self._is_weighing = True
             self._vote.weigh(self._weight or NO_WEIGHT)
 
     def _known_scale(self) -> float:
         """Return what gradients are scaled by, once all weights are known; raise a ValueError if they are invalid."""
-        if self._scale is None and not self._asks:
+        if self._scale is None and not self._must_rerun:
             self._weigh()
             assert self._vote is not None
             scale = self._vote.scale()
             self._scale = self._plain_scale if scale is None else scale
         return self._scale or 0.0
 
-    def _ask(self) -> None:
+    def _rerun_with_weights(self) -> None:
         """End a step that began without an exchange of weights, and begin it again with one.
 
         Raises:
@@ -429,18 +429,18 @@ class Step:
         assert self._vote is not None
         absent = self._issue_all()
         self._voted(self._vote, absent, self._weight)
-        again = [(i, grad) for i, grad in self._again if self._program.inputs[i].path not in absent]
+        again = [(i, grad) for i, grad in self._rerun_grads if self._program.inputs[i].path not in absent]
         self._wait_for_side_stream()
         self._start()
-        self._has_voted, self._asks, self._again, self.exchanges_weights = False, False, [], True
+        self._has_voted, self._must_rerun, self._rerun_grads, self.exchanges_weights = False, False, [], True
         for position, grad in again:
             self.put(position, grad)
 
     # Running
 
     def _ingest(self) -> None:
-        """Look at the gradients that have been put."""
-        if not self._noted:
+        """Check and scale the gradients that have been put since the last call, and assign them to registers."""
+        if not self._pending:
             return
         try:
             scale = self._known_scale()
@@ -452,10 +452,10 @@ class Step:
             if isinstance(self._program.wire, Elastic):
                 self._program.wire.report(error)
             raise
-        noted, self._noted = self._noted, []
+        noted, self._pending = self._pending, []
         program, values, inputs = self._program, self._values, self._program.inputs
-        if self._asks:
-            self._again += noted
+        if self._must_rerun:
+            self._rerun_grads += noted
         if self._learns_order:
             self._arrived += [inputs[position].path for position, _ in noted]
         if program.stream is not None:
@@ -465,7 +465,9 @@ class Step:
             for _, grad in noted:
                 program.device.keep(grad, program.stream)
         if scale != 1:  # what runs again must not be written over
-            noted = [(i, grad if inputs[i].is_own and not self._asks else scaled(grad, scale)) for i, grad in noted]
+            noted = [
+                (i, grad if inputs[i].is_own and not self._must_rerun else scaled(grad, scale)) for i, grad in noted
+            ]
         for position, grad in noted:
             each = inputs[position]
             register = each.register
@@ -521,7 +523,7 @@ class Step:
         assert collective is not None
         index = collective.index
         buffer = self._buffers[index]
-        if has_modes():  # as it asks itself: mostly there is no counter, and nothing to enter
+        if has_modes():  # checked here too, to skip the call in the usual case: no counter is active
             count_payload(self._program.wire_bytes[index])
         start = partial(
             self._program.wire.start,

@@ -1,6 +1,6 @@
-"""The vote with which ranks end a step alike: a byte for each leaf and three more, after its last collective.
+"""The vote by which a step has the same outcome on all ranks: each rank sends three flags and one for each leaf.
 
-In steps with weights it is also an exchange of those, before the first collective.
+The vote follows the last collective. In steps with weights, ranks exchange these before the first collective.
 """
 
 import math
@@ -24,26 +24,26 @@ from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, require_weights, scale
 class StepFailedError(RuntimeError):
     """Another rank failed in this step. State and parameters are what they were before it, on all ranks.
 
-    Gradients are not synchronized: clear them, as `optimizer.zero_grad()` does, and go on. Until then `.grad` is this
-    rank's own with `register`: what this backward gave, added to what was there. So it is with
-    `DistributedDataParallel` where there was a gradient before; elsewhere it is None. `value_and_grad` and `jit` write
-    to no `.grad`.
+    Gradients are not synchronized: clear them, for example with `optimizer.zero_grad()`, and continue. Until then
+    `.grad` holds, with `register`, this rank's own gradient added to any earlier one. `DistributedDataParallel` does
+    the same where there was an earlier gradient, and sets None elsewhere. `value_and_grad` and `jit` do not write to
+    `.grad`.
     """
 
 
 class Vote:
-    """The agreement of ranks on whether one has failed in a step, which leaves have arrived on some rank, and weights.
+    """The agreement of ranks on a step: whether a rank has failed, which leaves have arrived on some rank, and weights.
 
-    It is `cast` behind the last collective, and then there is an `outcome`; or this rank, which has reported that it
-    failed, will `explain`. In a step with weights, `weigh` and `scale` come before the first collective.
+    Call `cast` after the last collective, and then `outcome`, or `explain` on a rank that reported a failure. In a step
+    with weights, call `weigh` and `scale` before the first collective.
 
-    Groups are asked one after the other, and `groups` are those that have other ranks. Weights are of the first one.
+    Groups that have other ranks, `groups`, vote one after the other. Weights are exchanged in the first group given.
     """
 
     def __init__(self, leaves: Iterable[str], wire: Wire, groups: Sequence[str | None], device: Device) -> None:
         self._leaves, self._wire, self._device = leaves, wire, device
         self.groups = [group for group in groups if wire.size(group) > 1]
-        self._weighed = groups[0] if groups else None
+        self._weight_group = groups[0] if groups else None
         self._absent: frozenset[str] = frozenset()
         self._weight: Weight | None = None
         self._flags: Tensor | None = None  # of all ranks: [ranks, 3 + leaves], or [ranks, 1] of weights
@@ -52,8 +52,8 @@ class Vote:
     def weigh(self, weight: Weight) -> None:
         """Start the exchange of weights. This rank's is NO_WEIGHT or FAILED if it gave none."""
         self._weight = weight
-        if self._wire.size(self._weighed) > 1:
-            self._start(self._device.of_host([weight.number], torch.float64), self._weighed)
+        if self._wire.size(self._weight_group) > 1:
+            self._start(self._device.of_host([weight.number], torch.float64), self._weight_group)
 
     def scale(self) -> float | None:
         """Return what gradients are scaled by: see `numbers`; a ValueError, too, if all weights are zero."""
@@ -63,10 +63,10 @@ class Vote:
     def numbers(self) -> list[float] | None:
         """Wait for all weights and return them, in rank order; None if no rank gave one, or one has failed.
 
-        The vote reports a failure. (On an accelerator, whose ranks do not wait for that, it is a CollectiveError here.)
+        The vote reports a failure. (On an accelerator, where ranks do not wait for the vote, this raises instead.)
 
         Raises:
-            CollectiveError: A rank has died or left; the ranks are desynchronized.
+            CollectiveError: A rank has died or left, or on an accelerator failed; the ranks are desynchronized.
             ValueError: On all ranks: one is invalid, or some ranks gave one and others none.
         """
         assert self._weight is not None
@@ -91,7 +91,7 @@ class Vote:
         return numbers
 
     def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
-        """Notify the other ranks, without waiting for them; with `weight` in a step that began without an exchange."""
+        """Start the vote, without waiting for it. `weight` is for a step that began without an exchange of weights."""
         self._absent, self._weight, self._work = absent, weight, None
         if self.groups:
             has_weight, has_none = weight is not None, weight is None and not failed
@@ -105,13 +105,13 @@ class Vote:
     def outcome(self) -> frozenset[str]:
         """Return the leaves that have arrived on no rank.
 
-        On an accelerator the host does not wait for the answer, which is a `notice`, unless this rank misses a leaf or
-        has a weight.
+        On an accelerator the host waits only if this rank misses a leaf or has a weight. Otherwise the result is empty,
+        and `notice` reports a failure later.
 
         Raises:
-            StepFailedError: Another rank has failed, and all ranks raise.
-            CollectiveError: Another rank has died, left or hangs; on an accelerator also: it has failed.
-            ValueError: On all ranks: some have given a weight, and others none.
+            StepFailedError: Another rank has failed, and all ranks raise. Not on an accelerator.
+            CollectiveError: Another rank has died, left or hangs; on an accelerator also: failed, or gave no weight.
+            ValueError: On all ranks: some have given a weight, and others none. Not on an accelerator.
         """
         absent = self._absent
         if self._work is None or (self._device.is_asynchronous and not absent and self._weight is None):
@@ -121,7 +121,7 @@ class Vote:
         if failed and self._device.is_asynchronous:
             raise CollectiveError("another rank has failed in this step; see its own error")
         if is_mixed and self._device.is_asynchronous:
-            raise CollectiveError("weight: all ranks of a step give one, or none does, but only some have")
+            raise CollectiveError("weight: all ranks must give one in a step, or none, but only some ranks gave one")
         if failed:
             raise StepFailedError(self._explanation(None))
         if is_mixed:
@@ -129,7 +129,7 @@ class Vote:
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
     def notice(self) -> Callable[[], bool] | None:
-        """Return a function that tells whether a rank has failed, for which the host waits when it is called.
+        """Return a function that waits, on the host, for the vote, and returns True if the step has failed.
 
         None if the host has waited for the outcome, or there are no other ranks.
         """
@@ -144,10 +144,10 @@ class Vote:
         return has_failed
 
     def explain(self, error: BaseException) -> bool:
-        """Complete the vote of a step that this rank has reported as failed, and give the others the reason.
+        """Complete the vote of a step that this rank has reported as failed, and send the reason to the other ranks.
 
         Returns:
-            Whether they wait for this rank's vote before they end a step. On an accelerator they do not.
+            True if the other ranks wait for this vote before they end the step. On an accelerator they do not.
         """
         if self._work is not None and not self._device.is_asynchronous:
             self._complete()
@@ -155,7 +155,7 @@ class Vote:
         return not (self.groups and self._device.is_asynchronous)
 
     def of_first_rank(self, value: Any) -> Any:
-        """Return `value` as the first rank has it. Every rank must ask."""
+        """Return the `value` of the first rank. Every rank must call it."""
         with _named_failures(), self._device.selected():
             for group in self.groups:
                 value = first_over(self._wire, value, group, self._device.device)
@@ -172,7 +172,7 @@ class Vote:
         return self._flags
 
     def _complete(self) -> list[int]:
-        """Return each flag as it is on some rank."""
+        """Return the maximum of each flag over all ranks."""
         with _named_failures():
             flags = self._gathered().amax(0)
             for group in () if self._device.is_asynchronous else self.groups[1:]:
@@ -183,9 +183,9 @@ class Vote:
     def _refusal(self) -> ValueError:
         """Return the error that all ranks raise about their weights. Every rank must call it."""
         everyone = [self._weight or NO_WEIGHT]
-        if self._wire.size(self._weighed) > 1:
+        if self._wire.size(self._weight_group) > 1:
             with _named_failures("exchange their weights"):
-                everyone = gather_over(self._wire, everyone[0], self._weighed, self._device.device)
+                everyone = gather_over(self._wire, everyone[0], self._weight_group, self._device.device)
         try:
             require_weights(everyone)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Time and loss together: which pipeline ends near the plain mean's loss, in the shortest step. See `fnddp tune`."""
+"""Find the pipeline with the shortest step among those that end near the plain mean's loss. See `fnddp tune`."""
 
 import math
 import statistics
@@ -35,9 +35,9 @@ SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
 """Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
 
 MARGIN = 0.02
-"""A step must be shorter by this share to count as faster: predictions are not better than that."""
+"""A step must be shorter by this fraction to count as faster: predictions are not more accurate than that."""
 SAME = 1e-4
-"""Losses that differ by less, relative to them, are the same: rounding does that."""
+"""Losses whose relative difference is smaller count as equal: rounding alone makes such differences."""
 
 CANDIDATES = (
     "bucketize(quantize(two_shot))",
@@ -59,9 +59,9 @@ class Problem:
         loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
         batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
         optimizer: Makes one for a list of tensors, with `lr` to choose another learning rate.
-        quality: The final loss, of a function that stands for the trained module, in eval mode; None for the mean of
-            the training losses of the last tenth of the steps.
-        accuracy: The share of held-out data that is recognized, likewise; None where there is none.
+        quality: Takes the trained module, or a function in its place, in eval mode, and returns the final loss; None
+            for the mean of the training losses in the last tenth of the steps.
+        accuracy: Takes the same, and returns the share of held-out data that is classified correctly; None without.
     """
 
     build: Callable[[], nn.Module]
@@ -165,7 +165,7 @@ class Outcome:
         return {"pipeline": self.pipeline, **sizes, "step_seconds": self.seconds, **times}
 
     def beats(self, other: "Outcome") -> bool:
-        """Return whether `other` is no better in anything, and worse in something."""
+        """Return True if this is no worse than `other` in time and loss, and better in one of them."""
         slack = SAME * abs(other.loss)
         is_no_worse = self.seconds <= other.seconds and self.loss <= other.loss + slack
         return is_no_worse and (self.seconds < other.seconds or self.loss < other.loss - slack)
@@ -178,7 +178,7 @@ class Tuned:
     Attributes:
         outcomes: Of each pipeline, the fastest first.
         compute: Forward and backward, as measured.
-        within: How much worse than the plain mean's a loss may be, relative to it.
+        within: Largest excess of a loss over the plain mean's, relative to it, that is good enough.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -210,13 +210,13 @@ class Tuned:
     def winner(self) -> Outcome:
         """The fastest whose loss is good enough, if it is faster than `plain` by `MARGIN`; `plain` otherwise.
 
-        Without any whose loss is good enough it is the plain mean, which has diverged: see `doubt`.
+        If no loss is good enough, which happens if the plain mean diverged, it is the plain mean: see `doubt`.
         """
         return next((each for each in self.good if _is_faster(each, self.plain)), self.plain)
 
     @property
     def plain(self) -> Outcome:
-        """The outcome to beat: of the fastest 16-bit wire that is good enough, if that beats the plain mean itself."""
+        """The outcome to beat: the fastest good 16-bit wire if it is faster than the plain mean, else that mean."""
         half = self.sixteen_bits
         return half if half is not None and _is_faster(half, self.mean) else self.mean
 
@@ -243,7 +243,7 @@ class Tuned:
             return "the plain mean itself diverged: lower the learning rate"
         noise = self.mean.spread
         if len(self.mean.losses) < 2:
-            return "one seed says nothing of the spread: give more"
+            return "one seed does not show how far seeds alone move the loss: give at least two"
         if noise > self.within * abs(self.mean.loss):
             relative = noise / abs(self.mean.loss)
             return f"seeds alone move the plain mean's loss by {relative:.1%}, more than {self.within:.1%}"
@@ -271,9 +271,9 @@ def tune(
 
     The plain mean and 16-bit wires are always among them. Losses are simulated (`fnddp.simulate_training`); times are
     predicted (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The wrong
-    judge at a learning rate that is not the plain mean's best (all train at one, and the order may be another at
-    another); for a cluster whose processors are not like this one's, or are shared by ranks; for a loss that decides
-    after more steps than these; and for a warm-up: it is trained with, but costed as if it were over.
+    judge at a learning rate that is not the plain mean's best, since all train at that one; for a cluster with other
+    processors than this machine, or with ranks that share one; if losses differ only after more steps than `steps`; and
+    for warm-ups, which training includes and the predicted time does not.
 
     Args:
         problem: The model, batches and loss.
@@ -281,11 +281,11 @@ def tune(
         link: The connection of the ranks.
         ranks: Number of virtual ranks.
         steps: Number of training steps.
-        seeds: A training for each, of the initial parameters and the batches; pipelines share them.
-        within: How much worse than the plain mean's a loss may be, relative to it.
+        seeds: Seeds of the initial parameters and batches: each pipeline is trained once with each of them.
+        within: Largest excess of a loss over the plain mean's, relative to it, that is good enough.
         bucket_cap_mb: MiB of gradients whose payloads travel together.
         threads: Number of threads of a rank, while it is timed.
-        tell: Called after each training, with the number of those that are done, and of all.
+        tell: Callback after each training, called with the number that are done and the total.
 
     Raises:
         ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
