@@ -131,7 +131,7 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
 
 
 class Noted(Exchanges):
-    """Exchanges that do not run: only the local steps of their starts and ends are noted. `open`: those already open."""
+    """Exchanges that do not run: only the local steps of their starts and ends are noted. `open`: already open ones."""
 
     def __init__(self, open: Iterable[str] = ()) -> None:
         self.step = 1

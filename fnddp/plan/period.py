@@ -16,7 +16,7 @@ from fnddp.plan.plan import Plan
 from fnddp.wire.groups import WorldSize, within, world_size
 
 LONGEST = 10_000
-"""Steps within which counters come back to where they were. Where they do not, they are the period."""
+"""Most steps in a period: if counters do not repeat within them, these steps are the period."""
 AHEAD = 64
 """Steps looked ahead to find that a counter selects no phase."""
 
@@ -55,7 +55,7 @@ def period(
     walk = _Walk(sync, params, world_size, arrival, bucket_cap_mb)
     late = AFTER_ALL_WARM_UPS
     reached, _ = walk.until_it_repeats([late for _ in walk.first])
-    # Where warm-ups are over for good stays late; what starts again does so from its own first step.
+    # Counters of warm-ups that are over stay late; counters that wrap start again, from their own first step.
     begin = [first if any(at[i] < late for at in reached) else late for i, first in enumerate(walk.first)]
     walked, start = walk.until_it_repeats(begin)
     repeated = walked[start:]
@@ -67,7 +67,7 @@ def period(
 
 
 class _Walk:
-    """Counters from step to step, and the plans that they lead to."""
+    """Walk of the counters of a state from step to step, and the plans for them."""
 
     def __init__(
         self, sync: Sync, params: Tree, size: WorldSize | None, arrival: Sequence[str] | None, bucket_cap_mb: float
@@ -93,7 +93,7 @@ class _Walk:
         return len(self.plans) - 1
 
     def until_it_repeats(self, counters: Sequence[int]) -> tuple[Sequence[Sequence[int]], int]:
-        """Return the counters of each step from these on, until one follows that is like an earlier one, and its place.
+        """Return the counters of each step from `counters` on, until one repeats an earlier step, and its place.
 
         If there is none within `LONGEST`, all of them repeat.
         """
@@ -106,7 +106,7 @@ class _Walk:
         return list(walked.values()), list(walked).index(key) if key in walked else 0
 
     def _key(self, counters: Sequence[int]) -> tuple[int | None, ...]:
-        """Return a key that is equal for steps from which all goes on alike."""
+        """Return a key that is equal for steps after which all following steps are alike."""
         plan = self.plans[self.index(counters)]
         return tuple(None if self._only_grows(plan, counters, i) else at for i, at in enumerate(counters))
 

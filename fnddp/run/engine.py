@@ -38,13 +38,13 @@ from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import FAILED, Weight
 
 SLOW_SECONDS = 2
-"""A lowering that takes longer is logged, since the step that waits for it looks like one that hangs."""
+"""Seconds after which a lowering is logged, since the step that waits for it seems to hang."""
 
-MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
+MAX_PHASES = 8  # plans kept: pipelines have few phases, unless a plan holds for one value of a counter that grows
 
 _numbers = itertools.count()
 
-# Engines of models that know nothing of each other meet nowhere but on their process group, or on another wire.
+# By process group, or by a wire other than torch.distributed: engines of independent models share nothing else.
 _open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakKeyDictionary()
 
 
@@ -55,17 +55,17 @@ class Engine:
         state: The pipeline's state before the first step; None if `begin` is given one.
         bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
         learns_order: Whether the order in which gradients arrive in the first step, on the first rank, becomes the
-            order of all later ones. Not where ranks may join that have not seen it.
-        groups: Process groups whose ranks end a step together, where the pipeline does not know which it reaches.
+            order of all later steps. False where ranks may join later, which do not know it.
+        groups: Process groups whose ranks end a step together, if the pipeline does not know which groups it reaches.
         beside: Process groups whose ranks end a step together though the pipeline does not reach them.
         backend: What runs segments: see `lower`. A pipeline without a plan is then an error.
-        traces: Of this pipeline and such leaves, where several engines share them.
+        traces: Traces of this pipeline and such leaves, if several engines share them.
 
     Attributes:
-        positions: Of the leaves, by path.
-        number: Higher than those of the engines that were made before it.
+        positions: Positions of the leaves, by path.
+        number: Number of the engine, in the order of construction.
         step: The step that is open; None as soon as it has ended.
-        begun, steps, failed_steps: Numbers of steps that have begun, ended well, and failed.
+        begun, steps, failed_steps: Numbers of steps that have begun, succeeded, and failed.
         broken: The error after which ranks may be desynchronized.
     """
 
@@ -106,13 +106,13 @@ class Engine:
         self._debug = debug_level()
         self._meter: Meter | None = None
         self._measured_from = 0
-        self._order: list[str] | None = None  # of arrival, for which plans are made
+        self._order: list[str] | None = None  # in which plans expect gradients to arrive
         self._dropped: frozenset[str] = frozenset()
         self._programs: list[Program] = []
         self._current: Program | None = None
         self._exchanges_weights = False  # from the first step with weights on
-        self._epoch = 0  # of an elastic wire, when this rank was last consistent with the others
-        self._notice: Callable[[], bool] | None = None  # of the last step, on an accelerator
+        self._epoch = 0  # epoch of an elastic wire in which this rank was last consistent with the others
+        self._notice: Callable[[], bool] | None = None  # `Step.notice` of the last step, on an accelerator
         self._is_connected = False
 
     @property
@@ -124,14 +124,14 @@ class Engine:
     def state(self) -> State:
         """The pipeline's state after the last step. It can be kept: later steps do not write over it.
 
-        Set it, on all ranks, between steps, to go on from another one of the same pipeline and leaves.
+        Set it between steps, on all ranks, to continue from another state of the same pipeline and leaves.
 
         Raises:
             CollectiveError: On an accelerator: another rank has failed in the last step.
         """
         require_noticed(self._notice)
         state = self._own_state()
-        # A step that is open has begun to write over what it was alone to hold.
+        # An open step may write over tensors that only the engine holds: copy them.
         return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
 
     @state.setter
@@ -141,7 +141,7 @@ class Engine:
         self._parts, self._structure = tree.flatten_any(require_like(repr(self.sync), state, self._own_state()))
 
     def hand_over(self) -> State:
-        """Return the state, which is the caller's from now on: the next `begin` is given one."""
+        """Return the state, and keep no reference to it: the caller must pass a state to the next `begin`."""
         state, self._parts = self._own_state(), []
         return state
 
@@ -168,10 +168,10 @@ class Engine:
         """Begin a step, which is `step` until it ends.
 
         Args:
-            state: Where it begins; None for where the last one ended.
+            state: The state before the step; None for the state after the last step.
             weight: How much this rank's gradients count: 0 is allowed, not on all ranks. All ranks give one or none
                 does; anything else, and what is no weight, is a ValueError on all ranks, of `advance` or `agree`.
-            scale: What gradients are multiplied by on their way in a step without weights.
+            scale: Factor on gradients before they are sent, in a step without weights.
 
         Raises:
             RuntimeError: After an earlier step the ranks are desynchronized.
@@ -233,7 +233,7 @@ class Engine:
             self.expect(step.arrival)
 
     def run(self, leaves: Leaves, state: State = None, *, weight: Any = None) -> Synchronized:
-        """Run a whole step of gradients that are all there. If it fails, it has failed on all ranks."""
+        """Run a whole step on complete gradients. If it fails, it has failed on all ranks."""
         step = self.begin(state, weight=weight)
         try:
             step.feed_all({path: leaves[path] for path in reversed(leaves)})
@@ -243,7 +243,7 @@ class Engine:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """`Step.fail`, if a step is open."""
+        """Call `Step.fail` if a step is open."""
         if self.step is not None:
             self.step.fail(error)
 
@@ -267,33 +267,33 @@ class Engine:
             ) from self.broken
 
     def connect(self) -> None:
-        """Connect the groups that steps use, if that is still to be done. All ranks call it where they set up.
+        """Connect the groups that steps use, unless they are connected. All ranks must call it while they set up.
 
-        In the first step it could be too late: models that share a backward begin theirs in another order elsewhere.
+        The first step could be too late: models that share a backward may begin their steps in different orders.
         """
         if not device_of(self.device).is_asynchronous and not self._is_connected:
             with_dedicated_groups(self.wire, self.groups)
             self._is_connected = True
 
     def prepare(self) -> Plan | None:
-        """Make the plan for the present state, which the first step would wait for."""
+        """Make the plan for the present state now, not in the first step."""
         return self._choose().plan
 
     def expect(self, arrival: list[str]) -> None:
-        """Make `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
+        """Expect gradients in the order `arrival` from the next step on; it must be the same on all ranks."""
         if self.plan is not None and arrival != list(self.plan.buckets):
             self._order, self._programs = arrival, []
             self._memory.clear()
 
     def drop(self, leaves: frozenset[str]) -> None:
-        """Leave out `leaves` from the next step on, which no rank uses. The same on all ranks."""
+        """Leave out `leaves`, which no rank uses, from the next step on. They must be the same on all ranks."""
         if leaves:
             self._dropped, self._programs = leaves, []
 
     def take_over_from(self, before: "Engine") -> bool:
-        """Take the place of `before`, with all that its steps have learnt, and return whether it has the same leaves.
+        """Take over from `before` what its steps have learnt, if it has the same leaves, and return whether it has.
 
-        A rank that replaces its engine alone then sends what the others send.
+        A rank that alone replaces its engine then sends the same as the other ranks.
         """
         if list(self.leaves) != list(before.leaves):
             return False
@@ -343,16 +343,16 @@ class Engine:
 
 
 def _open_on(wire: Wire, group: str | None) -> list[weakref.ref[Step]]:
-    """Return the steps that are open on a process group, in the order in which they began. It can be added to."""
+    """Return the steps that are open on a process group, in the order in which they began: a list to add to."""
     line = _open.setdefault(live_group(group) if isinstance(wire, C10d) else wire, [])
     line[:] = [entry for entry in line if (step := entry()) is not None and step.is_open]
     return line
 
 
 class Engines:
-    """Engines of a pipeline by their leaves and states, of given shapes, and the process groups that there are.
+    """Engines of a pipeline, by the shapes of leaves and states, and by the live process groups.
 
-    Not of given layouts: what ranks agree on does not include those. Means are laid out as the first leaves were.
+    Not by memory layouts, which may differ between ranks. Means have the layout of the first leaves.
     """
 
     def __init__(
@@ -368,10 +368,10 @@ class Engines:
 
     @contextmanager
     def alone(self, leaves: Leaves, state: State) -> Generator[Engine]:
-        """Give the engine for such leaves and such a state to one call at a time.
+        """Yield the engine for leaves and a state of these shapes, to one call at a time.
 
         Raises:
-            RuntimeError: A call for such leaves is under way, whose step goes on.
+            RuntimeError: Another call for such leaves is under way; its step continues.
         """
         key, call = self._key(leaves, state), object()
         if self._calls.setdefault(key, call) is not call:  # atomic, as a look and an entry are not

@@ -23,7 +23,7 @@ from fnddp.wire.protocol import CollectiveError, Elastic
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 
 POLL_SECONDS = 2e-4
-"""Time between two looks at collectives under way, while gradients arrive that complete no segment."""
+"""Seconds between two checks of open collectives, while gradients arrive that complete no segment."""
 
 _PROFILED = Observer()
 _NOTHING = nullcontext()
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class Synchronized(NamedTuple):
     """The result of a step: the means by path, and the leaves that arrived on no rank.
 
-    There are no means of a step that was skipped, nor of leaves for which the pipeline has no update in this step.
+    There are no means after a skipped step, nor of leaves for which the pipeline has no update in this step.
     """
 
     mean: Leaves
@@ -46,7 +46,7 @@ class Synchronized(NamedTuple):
 
 
 def require_noticed(notice: Callable[[], bool] | None) -> None:
-    """Raise a CollectiveError if a rank has failed in a step whose outcome the host did not wait for."""
+    """Raise a CollectiveError if a rank failed in the last step, for whose outcome the host did not wait."""
     if notice is not None and notice():
         raise CollectiveError(
             "another rank failed in the step before this one, where its gradients counted as zeros: parameters and the "
@@ -57,35 +57,35 @@ def require_noticed(notice: Callable[[], bool] | None) -> None:
 class Step:
     """A step, from `Engine.begin` on.
 
-    Segments run strictly in the order of the plan. Execution stops at the first one whose gradients are not there or
-    whose collectives are not complete, and goes on at the next `advance`. So collectives leave in the same order on all
+    Segments run strictly in the order of the plan. Execution stops at the first segment whose gradients or
+    collectives are not complete, and continues at the next `advance`. So collectives start in the same order on all
     ranks, whatever the timing, and nothing blocks inside backward. On an accelerator everything is issued on a side
     stream, waits are stream waits, and the host does not block.
 
-    On a process group on which steps of other engines are open, this one issues nothing before those are over.
+    While steps of other engines, begun earlier, are open on one of its process groups, a step issues nothing.
 
     A rank cannot know whether the others give a weight. So the first step with weights begins as one without: a rank
     that has a weight sends zeros, and reports it in the vote. If all do, the step runs again. From then on each step
-    begins with an exchange of weights. So collectives match whichever rank gives one, and ranks that never do send
-    nothing for it.
+    begins with an exchange of weights. So collectives match whichever rank gives a weight, and without
+    weights nothing more is sent.
 
     Args:
         parts: The parts of the pipeline's state.
-        ended: Is called with the step when it has ended.
-        vote: The agreement of ranks; None where it is not known which ranks the pipeline reaches.
-        weight: How much this rank's gradients count; `scale` is what they are multiplied by without weights.
-        learns_order: Whether the order in which gradients arrive is to be that of later steps.
+        ended: Callback, called with the step when it has ended.
+        vote: The agreement of ranks; None if it is not known which ranks the pipeline reaches.
+        weight: How much this rank's gradients count; `scale`: factor on them in steps without weights.
+        learns_order: Whether the order in which gradients arrive becomes the order of later steps.
         ahead: Open steps on the same process groups.
-        before: The `notice` of the step before, on an accelerator.
+        before: The `notice` of the previous step, on an accelerator.
 
     Attributes:
-        is_open: True until it has ended.
-        is_done, has_failed: How it has ended; neither where it was given up, on all ranks.
-        parts: Of the next state, once it is done.
+        is_open: True until the step has ended.
+        is_done, has_failed: True after success and failure; both False after all ranks have given the step up.
+        parts: The parts of the next state, once the step is done.
         exchanges_weights: Whether the next step begins with an exchange of weights.
-        arrival: The order in which gradients have arrived on the first rank, if it is learnt.
+        arrival: The order in which gradients have arrived on the first rank, if `learns_order`.
         broken: The error after which ranks may be desynchronized.
-        notice: Tells whether another rank has failed in this step, if the host has not waited for that: see `Vote`.
+        notice: Returns whether another rank has failed in this step, if the host has not waited for that: see `Vote`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Step:
         self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
         self._learns_order = learns_order
-        self._arrived: list[str] = []  # in this order, where that is to be learnt
+        self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self._start()
         has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and bool(vote.groups)
@@ -133,8 +133,8 @@ class Step:
         if self._observer is not None:
             self._observer.begins()
         self._buffers, self._values = program.begin(self.parts)
-        self._noted: list[tuple[int, Tensor]] = []  # gradients that have been put, and not looked at
-        self._streams: set[Stream] = set()  # where those were made
+        self._noted: list[tuple[int, Tensor]] = []  # gradients that have been put, but not processed
+        self._streams: set[Stream] = set()  # streams on which these gradients were made
         self._remaining = program.needed.copy()
         self._put = set[int]()  # positions of the leaves that have arrived
         self._works: dict[int, Work] = {}
@@ -155,18 +155,18 @@ class Step:
 
     @property
     def is_held(self) -> bool:
-        """True while the step of another engine goes first on a process group of this one."""
+        """True while an earlier step of another engine is open on one of its process groups."""
         return bool(self._ahead) and bool(self._in_front())
 
     @property
     def is_polled(self) -> bool:
-        """True if it can go on when a collective is complete, without another gradient: see `poll`."""
+        """True if it may continue when a collective is complete, without another gradient: see `poll`."""
         return self._program.is_polled
 
     # Gradients
 
     def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
-        """Take the gradient of the leaf at `position`. It is the step's from now on, unless the caller is to keep it.
+        """Take the gradient of the leaf at `position`. The step may write over it, unless `keep`.
 
         If it is not like the leaf, `advance` or `agree` raises that.
 
@@ -192,17 +192,17 @@ class Step:
         return program.is_polled and self._is_due()
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
-        """`put` the gradient of the leaf at `path`, and `advance` if it is time.
+        """Call `put` for the gradient of the leaf at `path`, and `advance` if it is time.
 
         Raises:
-            ValueError: There is no such leaf, it has arrived already, or it is not like the leaf; on all ranks: their
-                weights are invalid.
+            ValueError: There is no such leaf, its gradient has arrived already or is not like the leaf; on all ranks:
+                their weights are invalid.
         """
         if self.put(self._position_of(path, grad), grad, keep=keep):
             self.advance()
 
     def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
-        """`put` several gradients by path, and `advance` once."""
+        """Call `put` for several gradients by path, and `advance` once."""
         for path, grad in grads.items():
             self.put(self._position_of(path, grad), grad, keep=keep)
         self.advance()
@@ -217,7 +217,7 @@ class Step:
         return position
 
     def advance(self, *, block: bool = False) -> None:
-        """Run what can run, without waiting; with `block`, all that needs no missing gradient."""
+        """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
         if self.is_open and not self.is_held:
             self._go_on(block)
 
@@ -231,7 +231,7 @@ class Step:
                 self._next += 1
 
     def poll(self) -> None:
-        """`advance`, if some time has passed and a collective is complete for which a segment waits."""
+        """Call `advance` if some time has passed and a collective is complete for which a segment waits."""
         if self.is_open and self._is_due():
             self.advance()
 
@@ -241,7 +241,7 @@ class Step:
         """Issue all collectives, agree with the other ranks, and wait. Leaves that have not arrived count as zeros.
 
         Returns:
-            The leaves that have arrived on no rank; none of them where ranks do not vote.
+            The leaves that have arrived on no rank; empty if ranks do not vote.
 
         Raises:
             StepFailedError: Another rank has failed in this step.
@@ -259,12 +259,12 @@ class Step:
         if self._vote is not None:
             return self._voted(self._vote, absent)
         self._wait_all()
-        return frozenset()  # nobody knows: the zeros of this rank count as gradients
+        return frozenset()  # not known without a vote: the zeros of this rank count as gradients
 
     def commit(self) -> Synchronized:
         """Compute and return the means, after `agree`; only now is anything written over.
 
-        They may be parts of the plan's buffers, which are not written again while somebody holds them.
+        Means may be parts of the plan's buffers, which are not written again while a caller holds them.
         """
         program, stream = self._program, self._program.stream
         with torch.no_grad(), without_autocast(), self._on_side_stream():
@@ -278,7 +278,7 @@ class Step:
                 if isinstance(each, Tensor):
                     program.device.keep(each, current)
         if self._vote is not None and program.device.is_asynchronous:
-            with self._on_side_stream():  # behind all that others wait for
+            with self._on_side_stream():  # behind everything that other ranks wait for
                 self.notice = self._vote.notice()
         if self._observer is not None and program.plan is not None:
             self._observer.ends(program.plan)
@@ -291,13 +291,13 @@ class Step:
         return Synchronized(means, self._unused)
 
     def finish(self) -> Synchronized:
-        """`agree` and `commit`."""
+        """Call `agree` and `commit`, and return the result."""
         with in_profile("end"):
             self.agree()
             return self.commit()
 
     def give_up(self, *, failed: bool = False) -> None:
-        """End the step without a message, where all ranks do so by themselves; nothing was written over.
+        """End the step without notifying other ranks, which all do the same; nothing was written over.
 
         Args:
             failed: Count it as failed, and end the steps that wait for it.
@@ -376,7 +376,7 @@ class Step:
                 self._wait(index)
 
     def _send_zeros(self) -> None:
-        """Send zeros where this rank has still to send: give the step up without leaving other ranks alone."""
+        """Send zeros in all collectives that are left, to give the step up without leaving other ranks waiting."""
         with torch.no_grad(), self._on_side_stream():
             for code in self._program.codes[self._next :]:
                 if code.segment.launches is not None:
@@ -410,7 +410,7 @@ class Step:
             self._vote.weigh(self._weight or NO_WEIGHT)
 
     def _known_scale(self) -> float:
-        """Return what gradients are scaled by, once all weights are known; raise a ValueError if they are invalid."""
+        """Return the scale of gradients, once all weights are known; raise a ValueError if they are invalid."""
         if self._scale is None and not self._asks:
             self._weigh()
             assert self._vote is not None
@@ -438,7 +438,7 @@ class Step:
     # Running
 
     def _ingest(self) -> None:
-        """Look at the gradients that have been put."""
+        """Check and store the gradients that have been put since the last call."""
         if not self._noted:
             return
         try:
@@ -457,7 +457,7 @@ class Step:
             self._again += noted
         if self._learns_order:
             self._arrived += [inputs[position].path for position, _ in noted]
-        if scale != 1:  # what runs again must not be written over
+        if scale != 1:  # do not write over a gradient that a repeated step reads again
             noted = [(i, grad if inputs[i].is_own and not self._asks else scaled(grad, scale)) for i, grad in noted]
         if program.stream is not None:
             for stream in self._streams:
@@ -554,7 +554,7 @@ class Step:
 
 
 def _named(collective: Collective, run: Callable[[], T]) -> T:
-    """Return the result of `run`, which does something with `collective`."""
+    """Return the result of `run`; name `collective` in its errors."""
     try:
         return run()
     except RuntimeError as error:

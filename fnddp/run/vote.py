@@ -1,6 +1,6 @@
 """The vote with which ranks end a step alike: a byte for each leaf and three more, after its last collective.
 
-In steps with weights it is also an exchange of those, before the first collective.
+In steps with weights, ranks also exchange these, before the first collective.
 """
 
 import math
@@ -25,7 +25,7 @@ class StepFailedError(RuntimeError):
     """Another rank failed in this step. State and parameters are what they were before it, on all ranks.
 
     Gradients are not synchronized: clear them, as `optimizer.zero_grad()` does, and go on. Until then `.grad` is this
-    rank's own with `register`: what this backward gave, added to what was there. So it is with
+    rank's own with `register`: the gradients of this backward, added to those before. The same holds with
     `DistributedDataParallel` where there was a gradient before; elsewhere it is None. `value_and_grad` and `jit` write
     to no `.grad`.
     """
@@ -34,10 +34,10 @@ class StepFailedError(RuntimeError):
 class Vote:
     """The agreement of ranks on whether one has failed in a step, which leaves have arrived on some rank, and weights.
 
-    It is `cast` behind the last collective, and then there is an `outcome`; or this rank, which has reported that it
-    failed, will `explain`. In a step with weights, `weigh` and `scale` come before the first collective.
+    Call `cast` after the last collective, then `outcome`, or `explain` on a rank that has reported its failure. In a
+    step with weights, call `weigh` and `scale` before the first collective.
 
-    Groups are asked one after the other, and `groups` are those that have other ranks. Weights are of the first one.
+    `groups`, those that have other ranks, vote one after the other. Weights are exchanged in the first group.
     """
 
     def __init__(self, leaves: Iterable[str], wire: Wire, groups: Sequence[str | None], device: Device) -> None:
@@ -46,17 +46,17 @@ class Vote:
         self._weighed = groups[0] if groups else None
         self._absent: frozenset[str] = frozenset()
         self._weight: Weight | None = None
-        self._flags: Tensor | None = None  # of all ranks: [ranks, 3 + leaves], or [ranks, 1] of weights
+        self._flags: Tensor | None = None  # flags of all ranks, [ranks, 3 + leaves], or weights, [ranks, 1]
         self._work: Work | None = None
 
     def weigh(self, weight: Weight) -> None:
-        """Start the exchange of weights. This rank's is NO_WEIGHT or FAILED if it gave none."""
+        """Start the exchange of weights. `weight` is NO_WEIGHT or FAILED on a rank that gave none."""
         self._weight = weight
         if self._wire.size(self._weighed) > 1:
             self._start(torch.tensor([weight.number], dtype=torch.float64, device=self._device.device), self._weighed)
 
     def scale(self) -> float | None:
-        """Wait for all weights and return what gradients are scaled by; None if no rank gave one, or one has failed.
+        """Wait for all weights and return the scale of gradients; None if no rank gave one, or one has failed.
 
         The vote reports a failure. (On an accelerator, whose ranks do not wait for that, it is a CollectiveError here.)
 
@@ -73,7 +73,7 @@ class Vote:
             except CollectiveError as error:
                 if not isinstance(self._wire, Elastic):
                     raise
-                self._wire.report(error)  # the step is none, and its vote will report it
+                self._wire.report(error)  # the vote of the step will report it
                 return None
         if FAILED.number in numbers:
             if self._device.is_asynchronous:
@@ -93,7 +93,7 @@ class Vote:
             flags = [failed, has_weight, has_none, *(path not in absent for path in self._leaves)]
             with _named_failures():
                 self._start(self._device.of_host(flags, torch.uint8), self.groups[0])
-                if self._device.is_asynchronous:  # all groups, whether this rank will ask or not
+                if self._device.is_asynchronous:  # gather from all groups, even if this rank will not read the result
                     for group in self.groups[1:]:
                         self._start(self._gathered().amax(0), group)
 
@@ -124,7 +124,7 @@ class Vote:
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
     def notice(self) -> Callable[[], bool] | None:
-        """Return a function that tells whether a rank has failed, for which the host waits when it is called.
+        """Return a function that returns whether a rank has failed; the host waits for that when it is called.
 
         None if the host has waited for the outcome, or there are no other ranks.
         """
@@ -137,7 +137,7 @@ class Vote:
         """Complete the vote of a step that this rank has reported as failed, and give the others the reason.
 
         Returns:
-            Whether they wait for this rank's vote before they end a step. On an accelerator they do not.
+            Whether other ranks wait for this rank's vote before they end a step; False on an accelerator.
         """
         if self._work is not None and not self._device.is_asynchronous:
             self._complete()
@@ -162,7 +162,7 @@ class Vote:
         return self._flags
 
     def _complete(self) -> list[int]:
-        """Return each flag as it is on some rank."""
+        """Return each flag as the largest of all ranks."""
         with _named_failures():
             flags = self._gathered().amax(0)
             for group in () if self._device.is_asynchronous else self.groups[1:]:

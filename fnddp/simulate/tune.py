@@ -1,4 +1,4 @@
-"""Time and loss together: which pipeline ends near the plain mean's loss, in the shortest step. See `fnddp tune`."""
+"""Search for the pipeline with the shortest step among those that reach about the plain mean's loss: `fnddp tune`."""
 
 import math
 import statistics
@@ -35,9 +35,9 @@ SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
 """Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
 
 MARGIN = 0.02
-"""A step must be shorter by this share to count as faster: predictions are not better than that."""
+"""Fraction by which a step must be shorter to count as faster: predictions are not more accurate."""
 SAME = 1e-4
-"""Losses that differ by less, relative to them, are the same: rounding does that."""
+"""Relative difference below which losses count as equal: rounding causes such differences."""
 
 CANDIDATES = (
     "bucketize(quantize(two_shot))",
@@ -58,10 +58,10 @@ class Problem:
         build: Makes a new module. Its initial values are a function of torch's global seed.
         loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
         batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
-        optimizer: Makes one for a list of tensors, with `lr` to choose another learning rate.
+        optimizer: Makes an optimizer for a list of tensors, with `lr` to choose another learning rate.
         quality: The final loss, of a function that stands for the trained module, in eval mode; None for the mean of
             the training losses of the last tenth of the steps.
-        accuracy: The share of held-out data that is recognized, likewise; None where there is none.
+        accuracy: The fraction of held-out data that such a function classifies correctly; None without such data.
     """
 
     build: Callable[[], nn.Module]
@@ -104,7 +104,7 @@ def standing_for(module: nn.Module, params: Any) -> Forward:
 
 
 def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> float:
-    """Return the loss that training with `sync` on `n` virtual ranks ends with."""
+    """Return the final loss of a training with `sync` on `n` virtual ranks."""
     model = problem.make(seed)
     # Fused attention has no rule for vmap, which would run it rank by rank, and warn.
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
@@ -125,13 +125,13 @@ def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> f
 
 @dataclass(frozen=True)
 class Outcome:
-    """The costs of a pipeline, and the losses that training with it ends with.
+    """The costs of a pipeline, and the final losses of training with it.
 
     Attributes:
-        pipeline: Its expression.
+        pipeline: The pipeline, as text.
         wire_bytes: Bytes that one rank passes to its collectives in a step, the mean over a period after all warm-ups.
         link_bytes: Bytes that one rank sends over its link in a step, likewise.
-        step: The steps of such a period, predicted.
+        step: The predicted steps of such a period.
         losses: The final loss, by seed.
     """
 
@@ -158,7 +158,7 @@ class Outcome:
         return (max(self.losses) - min(self.losses)) / 2 if math.isfinite(self.loss) else math.inf
 
     def as_json(self) -> dict[str, Any]:
-        """Return the costs, for programs."""
+        """Return the costs as a dictionary of JSON values."""
         parts = ("encode", "decode", "communication", "exposed")
         times = {f"{part}_seconds": getattr(self.step, f"{part}_seconds") for part in parts}
         sizes = {"wire_bytes": self.wire_bytes, "link_bytes": self.link_bytes}
@@ -176,8 +176,8 @@ class Tuned:
     """The findings of `tune`.
 
     Attributes:
-        outcomes: Of each pipeline, the fastest first.
-        compute: Forward and backward, as measured.
+        outcomes: The outcome of each pipeline, the fastest first.
+        compute: Measured times of forward and backward.
         within: How much worse than the plain mean's a loss may be, relative to it.
     """
 
@@ -210,13 +210,13 @@ class Tuned:
     def winner(self) -> Outcome:
         """The fastest whose loss is good enough, if it is faster than `plain` by `MARGIN`; `plain` otherwise.
 
-        Without any whose loss is good enough it is the plain mean, which has diverged: see `doubt`.
+        If no loss is good enough it is the plain mean, which has diverged: see `doubt`.
         """
         return next((each for each in self.good if _is_faster(each, self.plain)), self.plain)
 
     @property
     def plain(self) -> Outcome:
-        """The outcome to beat: of the fastest 16-bit wire that is good enough, if that beats the plain mean itself."""
+        """The outcome to beat: the fastest 16-bit wire that is good enough, or the plain mean, whichever is faster."""
         half = self.sixteen_bits
         return half if half is not None and _is_faster(half, self.mean) else self.mean
 
@@ -277,15 +277,15 @@ def tune(
 
     Args:
         problem: The model, batches and loss.
-        pipelines: Expressions.
+        pipelines: Pipelines, as text.
         link: The connection of the ranks.
         ranks: Number of virtual ranks.
         steps: Number of training steps.
-        seeds: A training for each, of the initial parameters and the batches; pipelines share them.
+        seeds: Seeds of initial parameters and batches, one for each training; the same for all pipelines.
         within: How much worse than the plain mean's a loss may be, relative to it.
         bucket_cap_mb: MiB of gradients whose payloads travel together.
         threads: Number of threads of a rank, while it is timed.
-        tell: Called after each training, with the number of those that are done, and of all.
+        tell: Called after each training, with the numbers of trainings done and in all.
 
     Raises:
         ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
