@@ -16,10 +16,10 @@ Memory: TypeAlias = fx.Node | Mean | Scratch
 
 @dataclass(frozen=True)
 class Donation:
-    """Memory that a step may write over: `gradients`, and the `state` once all collectives are complete.
+    """Input memory that a step may write over: `gradients`, and the `state` once all collectives are complete.
 
-    `gradients` is "no", "at_end" (once all collectives are complete), or "yes" (as soon as nobody reads them). A step
-    that fails leaves the state alone.
+    `gradients` is "no", "at_end" (once all collectives are complete), or "yes" (as soon as nothing reads them). A step
+    that fails does not change the state.
     """
 
     gradients: str = "no"
@@ -60,14 +60,14 @@ class Cut:
 
 @dataclass
 class Placement:
-    """The memory of results.
+    """Where results are stored: the decisions of the pass `place`.
 
     Attributes:
         payloads: The payloads that a node is copied to, by collective and position.
         targets: Memory that the result of a node is written over: another node's, a payload, or that of a mean.
-        lies_in: The memory of a result, where that is not its own.
+        lies_in: The memory that holds a result, if not memory of its own.
         overwritten: The inputs of the graph that are written over.
-        results: Leaves whose mean has memory of its own, and `memories` that in the next step.
+        results: Leaves whose mean has memory of its own; `memories` is that memory in the next step.
     """
 
     payloads: dict[fx.Node, list[tuple[Collective, int]]] = field(
@@ -88,7 +88,7 @@ class Placement:
         return memory
 
     def memory(self, node: fx.Node) -> fx.Node | Name:
-        """Return the same, once all is decided: for what becomes a payload, that."""
+        """Return what `holder` does, once all is decided; the payload if the result is written into a buffer."""
         memory = self.holder(node)
         target = self.targets.get(memory) if isinstance(memory, fx.Node) else None
         return target if isinstance(target, Sent) else memory
@@ -96,10 +96,10 @@ class Placement:
 
 @dataclass
 class Draft:
-    """The argument and result of a pass, which changes it.
+    """A plan in the making: each pass takes it, changes it, and returns it.
 
     Attributes:
-        graph: From leaves, parts of the state and numbers of ranks to means and the next state.
+        graph: Computes means and the next state from leaves, parts of the state and numbers of ranks.
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: Names of the inputs of the graph, and of the tensors it holds.
         cuts: The graph in order, with the `batches` of operations that run as one, by the first of them.

@@ -1,4 +1,4 @@
-"""Graphs of fx, and the two functions that lowering adds to aten: they stand for a combined collective."""
+"""Graphs of fx, with two functions in addition to aten, `launch` and `take`, which stand for a combined collective."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from fnddp.torch_private import UNSAFE_VIEWS
 
 
 def launch(payloads: list[Tensor], collective: Collective) -> None:
-    """Stand for a combined collective; graphs with it are not run."""
+    """Stand for the start of a combined collective; graphs with this function are not run."""
 
 
 def take(launched: list[Tensor], position: int) -> None:
@@ -47,7 +47,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_light(node: fx.Node) -> bool:
-    """Return whether `node` reads and makes small tensors only: larger ones of many leaves would take much memory."""
+    """Return whether `node` reads and makes small tensors only: large ones of many leaves would take much memory."""
     return all(map(_is_small, (node, *node.all_input_nodes)))
 
 
@@ -99,7 +99,7 @@ def output_nodes(graph: fx.Graph) -> list[Any]:
 
 
 def numbers(nodes: Sequence[Any], inputs: Sequence[fx.Node]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Return a function that computes the numbers `nodes` from `inputs`, without holding the graph by its nodes."""
+    """Return a function that computes the numbers `nodes` from `inputs`; it holds no reference to the graph."""
     place = {node: i for i, node in enumerate(inputs)}
 
     def of(node: Any) -> Callable[[Sequence[int]], Any]:
@@ -116,7 +116,7 @@ def numbers(nodes: Sequence[Any], inputs: Sequence[fx.Node]) -> Callable[[Sequen
 
 
 def sorted_topologically(graph: fx.Graph) -> fx.Graph:
-    """Move every node behind those that it reads, and change the order no more than that takes."""
+    """Move every node behind the nodes that it reads, and otherwise keep the order."""
     end = graph.output_node()
     placed: set[fx.Node] = set()
     for first in list(graph.nodes):

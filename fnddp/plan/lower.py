@@ -87,7 +87,7 @@ def lower(
     leaves, _ = tree.flatten(params)
     require_backend(backend)
     world = planned_world(sync, sync.groups, world_size)
-    with torch.inference_mode(False):  # in which operations are traced as others than they are
+    with torch.inference_mode(False):  # in inference mode operations are traced as other operations
         with within(world):
             state = sync.init(leaves) if state is None else state
         return lower_leaves(
@@ -117,8 +117,8 @@ def lower_leaves(
 ) -> Plan:
     """Lower as `lower` does, for leaves by path, and buckets of any number of sizes, in bytes.
 
-    `dropped` leaves have no gradients on any rank: what only they need is neither computed nor sent. `traces` are of
-    the same pipeline, leaves, and kind of state.
+    `dropped` leaves have no gradients on any rank: what only they need is neither computed nor sent. `traces` must
+    be of the same pipeline, leaves, and kind of state.
     """
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
@@ -131,7 +131,7 @@ def lower_leaves(
 
 @contextmanager
 def _without_gc() -> Generator[None]:
-    """A graph is hundreds of thousands of objects that stay: the collector would look through them again and again."""
+    """Turn the garbage collector off: it would scan the hundreds of thousands of objects of a graph again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -142,7 +142,7 @@ def _without_gc() -> Generator[None]:
 
 
 class Traces:
-    """The last trace that was made: a plan with other buckets, or other leaves to drop, needs no other."""
+    """Cache of the last trace, which also serves plans with other buckets or other dropped leaves."""
 
     def __init__(self) -> None:
         self._last: Draft | None = None
@@ -153,7 +153,7 @@ class Traces:
         sizes = sizes_of(request)
         if self._last is None or sizes != self._sizes or not self._last.phase.holds_for(request.state, sizes):
             made = trace(request)
-            self._last = replace(made, request=replace(request, state=None))  # whose tensors it would hold
+            self._last = replace(made, request=replace(request, state=None))  # or it would keep tensors alive
             self._sizes = sizes
         return copied(self._last, request)
 
@@ -165,7 +165,7 @@ class Traces:
 
 
 def plan_of(draft: Draft) -> Plan:
-    """Return the plan that the passes make of a trace, which they change."""
+    """Run the passes on a trace, which they change, and return the plan."""
     for step in PASSES:
         draft = step(draft)
     request, placement = draft.request, draft.placement

@@ -1,4 +1,4 @@
-"""A plan: a schedule, and the ways to look at it."""
+"""A plan: a schedule that prints, draws and costs itself."""
 
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ class Plan(Schedule):
         See `fnddp.cost.estimate.estimate` for the model, and `to_svg` for `link`.
 
         Args:
-            overhead_seconds: Encode and decode that backward does not hide.
+            overhead_seconds: Time of encoding and decoding that backward does not hide.
 
         >>> import torch
         >>> from fnddp import Link, allreduce, fp16, lower

@@ -25,7 +25,7 @@ class all_reduce(Reducer):
             or the default one. It is kept by name.
         op: "mean", "sum", "max" or "min". The latter two do not add, so compression and memory refuse them; they take
             no complex leaves.
-            A "sum" is of all that is in `.grad`: clear gradients before each synchronized backward.
+            A "sum" adds all that is in `.grad`: clear gradients before each synchronized backward.
 
     >>> import torch
     >>> all_reduce(op="sum")

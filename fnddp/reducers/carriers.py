@@ -71,8 +71,8 @@ class two_shot_mean(Carrier):
         group: See `all_reduce`.
         server_memory: The owner keeps the losses of its second hop, a residual of one chunk, and adds it to the next
             mean, instead of counting it in `sent`, n times, which would inflate the scales of its chunk's blocks. The
-            sum of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. It is of
-            a fixed number of ranks: a ValueError at the exchange with another.
+            sum of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. The state
+            is for a fixed number of ranks: another number is a ValueError at the exchange.
 
     Source: sum and means by owner as in torchft's quantized all-reduce and in 1-bit Adam (Tang et al., ICML 2021). The
     two residuals of the latter are `error_feedback(sign(two_shot(server_memory=True)))`.
@@ -121,7 +121,7 @@ class two_shot_mean(Carrier):
             decoded = each.decode(received[path])
             total[path] = collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks
             length = own[path]
-            if length is not None:  # of padding a codec may have made anything
+            if length is not None:  # a codec may have decoded padding to any values
                 is_padding = torch.arange(decoded.shape[1], device=decoded.device) >= length
                 total[path] = torch.where(is_padding, 0, total[path])
         if self.server_memory:

@@ -41,7 +41,7 @@ class hierarchical(Sync):
             node. The default group, and that inside the node, are a ValueError in `init` and `exchange`.
         intra: The group inside the node, see `all_reduce`.
         shard: Exchange a shard on each rank. If False, leaves stay whole: a mean inside the node, then the same
-            exchange by every rank of it, so n times as much leaves the node. Means are then equal to the bit only if
+            exchange by every rank of it, so the node sends n times as much. Means are then equal to the bit only if
             the backend adds in the same order in all groups across nodes, as carriers do.
 
     Source: two-level all-reduces as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; with compression
@@ -68,7 +68,7 @@ class hierarchical(Sync):
         if self.inner.ops - {"mean"}:
             others = ", ".join(sorted(self.inner.ops - {"mean"}))
             raise TypeError(
-                f"hierarchical: {self.inner!r} takes a {others}, but inside the node there is a mean; use one"
+                f"hierarchical: {self.inner!r} takes a {others}, but inside the node a mean is taken; use a mean"
             )
         if self.inner.groups is None:
             raise TypeError(
@@ -78,7 +78,7 @@ class hierarchical(Sync):
             if inner.wants_whole_leaves:
                 name = type(inner).__name__
                 raise TypeError(
-                    f"hierarchical: {name} is about all leaves, and here a rank has a shard of each; put it outside, "
+                    f"hierarchical: {name} needs whole leaves, but here a rank has a shard of each; put it outside, "
                     f"{name}(hierarchical(...)), or give whole leaves, shard=False"
                 )
 

@@ -32,14 +32,14 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
     if plan.backend is None:
         return plan.segments
     compiled = sum(bool(segment.operations) for segment in plan.segments)
-    seconds: dict[Run, float] = {}  # that the first call of each has taken
+    seconds: dict[Run, float] = {}  # time of the first call of each segment
 
     def timed(run: Run) -> Run:
         by_inductor = torch.compile(_own(run), fullgraph=True)
 
         def run_it(*inputs: Any) -> Sequence[Any]:
             begun = perf_counter()
-            outputs = by_inductor(*inputs)  # compiles it, the first time
+            outputs = by_inductor(*inputs)  # compiles the segment, the first time
             if run not in seconds:
                 seconds[run] = perf_counter() - begun
                 if len(seconds) == compiled:
@@ -54,7 +54,7 @@ def segments_of(plan: Schedule) -> tuple[Segment, ...]:
 def _own(run: Run) -> Run:
     """Return `run` as a function with code and a name of its own.
 
-    torch.compile limits how many versions it makes of one, and takes sizes for variables in which versions differ.
+    torch.compile limits the number of versions of a function, and makes sizes dynamic in which versions differ.
     """
 
     def own(*given: Any) -> Sequence[Any]:

@@ -38,9 +38,9 @@ from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import FAILED, Weight
 
 SLOW_SECONDS = 2
-"""A lowering that takes longer is logged, since the step that waits for it looks like one that hangs."""
+"""Seconds after which a lowering is logged, since the step that waits for it seems to hang."""
 
-MAX_PHASES = 8  # plans kept: a pipeline has few phases, or it bakes in a counter that never comes back
+MAX_PHASES = 8  # plans kept: pipelines have few phases, unless a plan holds for one value of a counter that grows
 
 _numbers = itertools.count()
 
@@ -62,10 +62,10 @@ class Engine:
         traces: Traces of this pipeline for such leaves, to be shared by several engines.
 
     Attributes:
-        positions: Of the leaves, by path.
-        number: Higher than those of the engines that were made before it.
+        positions: Positions of the leaves, by path.
+        number: Number of the engine, in the order of construction.
         step: The step that is open; None as soon as it has ended.
-        begun, steps, failed_steps: Numbers of steps that have begun, ended well, and failed.
+        begun, steps, failed_steps: Numbers of steps that have begun, succeeded, and failed.
         broken: The error after which ranks may be desynchronized.
     """
 
@@ -106,13 +106,13 @@ class Engine:
         self._debug = debug_level()
         self._meter: Meter | None = None
         self._measured_from = 0
-        self._order: list[str] | None = None  # of arrival, for which plans are made
+        self._order: list[str] | None = None  # in which plans expect gradients to arrive
         self._dropped: frozenset[str] = frozenset()
         self._programs: list[Program] = []
         self._current: Program | None = None
         self._exchanges_weights = False  # from the first step with weights on
-        self._epoch = 0  # of an elastic wire, when this rank was last consistent with the others
-        self._notice: Callable[[], bool] | None = None  # of the last step, on an accelerator
+        self._epoch = 0  # epoch of an elastic wire in which this rank was last consistent with the others
+        self._notice: Callable[[], bool] | None = None  # `Step.notice` of the last step, on an accelerator
         self._is_connected = False
 
     @property
@@ -233,7 +233,7 @@ class Engine:
             self.expect(step.arrival)
 
     def run(self, leaves: Leaves, state: State = None, *, weight: Any = None) -> Synchronized:
-        """Run a whole step of gradients that are all there. If it fails, it has failed on all ranks."""
+        """Run a whole step on complete gradients. If it fails, it has failed on all ranks."""
         step = self.begin(state, weight=weight)
         try:
             step.feed_all({path: leaves[path] for path in reversed(leaves)})
@@ -243,7 +243,7 @@ class Engine:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """`Step.fail`, if a step is open."""
+        """Call `Step.fail` if a step is open."""
         if self.step is not None:
             self.step.fail(error)
 
@@ -276,17 +276,17 @@ class Engine:
             self._is_connected = True
 
     def prepare(self) -> Plan | None:
-        """Make the plan for the present state, which the first step would wait for."""
+        """Make the plan for the present state now, not in the first step."""
         return self._choose().plan
 
     def expect(self, arrival: list[str]) -> None:
-        """Make `arrival` the order in which gradients are expected from the next step on. The same on all ranks."""
+        """Expect gradients in the order `arrival` from the next step on; it must be the same on all ranks."""
         if self.plan is not None and arrival != list(self.plan.buckets):
             self._order, self._programs = arrival, []
             self._memory.clear()
 
     def drop(self, leaves: frozenset[str]) -> None:
-        """Leave out `leaves` from the next step on, which no rank uses. The same on all ranks."""
+        """Leave out `leaves`, which no rank uses, from the next step on. They must be the same on all ranks."""
         if leaves:
             self._dropped, self._programs = leaves, []
 
@@ -343,7 +343,7 @@ class Engine:
 
 
 def _open_on(wire: Wire, group: str | None) -> list[weakref.ref[Step]]:
-    """Return the steps that are open on a process group, in the order in which they began. It can be added to."""
+    """Return the steps that are open on a process group, in the order in which they began: a list to add to."""
     line = _open.setdefault(live_group(group) if isinstance(wire, C10d) else wire, [])
     line[:] = [entry for entry in line if (step := entry()) is not None and step.is_open]
     return line
@@ -368,10 +368,10 @@ class Engines:
 
     @contextmanager
     def alone(self, leaves: Leaves, state: State) -> Generator[Engine]:
-        """Give the engine for such leaves and such a state to one call at a time.
+        """Yield the engine for leaves and a state of these shapes, to one call at a time.
 
         Raises:
-            RuntimeError: A call for such leaves is under way, whose step goes on.
+            RuntimeError: Another call for such leaves is under way; its step continues.
         """
         key, call = self._key(leaves, state), object()
         if self._calls.setdefault(key, call) is not call:  # atomic, as a look and an entry are not

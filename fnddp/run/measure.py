@@ -1,4 +1,4 @@
-"""The time that a rank computes, measured here: backward with the arrival of each gradient, and a plan's segments."""
+"""Measurements of a rank's computation: backward with the arrival of each gradient, and a plan's segments."""
 
 import statistics
 import time
@@ -38,7 +38,7 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar.
         params: Any pytree of floating-point tensors.
-        batch: A rank's.
+        batch: The batch of one rank.
         calls: Number of timed repetitions, at least 1.
 
     Returns:
@@ -75,15 +75,15 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
 
 
 def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> tuple[float, ...]:
-    """Time the computation of a plan on this machine: encoding and decoding, each segment apart, of random gradients.
+    """Time the computation of a plan on this machine: encoding and decoding of random gradients, segment by segment.
 
-    They run as in a step, on a wire that takes no time and on which all ranks send the same as this one. The wrong
+    Segments run as in a step, on a wire that takes no time and on which all ranks send the same as this one. The wrong
     number where compression depends on the values, beyond what random ones show; and where ranks share cores, caches or
     a GPU, unless as many processes as will share them measure at once, each with its number of threads.
 
     Args:
         plan: For any number of ranks, which need not exist. Its leaves must not be on the meta device.
-        state: Where a step begins; None for the pipeline's first one. It is not written over.
+        state: The state before the step; None for the initial state. It is not written over.
         calls: Number of timed repetitions, at least 1.
 
     Returns:
@@ -144,7 +144,7 @@ class _Mirror:
     def vote(self, flags: Tensor, group: str | None) -> "tuple[Tensor, _Mirror]":
         return flags.expand(self.size(group), *flags.shape), self
 
-    # Of its collectives, which are complete at once.
+    # As the `Work` of its collectives, which are complete at once.
     def is_completed(self) -> bool:
         return True
 

@@ -1,4 +1,4 @@
-"""A plan as steps run it: registers for names, and the memory of collectives and means, which outlives steps.
+"""A plan, prepared to run: values in registers, and the memory of collectives and means, which outlives steps.
 
 A pipeline without a plan is one segment that commits.
 """
@@ -32,8 +32,8 @@ T = TypeVar("T")
 class Buffer:
     """The memory of a collective: what it sends, and what it fills, which is the same for a collective in place.
 
-    With `views_apart` each slice looks like memory of its own. So Inductor wants it, which otherwise computes each
-    element of a buffer from all that is written there.
+    With `views_apart` each slice looks like memory of its own, for Inductor, which otherwise computes each element of a
+    buffer from all that is written to the buffer.
     """
 
     def __init__(self, collective: Collective, *, views_apart: bool) -> None:
@@ -70,7 +70,7 @@ class Buffer:
 
     @property
     def is_held(self) -> bool:
-        """True while somebody else reads it."""
+        """True while a caller holds a tensor of this memory."""
         if any(storage_use_count(t) > own for t, own in zip(self._tensors, self._own_uses, strict=True)):
             return True
         return self._views_apart and any(storage_use_count(view) > 1 for view in self._views.values() if view.numel())
@@ -84,7 +84,7 @@ class Pool:
         self._buffers: list[Buffer] = []
 
     def take(self) -> Buffer:
-        """Return a buffer that nobody reads. It stays here."""
+        """Return a buffer that no caller reads. The pool keeps it."""
         free = next((buffer for buffer in self._buffers if not buffer.is_held), None)
         if free is None:
             free = Buffer(self._collective, views_apart=self._views_apart)
@@ -100,7 +100,7 @@ class Memory:
         self._streams: dict[Device, Stream] = {}
 
     def clear(self) -> None:
-        """Forget all memory: the plans to come need other."""
+        """Forget all memory, before plans that need other memory."""
         self._collectives: dict[Collective, Pool] = {}
         self._means: dict[str, list[Tensor]] = {}
 
@@ -115,7 +115,7 @@ class Memory:
         return self._collectives.setdefault(collective, Pool(collective, views_apart))
 
     def take_mean(self, path: str, leaf: LeafSpec) -> Tensor:
-        """Return memory for the mean of a leaf that nobody reads. It is the caller's until it is given back."""
+        """Return memory for the mean of a leaf that nobody reads; the caller gives it back with `give_mean`."""
         pool = self._means.setdefault(path, [])
         free = next((tensor for tensor in pool if storage_use_count(tensor) == 1), None)
         if free is None:
@@ -142,9 +142,9 @@ class Input(NamedTuple):
 
     path: str
     leaf: LeafSpec
-    register: int | None  # where the gradient is put; None for a leaf that was dropped
-    like: tuple[Any, ...] | None  # shape, dtype, device and strides of one that is put there as it is, if any is
-    is_cloned: bool  # if somebody else holds it, since it is written over
+    register: int | None  # of the gradient; None for a leaf that was dropped
+    like: tuple[Any, ...] | None  # shape, dtype, device and strides of gradients that are used without a copy
+    is_cloned: bool  # if a caller holds the gradient, since it is written over
     is_own: bool  # not reduced over ranks
 
 
@@ -152,12 +152,12 @@ class Program:
     """The code that steps of one phase run.
 
     Args:
-        groups: Process groups whose ranks end a step together; None where that is not known.
+        groups: Process groups whose ranks end a step together; None if they are not known.
         clones_shared: Whether gradients that share memory with something are copied before they are written over.
         is_static: False for a plan of `without_schedule`.
 
     Attributes:
-        plan: As given; None if it is of `without_schedule`.
+        plan: The plan; None for a plan of `without_schedule`.
         segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
             entry at the end, which is never complete.
         needed: For each segment the number of leaves that it needs.
@@ -227,7 +227,7 @@ class Program:
         return Input(path, leaf, register, like, clones_shared and path in plan.overwrites, is_own)
 
     def is_for(self, parts: Sequence[Any]) -> bool:
-        """Return whether it is for the counters in a state, and for groups of these sizes where payloads have rows."""
+        """Return whether its plan holds for the counters in `parts`, and the present sizes of its groups."""
         if self.plan is None:
             return True
         phase = self.plan.phase
@@ -270,7 +270,7 @@ class Program:
 
 
 class UnexpectedGradient(ValueError):
-    """A gradient is not of a leaf that is missing in a step, or unlike `leaf`."""
+    """A gradient is of no leaf that is missing in the step, or unlike `leaf`."""
 
     def __init__(self, path: str, grad: Tensor, problem: str = "", leaf: LeafSpec | None = None) -> None:
         if leaf is not None:
@@ -287,10 +287,10 @@ def without_schedule(
 ) -> Plan:
     """Return a plan of one segment, which commits: for a pipeline that has no static schedule.
 
-    `leaves` and `state` are like those of steps; `groups` are those that means are taken over.
+    `leaves` and `state` are like those of steps; `groups` are the groups over which means are taken.
     """
     given, structure = tree.flatten_any(state)
-    n, end = len(leaves), len(leaves) + len(given)  # not the state itself: what runs would keep it
+    n, end = len(leaves), len(leaves) + len(given)  # not the state itself, which `run` would keep alive
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         grads, parts, ranks = inputs[:n], inputs[n:end], inputs[end:]

@@ -17,16 +17,16 @@ class SyncStats(TypedDict):
     """The result of `DistributedDataParallel.sync_stats` and `Handle.sync_stats`; None where something is not known.
 
     Attributes:
-        steps: Steps that have ended well so far.
+        steps: Steps that have succeeded so far.
         failed_steps: Steps so far that failed on all ranks.
         skipped_steps: Steps so far that `skip_nonfinite` has withheld; None without it.
-        wire_bytes: What this rank handed to its collectives in the last step.
-        link_bytes: What it sent over its link for that, in rings.
-        collectives: How many those were.
-        encode_seconds: Computing before the last collective of the step was issued.
-        decode_seconds: Computing after that.
-        exposed_seconds: Waiting for collectives with nothing else to do.
-        residual_norm: Of what `error_feedback` keeps on this rank, over all leaves; None without it.
+        wire_bytes: Bytes that this rank passed to its collectives in the last step.
+        link_bytes: Bytes that it sent over its link for these collectives, in rings.
+        collectives: Number of these collectives.
+        encode_seconds: Time of computation before the last collective of the step was issued.
+        decode_seconds: Time of computation after that.
+        exposed_seconds: Time of waiting for collectives with nothing else to do.
+        residual_norm: Norm of what `error_feedback` keeps on this rank, over all leaves; None without it.
     """
 
     steps: int
@@ -42,7 +42,7 @@ class SyncStats(TypedDict):
 
 
 def stats(engine: Engine) -> SyncStats:
-    """The numbers of `engine`. Its steps are measured from the first call on, so there are no times in that one."""
+    """Return the statistics of `engine`. It measures steps from the first call on, which has no times yet."""
     taken = engine.taken()
     plan, state = engine.plan, engine.state
     residuals = _fields(state, "residual")

@@ -23,7 +23,7 @@ from fnddp.wire.protocol import CollectiveError, Elastic
 from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 
 POLL_SECONDS = 2e-4
-"""Time between two looks at collectives under way, while gradients arrive that complete no segment."""
+"""Seconds between two checks of open collectives, while gradients arrive that complete no segment."""
 
 _PROFILED = Observer()
 _NOTHING = nullcontext()
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class Synchronized(NamedTuple):
     """The result of a step: the means by path, and the leaves that arrived on no rank.
 
-    There are no means of a step that was skipped, nor of leaves for which the pipeline has no update in this step.
+    There are no means after a skipped step, nor of leaves for which the pipeline has no update in this step.
     """
 
     mean: Leaves
@@ -46,7 +46,7 @@ class Synchronized(NamedTuple):
 
 
 def require_noticed(notice: Callable[[], bool] | None) -> None:
-    """Raise a CollectiveError if a rank has failed in a step whose outcome the host did not wait for."""
+    """Raise a CollectiveError if a rank failed in the last step, for whose outcome the host did not wait."""
     if notice is not None and notice():
         raise CollectiveError(
             "another rank failed in the step before this one, or had no weight there, and its gradients counted as "
@@ -58,8 +58,8 @@ def require_noticed(notice: Callable[[], bool] | None) -> None:
 class Step:
     """A step, from `Engine.begin` on.
 
-    Segments run strictly in the order of the plan. Execution stops at the first one whose gradients are not there or
-    whose collectives are not complete, and goes on at the next `advance`. So collectives leave in the same order on all
+    Segments run strictly in the order of the plan. Execution stops at the first segment whose gradients or
+    collectives are not complete, and continues at the next `advance`. So collectives start in the same order on all
     ranks, whatever the timing, and nothing blocks inside backward. On an accelerator everything is issued on a side
     stream, waits are stream waits, and the host does not block.
 
@@ -67,8 +67,8 @@ class Step:
 
     A rank cannot know whether the others give a weight. So the first step with weights begins as one without: a rank
     that has a weight sends zeros, and reports it in the vote. If all do, the step runs again. From then on each step
-    begins with an exchange of weights. So collectives match whichever rank gives one, and ranks that never do send
-    nothing for it.
+    begins with an exchange of weights. So collectives match whichever rank gives a weight, and without
+    weights nothing more is sent.
 
     Args:
         parts: The parts of the pipeline's state.
@@ -111,7 +111,7 @@ class Step:
         self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
         self._learns_order = learns_order
-        self._arrived: list[str] = []  # in this order, where that is to be learnt
+        self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self._start()
         has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and bool(vote.groups)
@@ -156,12 +156,12 @@ class Step:
 
     @property
     def is_held(self) -> bool:
-        """True while the step of another engine goes first on a process group of this one."""
+        """True while an earlier step of another engine is open on one of its process groups."""
         return bool(self._ahead) and bool(self._in_front())
 
     @property
     def is_polled(self) -> bool:
-        """True if it can go on when a collective is complete, without another gradient: see `poll`."""
+        """True if it may continue when a collective is complete, without another gradient: see `poll`."""
         return self._program.is_polled
 
     # Gradients
@@ -193,17 +193,17 @@ class Step:
         return program.is_polled and self._is_due()
 
     def feed(self, path: str, grad: Tensor, *, keep: bool = False) -> None:
-        """`put` the gradient of the leaf at `path`, and `advance` if it is time.
+        """Call `put` for the gradient of the leaf at `path`, and `advance` if it is time.
 
         Raises:
-            ValueError: There is no such leaf, it has arrived already, or it is not like the leaf; on all ranks: their
-                weights are invalid.
+            ValueError: There is no such leaf, its gradient has arrived already or is not like the leaf; on all ranks:
+                their weights are invalid.
         """
         if self.put(self._position_of(path, grad), grad, keep=keep):
             self.advance()
 
     def feed_all(self, grads: Leaves, *, keep: bool = False) -> None:
-        """`put` several gradients by path, and `advance` once."""
+        """Call `put` for several gradients by path, and `advance` once."""
         for path, grad in grads.items():
             self.put(self._position_of(path, grad), grad, keep=keep)
         self.advance()
@@ -218,7 +218,7 @@ class Step:
         return position
 
     def advance(self, *, block: bool = False) -> None:
-        """Run what can run, without waiting; with `block`, all that needs no missing gradient."""
+        """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
         if self.is_open and not self.is_held:
             self._go_on(block)
 
@@ -232,7 +232,7 @@ class Step:
                 self._next += 1
 
     def poll(self) -> None:
-        """`advance`, if some time has passed and a collective is complete for which a segment waits."""
+        """Call `advance` if some time has passed and a collective is complete for which a segment waits."""
         if self.is_open and self._is_due():
             self.advance()
 
@@ -242,7 +242,7 @@ class Step:
         """Issue all collectives, agree with the other ranks, and wait. Leaves that have not arrived count as zeros.
 
         Returns:
-            The leaves that have arrived on no rank; none of them where ranks do not vote.
+            The leaves that have arrived on no rank; empty if ranks do not vote.
 
         Raises:
             StepFailedError: Another rank has failed in this step.
@@ -260,7 +260,7 @@ class Step:
         if self._vote is not None:
             return self._voted(self._vote, absent)
         self._wait_all()
-        return frozenset()  # nobody knows: the zeros of this rank count as gradients
+        return frozenset()  # not known without a vote: the zeros of this rank count as gradients
 
     def commit(self) -> Synchronized:
         """Compute and return the means, after `agree`. Only this writes over gradients and the state.
@@ -279,7 +279,7 @@ class Step:
                 if isinstance(each, Tensor):
                     program.device.keep(each, current)
         if self._vote is not None and program.device.is_asynchronous:
-            with self._on_side_stream():  # behind all that others wait for
+            with self._on_side_stream():  # behind everything that other ranks wait for
                 self.notice = self._vote.notice()
         if self._observer is not None and program.plan is not None:
             self._observer.ends(program.plan)
@@ -292,7 +292,7 @@ class Step:
         return Synchronized(means, self._unused)
 
     def finish(self) -> Synchronized:
-        """`agree` and `commit`."""
+        """Call `agree` and `commit`, and return the result."""
         with in_profile("end"):
             self.agree()
             return self.commit()
@@ -557,7 +557,7 @@ class Step:
 
 
 def _named(collective: Collective, run: Callable[[], T]) -> T:
-    """Return the result of `run`, which does something with `collective`."""
+    """Return the result of `run`; name `collective` in its errors."""
     try:
         return run()
     except RuntimeError as error:

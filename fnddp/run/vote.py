@@ -46,11 +46,11 @@ class Vote:
         self._weight_group = groups[0] if groups else None
         self._absent: frozenset[str] = frozenset()
         self._weight: Weight | None = None
-        self._flags: Tensor | None = None  # of all ranks: [ranks, 3 + leaves], or [ranks, 1] of weights
+        self._flags: Tensor | None = None  # flags of all ranks, [ranks, 3 + leaves], or weights, [ranks, 1]
         self._work: Work | None = None
 
     def weigh(self, weight: Weight) -> None:
-        """Start the exchange of weights. This rank's is NO_WEIGHT or FAILED if it gave none."""
+        """Start the exchange of weights. `weight` is NO_WEIGHT or FAILED on a rank that gave none."""
         self._weight = weight
         if self._wire.size(self._weight_group) > 1:
             self._start(self._device.of_host([weight.number], torch.float64), self._weight_group)
@@ -78,7 +78,7 @@ class Vote:
             except CollectiveError as error:
                 if not isinstance(self._wire, Elastic):
                     raise
-                self._wire.report(error)  # the step is none, and its vote will report it
+                self._wire.report(error)  # the vote of the step will report it
                 return None
         if FAILED.number in numbers:
             if self._device.is_asynchronous and self._weight != FAILED:
@@ -98,7 +98,7 @@ class Vote:
             flags = [failed, has_weight, has_none, *(path not in absent for path in self._leaves)]
             with _named_failures():
                 self._start(self._device.of_host(flags, torch.uint8), self.groups[0])
-                if self._device.is_asynchronous:  # all groups, whether this rank will ask or not
+                if self._device.is_asynchronous:  # gather from all groups, even if this rank will not read the result
                     for group in self.groups[1:]:
                         self._start(self._gathered().amax(0), group)
 

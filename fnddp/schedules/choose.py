@@ -28,8 +28,8 @@ class PartitionState(NamedTuple):
 class partition(Sync):
     """Run on every leaf the pipeline of the first pattern that matches its path.
 
-    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. A leaf that matches none, and a pattern
-    that gets none, are a ValueError in `init` and `exchange`, so that a typo is no silently uncompressed model.
+    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. A leaf without a pattern, and a
+    pattern without leaves, are a ValueError in `init` and `exchange`, so that a typo cannot go unnoticed.
 
     Args:
         rules: Pipelines by pattern; the first match wins.
@@ -148,7 +148,7 @@ class warmup(Sync):
 
 
 class SwitchState(NamedTuple):
-    """`step`: exchanges done, at most the first step of the last stage. `stages`: their states, by their first step.
+    """`step`: exchanges done, at most the first step of the last stage. `stages`: states of stages, by first step.
 
     None stands in place of a tensor that an earlier stage has.
     """
@@ -164,9 +164,9 @@ class switch(Sync):
     For ranks, ratios and precisions that change during training; for a first phase alone `warmup` is shorter. A stage
     takes over tensors of the stage before: those at the same place in a state of the same class, with the same
     shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
-    queries of another rank and counters begin anew. Memory outside, `error_feedback(switch({...}))`, needs none of
-    that. The wrong choice for changes in every step: each stage is a phase, with a plan of its own, of which adapters
-    keep at most 8.
+    queries of another rank and counters start afresh. Memory outside, `error_feedback(switch({...}))`, need not be
+    carried over. The wrong choice for changes in every step: each stage is a phase, with a plan of its own, of which
+    adapters keep at most 8.
 
     Args:
         stages: Pipelines by their first step, counted in exchanges; one begins at 0.
@@ -253,7 +253,7 @@ class every(Sync):
 
     By itself it **loses** the gradients of the other steps. With memory outside they add up, and the n-th step sends
     the sum: `error_feedback(every(4, topk(allgather, ratio=0.01)))`. The update is then about n times as large. The
-    wrong choice where a loop may wait: gradient accumulation (`no_sync`) does the same without memory.
+    wrong choice if the loop can accumulate gradients (`no_sync`): that has the same effect without memory.
 
     Args:
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
@@ -306,9 +306,9 @@ class delayed(Sync):
     Use it to find out what a stale mean does to a training run. The wrong choice for anything else: engines end a step
     when all of its collectives are complete, so it costs a copy of the gradients, and **saves no time today**.
 
-    `sent` is this rank's contribution to the next output, so memory outside remembers losses and not what is late: with
-    it, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients. Around `every` it
-    is a TypeError: write `every(n, delayed(...))`.
+    `sent` is this rank's contribution to the next output, so memory outside remembers losses, but not late gradients:
+    with memory, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients. Around
+    `every` it is a TypeError: write `every(n, delayed(...))`.
 
     Source: one step of delay as in Pipe-SGD (Li et al., NeurIPS 2018), Algorithm 1 with K = 2.
 

@@ -1,4 +1,4 @@
-"""Pipelines that look at values: they measure losses, or keep what is not finite out of the state."""
+"""Pipelines that read values: they measure what is lost, or keep infinite and NaN gradients out of the state."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,12 +25,12 @@ class MeasureState(NamedTuple):
 class measure(Sync):
     """Keep in the state how far the result of `inner` is from its gradients; change nothing else.
 
-    `error` is |g - sent| / |g| over all leaves, the part of this rank's gradient that was not sent. `cosine` is that of
-    the angle between the mean and the exact mean, over all leaves: 1 without loss. Integer leaves do not count.
+    `error` is |g - sent| / |g| over all leaves, the part of this rank's gradient that was not sent. `cosine` is the
+    cosine of the angle between the mean and the exact mean, over all leaves: 1 without loss. Integers do not count.
 
     `measure(error_feedback(topk(allgather)))` compares with the gradients, `error_feedback(measure(topk(allgather)))`
     with the input of the compressor, gradients and residual. The exact mean takes an uncompressed all_reduce, so
-    `every_steps=1` is the wrong choice for more than a look. Reading a number waits for an accelerator.
+    `every_steps=1` is the wrong choice for more than a few steps. Reading a number waits for an accelerator.
 
     Args:
         inner: The pipeline: a mean over one process group, the same on all ranks, in every step.
@@ -116,8 +116,8 @@ class skip_nonfinite(Sync):
     gradients, means and state. The wrong choice inside of memory: `error_feedback(skip_nonfinite(...))` remembers
     the NaN; write `skip_nonfinite(error_feedback(...))`. Counters, which are Python ints, go on.
 
-    Around `delayed` the mean that is held is held one step longer; after a first step that was skipped there is none,
-    and zeros come. A mean that overflows on the wire counts in the step that makes it, not in the one that returns it:
+    Around `delayed` the delayed mean is kept one step longer; after a skipped first step there is none, and the mean is
+    zeros. A mean that overflows on the wire counts in the step that makes it, not in the one that returns it:
     ranks agree on that by a second number.
 
     Source: the skipped step of Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
@@ -151,7 +151,7 @@ class skip_nonfinite(Sync):
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
         in_mean = _is_bad(inner.mean, state.skipped)
-        if not self.inner.sent_is_exact:  # it holds a mean, for which, if not finite, all later steps would be skipped
+        if not self.inner.sent_is_exact:  # a mean in its state, if not finite, would make all later steps skipped
             in_mean = in_mean | _has_spoilt(state.inner, inner.state, state.skipped)
         sees_the_same = self.inner.agrees and self.inner.sent_is_exact
         is_bad = is_bad | (in_mean if sees_the_same else _on_any_rank(in_mean, groups))
@@ -186,7 +186,7 @@ def _has_spoilt(before: Any, after: Any, like: Tensor) -> Tensor:
 
 
 def _on_any_rank(flag: Tensor, groups: tuple[str | None, ...]) -> Tensor:
-    for group in groups:  # of ranks laid out in several dimensions: along one after the other
+    for group in groups:  # ranks may be laid out in several dimensions: agree along one after the other
         # As a mean in float32, which shares a message with gradients.
         flag = collectives.all_reduce({"": flag.float()}, "mean", group)[""] > 0
     return flag

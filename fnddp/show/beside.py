@@ -12,11 +12,11 @@ STEP = "fnddp step"
 
 
 COMPUTE, WIRE = 0, 1  # tracks
-PROCESS = "predicted by fnddp"  # not a number, as torch's own tracks without a process: no measured one is called so
+PROCESS = "predicted by fnddp"  # not a number, so that no process of a measured trace has this name
 
 
 def beside(measured: str, predicted: str) -> str:
-    """Return two traces as one, for https://ui.perfetto.dev: the predicted one is a process that begins with the step.
+    """Return two traces as one, for https://ui.perfetto.dev: the predicted one begins with the measured step.
 
     Args:
         measured: The export of torch's profiler of a step within `record_function(STEP)`.

@@ -23,7 +23,7 @@ LONGEST = WIDEST - MARGIN - GUTTER - SLOT  # of a bar in a row
 
 INK, SOFT, LINE, PAPER = "#263238", "#546e7a", "#cfd8dc", "#ffffff"
 ON_DARK = {INK: "#eceff1", SOFT: "#b0bec5", LINE: "#455a64", PAPER: "#1e2429"}
-# For renderers that know no style sheets the attributes stay.
+# Renderers without style sheets use the attributes of elements.
 DARK = "<style>@media (prefers-color-scheme: dark) {{{}}}</style>".format(
     " ".join(
         f'.fnddp-plan [{where}="{light}"] {{{where}: {dark}}}'
@@ -43,7 +43,7 @@ Point: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Box:
-    """A run that is computed."""
+    """A run of segments, drawn as a box."""
 
     run: Run
     row: int
@@ -58,7 +58,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Bar:
-    """A collective on the wire, and the words below it."""
+    """A collective, drawn as a bar on the wire with lines of text below."""
 
     collective: Collective
     row: int
@@ -79,7 +79,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Slots, which begin again in the row in which they go on; boxes; bars by their collective's index; and rows."""
+    """The layout: slots, repeated in each row that they extend to; boxes; bars by index of the collective; rows."""
 
     slots: list[tuple[int, int, float]]  # number, row, left
     boxes: list[Box]
@@ -231,7 +231,7 @@ def _collectives(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str
 
 
 def _arrows(layout: Timeline, lanes: Lanes) -> Iterator[str]:
-    """Yield arrows to the wire, and from it to what waits for it; from another row only their ends."""
+    """Yield arrows to the wire, and from it to what waits for it; of arrows between rows only the ends."""
     for box in layout.boxes:
         below = lanes.top_of(box.row) + LANE + INSET + BOX
         apart = min(12.0, (box.width - 44) / max(1, len(box.run.waits) - 1))

@@ -13,9 +13,9 @@ class Taken(NamedTuple):
     """The times of a step, in seconds.
 
     Attributes:
-        segments: Of the segments before each collective is issued, since the one before; and of those after all.
-        wire: Of each collective, from when it is issued until the step has noticed that it is complete.
-        exposed: Of each collective: how long the step has waited for it, with nothing else to do.
+        segments: Time of segments between one collective's start and the next one's; last, of those after all starts.
+        wire: Time of each collective, from its start until the step has noticed that it is complete.
+        exposed: Time that the step has waited for each collective, with nothing else to do.
     """
 
     segments: list[list[float]]
@@ -24,22 +24,22 @@ class Taken(NamedTuple):
 
     @property
     def encode_seconds(self) -> float:
-        """All segments before the last collective is issued."""
+        """Time of all segments before the last collective is issued."""
         return sum(map(sum, self.segments[:-1]))
 
     @property
     def decode_seconds(self) -> float:
-        """All segments after that."""
+        """Time of all segments after the last collective is issued."""
         return sum(self.segments[-1])
 
     @property
     def exposed_seconds(self) -> float:
-        """All waiting."""
+        """Time of all waiting."""
         return sum(self.exposed)
 
 
 class Meter:
-    """Measures the last step."""
+    """Timer of the pieces of the last step."""
 
     def __init__(self) -> None:
         self.begins()
@@ -52,7 +52,7 @@ class Meter:
     def times(
         self, named: AbstractContextManager[object], piece: Piece, index: int, device: Device, stream: Stream
     ) -> Generator[None]:
-        """Time, within `named`, a segment, or the start of or the wait for the collective of that index."""
+        """Time a segment, or the start of or wait for the collective of that index, in the profiler range `named`."""
         with named:
             begun = device.mark(stream)
             yield

@@ -122,7 +122,7 @@ def show(plan: Schedule, code: bool = False) -> str:
 
 
 def header(plan: Schedule) -> list[str]:
-    """Return the pipeline, and what it was lowered for."""
+    """Return the pipeline, and the leaves and ranks that it was lowered for."""
     nbytes = sum(leaf.nbytes for leaf in plan.leaves.values())
     sizes = {c.group: c.world_size for c in plan.collectives}
     buckets = len(set(plan.buckets.values()))
@@ -135,7 +135,7 @@ def header(plan: Schedule) -> list[str]:
 
 
 def footer(plan: Schedule) -> list[str]:
-    """Return what a step sends and keeps."""
+    """Return lines on the bytes that a step sends, and on its memory."""
     full = 4 * _parameters(plan)
     against = f"; float32 gradients: {full:,} B, {full / plan.wire_bytes:.1f}x as much" if plan.wire_bytes else ""
     return [

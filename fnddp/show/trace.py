@@ -1,4 +1,4 @@
-"""The steps of a plan, as torch's profiler and FNDDP_DEBUG show them: the latter prints plans and times their steps."""
+"""Names and times of the pieces of steps, for torch's profiler, and for FNDDP_DEBUG, which prints plans and times."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def debug_level() -> int:
     """Return FNDDP_DEBUG: 0, 1 or 2.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The variable has another value.
     """
     text = os.environ.get("FNDDP_DEBUG") or "0"
     if text not in ("0", "1", "2"):
@@ -39,7 +39,7 @@ _NONE = nullcontext()
 
 
 class Observer:
-    """Names the pieces of steps for torch's profiler, and measures and prints them.
+    """Observer that names the pieces of steps for torch's profiler, and measures and prints them.
 
     Each context encloses one piece, which is started on `stream` of `device`.
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: to try and to test what needs several, without starting any."""
+"""Ranks as threads of this process, to test what needs several ranks without starting processes."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ from fnddp.device import accelerator
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
-GRACE_SECONDS = 60  # for ranks that are late to notice that they are not wanted
+GRACE_SECONDS = 60  # to wait for the other ranks' threads to end after an error
 
 
 class RankFailed(AssertionError):
@@ -30,19 +30,19 @@ class RankFailed(AssertionError):
 
 
 def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float = 180) -> list[Any]:
-    """Runs `fn(rank, *arguments)` on `n` threads, each a rank of a process group that lasts for this call.
+    """Run `fn(rank, *arguments)` on `n` threads, each a rank of a process group that lasts for this call.
 
-    A rank that raises ends the others, which may be waiting for it. Without a default process group in this process;
-    one call at a time.
+    A rank that raises ends the others, which may be waiting for it. This process must have no default process group;
+    make one call at a time.
 
     Args:
         n: Number of ranks.
-        fn: What each of them runs.
-        arguments: Given to all; shared, not copied.
-        seconds: All ranks together have this long.
+        fn: The function that each rank runs.
+        arguments: Arguments for all ranks; shared, not copied.
+        seconds: Time limit for all ranks together.
 
     Returns:
-        What `fn` returned, by rank.
+        The results of `fn`, in rank order.
 
     Raises:
         RankFailed: A rank raised, or took too long.
@@ -54,7 +54,7 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
     [1.0, 1.0, 1.0]
     """
     if dist.is_initialized():
-        raise RuntimeError("threads cannot be ranks where this process is one already: it has a default process group")
+        raise RuntimeError("threads cannot be ranks while this process is a rank: it has a default process group")
     if accelerator() is None:
         # torch 2.11 crashes where the thread that traced first has ended (pytorch#178950); this one stays.
         torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

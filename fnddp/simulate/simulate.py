@@ -20,11 +20,11 @@ from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
 
 
 def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "Simulation":
-    """Return `sync` on `world_size` virtual ranks: a function of all ranks' gradients, stacked, in this process.
+    """Return a simulation of `sync` on `world_size` virtual ranks, a function of the stacked gradients of all ranks.
 
     The pipeline's own Python runs once, under a vmap over ranks: no processes, no threads, and no process group. Sums
     are in rank order, so carriers (`allgather`, `two_shot`) and their codecs give the bits that `world_size` real ranks
-    get; for `allreduce`, whose ring decides on an order of its own, and for matrix products (`powersgd`), which are
+    get; for `allreduce`, whose ring adds in an order of its own, and for matrix products (`powersgd`), which are
     computed for all ranks at once, they are equal up to rounding: see `docs/simulate.md`. The wrong choice to measure
     time: see `fnddp.lower(...).estimate(link)`.
 
@@ -57,7 +57,7 @@ def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | No
 
 @dataclass(frozen=True)
 class Simulation:
-    """A pipeline on n virtual ranks: see `simulate`. It is called as the pipeline is, with gradients `[n, *shape]`.
+    """A pipeline on n virtual ranks: see `simulate`. Call it like the pipeline, with gradients `[n, *shape]`.
 
     States are the pipeline's own, except that `Local` tensors are `[n, *shape]`, a row for each rank. `Replicated`
     parts are as on any one rank, and so are Python ints.
@@ -86,7 +86,7 @@ class Simulation:
             self._ranks(torch.zeros((), dtype=torch.int64)).division(name)
 
     def init(self, grads: Tree) -> State:
-        """Return the state before the first step, for a tree like all ranks' gradients, whose values are not read."""
+        """Return the initial state, for a tree like all ranks' gradients, whose values are not read."""
         leaves, spec = tree.flatten(grads)
         require_rows(leaves, self.world_size)
         first = tree.unflatten(spec, {path: leaf[0] for path, leaf in leaves.items()})
@@ -115,7 +115,7 @@ class Simulation:
         # Row-major: under vmap a tensor cannot be asked for another memory format.
         values = [part.value.contiguous() if isinstance(part.value, Tensor) else part.value for part in named]
         rows = {i: value for i, (part, value) in enumerate(zip(named, values, strict=True)) if _is_local(part)}
-        noted: list[tuple[bool | None, Any]] = []  # whether it is mapped; None for what is no tensor, and that
+        noted: list[tuple[bool | None, Any]] = []  # whether a value is mapped, None if it is no tensor; the value
 
         def of_a_rank(rank: Tensor, leaves: Leaves, rows: dict[int, Tensor]) -> list[Tensor]:
             own = [rows.get(i, value) for i, value in enumerate(values)]
@@ -189,7 +189,7 @@ class Simulation:
         require_weights(given)
         weights = [each.number for each in given]
         scales = [scale_of(each, weights) for each in weights]
-        with torch.no_grad():  # rank by rank: a number scales low precision otherwise than a tensor of it does
+        with torch.no_grad():  # rank by rank: multiplying by a number rounds low precision differently than by a tensor
             return {
                 path: torch.stack([scaled(row, scale) for row, scale in zip(leaf, scales, strict=True)])
                 if self.sync.reduces(path)
@@ -213,7 +213,7 @@ class Simulation:
 
 
 def with_rows(state: State, n: int) -> State:
-    """Return the state of one rank as that of `n` ranks: its own parts with a row for each."""
+    """Return the state of one rank as a state of `n` ranks: local parts get a row for each rank."""
     every = [
         part.value.expand(n, *part.value.shape).clone() if _is_local(part) else part.value for part in parts(state)
     ]

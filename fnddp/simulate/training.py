@@ -24,8 +24,8 @@ class Trained(NamedTuple):
 
     Attributes:
         losses: Each rank's loss before each step, `[steps, n]`.
-        params: The parameters after the last step, in the tree of those given; of ranks that train apart, with outer
-            steps, `[n, *shape]` leaves.
+        params: The parameters after the last step, in the tree of those given; with outer steps, between which ranks
+            have their own parameters, `[n, *shape]` leaves.
         state: The simulation's state after the last step: see `fnddp.simulate`.
     """
 
@@ -46,7 +46,7 @@ def simulate_training(
     ranks_at_once: int | None = None,
     groups: Mapping[str, Division] | None = None,
 ) -> Trained:
-    """Train on `world_size` virtual ranks: their gradients by one vmap, `sync` simulated, one set of parameters.
+    """Train one set of parameters on `world_size` virtual ranks: one vmap for all gradients, then `sync`, simulated.
 
     Real ranks hold the same parameters, so one set and one optimizer stand for all. Each batch is a step. The numbers
     depend on the arguments alone, and on torch's global seed where `loss_fn` draws random numbers. For ranks with
@@ -60,7 +60,7 @@ def simulate_training(
         batches: For each step a tuple of tensors `[n, batch, ...]`: a row for each rank.
         sync: The pipeline.
         world_size: The number of ranks, n.
-        optimizer: Returns one for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`; or
+        optimizer: Returns an optimizer for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`; or
         update: `update(params, mean, memory) -> (params, memory)`, pure; `memory` is None in the first step, and
             the mean of a leaf that has no update is, too. Exactly one of both.
         ranks_at_once: Number of ranks whose gradients are computed at a time: fewer need less memory for activations.
@@ -68,8 +68,8 @@ def simulate_training(
         groups: See `fnddp.simulate`.
 
     Raises:
-        ValueError: Both or none of `optimizer` and `update`; a batch has no row for each rank; the mean of a leaf is
-            not the same on all ranks (`none`); or see `fnddp.simulate`.
+        ValueError: Both `optimizer` and `update`, or none, are given; a batch has no row for each rank; the mean of a
+            leaf is not the same on all ranks (`none`); or as in `fnddp.simulate`.
 
     >>> from fnddp import allgather, error_feedback, sign
     >>> def loss_fn(params, x, y):

@@ -104,7 +104,7 @@ def standing_for(module: nn.Module, params: Any) -> Forward:
 
 
 def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> float:
-    """Return the loss that training with `sync` on `n` virtual ranks ends with."""
+    """Return the final loss of a training with `sync` on `n` virtual ranks."""
     model = problem.make(seed)
     # Fused attention has no rule for vmap, which would run it rank by rank, and warn.
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
@@ -125,13 +125,13 @@ def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> f
 
 @dataclass(frozen=True)
 class Outcome:
-    """The costs of a pipeline, and the losses that training with it ends with.
+    """The costs of a pipeline, and the final losses of training with it.
 
     Attributes:
-        pipeline: Its expression.
+        pipeline: The pipeline, as text.
         wire_bytes: Bytes that one rank passes to its collectives in a step, the mean over a period after all warm-ups.
         link_bytes: Bytes that one rank sends over its link in a step, likewise.
-        step: The steps of such a period, predicted.
+        step: The predicted steps of such a period.
         losses: The final loss, by seed.
     """
 
@@ -158,7 +158,7 @@ class Outcome:
         return (max(self.losses) - min(self.losses)) / 2 if math.isfinite(self.loss) else math.inf
 
     def as_json(self) -> dict[str, Any]:
-        """Return the costs, for programs."""
+        """Return the costs as a dictionary of JSON values."""
         parts = ("encode", "decode", "communication", "exposed")
         times = {f"{part}_seconds": getattr(self.step, f"{part}_seconds") for part in parts}
         sizes = {"wire_bytes": self.wire_bytes, "link_bytes": self.link_bytes}
@@ -277,7 +277,7 @@ def tune(
 
     Args:
         problem: The model, batches and loss.
-        pipelines: Expressions.
+        pipelines: Pipelines, as text.
         link: The connection of the ranks.
         ranks: Number of virtual ranks.
         steps: Number of training steps.

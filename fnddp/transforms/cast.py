@@ -63,7 +63,7 @@ class cast(Sync):
         return self.inner.init(grads if self.carries else tree.map_leaves(self._spec, grads))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        if self.carries:  # only what travels is cast, not the mean
+        if self.carries:  # cast only the payload, not the mean
             return self.carry((), leaves, state)
         wires = {path: self._encode(leaf) for path, leaf in leaves.items()}
         inner = self.inner.exchange(wires, state)
@@ -81,7 +81,7 @@ class cast(Sync):
             return super().carry(code, leaves, state)
         return self.inner.carry((*code, Layer(self)), leaves, state)
 
-    # What a codec around this calls, to send its fractions in the dtype of the wire.
+    # Called by a codec around this cast, to send floating-point parts of its payload in the dtype of the wire.
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Memory: sends later what a lossy pipeline has lost in earlier steps."""
+"""Memory: transforms that add what a lossy pipeline has lost in earlier steps to later gradients."""
 
 from typing import ClassVar, NamedTuple
 
@@ -73,7 +73,7 @@ class error_feedback(Memory):
     def exchange(self, leaves: Leaves, state: ErrorFeedbackState) -> Exchange:
         whole: Leaves = {}
         for path in self._require_entries(leaves, state.residual):
-            # Two operations, each rounded: one that scales and adds is rounded otherwise under vmap.
+            # Two operations, each rounded: a fused one is rounded differently under vmap.
             residual = state.residual[path] if self.decay == 1 else self.decay * state.residual[path]
             whole[path] = leaves[path] + residual
         x = {path: whole[path].to(leaf.dtype) if path in whole else leaf for path, leaf in leaves.items()}
@@ -95,7 +95,7 @@ class momentum_correction(Memory):
     """Accumulate momentum, not gradients, until they are sent, as deep gradient compression does.
 
     With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; and, masking, u = 0 where something
-    was sent. It is memory of its own: no `error_feedback` around it or in it, and an optimizer *without* momentum
+    was sent. It is memory itself: no `error_feedback` around it or in it, and an optimizer *without* momentum
     after it, `torch.optim.SGD(params, lr)`.
 
     Error feedback sends a sum of gradients, to which an optimizer's momentum is applied at once; here each element gets
@@ -107,7 +107,7 @@ class momentum_correction(Memory):
     Without compression and masking the outputs are the steps of SGD with momentum; with masking those of plain SGD.
 
     Args:
-        inner: The pipeline that makes it sparse: `topk(allgather, ratio=0.001)`. Put a warm-up of the ratio in here
+        inner: The sparse pipeline: `topk(allgather, ratio=0.001)`. Put a warm-up of the ratio in here
             too, so that u and v stay: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
         momentum: In [0, 1). Higher remembers longer; 0 is error feedback.
         masking: Set the momentum of sent elements to zero ("momentum factor masking").
@@ -213,7 +213,7 @@ class ef21(Memory):
         mean_h = {path: state.mean_h[path] + c.mean[path] for path in paths}
         mean, sent = dict(c.mean), dict(c.sent)
         for path in paths:
-            # Copies: what is done to an output in place must not reach the state.
+            # Copies, so that in-place operations on an output do not change the state.
             mean[path] = mean_h[path].to(leaves[path].dtype, copy=True)
             sent[path] = h[path].to(leaves[path].dtype, copy=True)
         return Exchange(mean, sent, EF21State(h, mean_h, v if self.eta < 1 else {}, c.state))

@@ -24,7 +24,7 @@ def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return orthonormal bases of the columns of all `matrices`; the number of operations does not grow with theirs.
+    """Return orthonormal bases of the columns of all `matrices`; in a fixed number of operations.
 
     Twice a Cholesky factorization of the Gram matrices, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
     so that a condition number of 1e6 leaves 1e-12 of the orthogonality. What is added to their diagonals (epsilon
@@ -33,13 +33,13 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     device; the bases have `dtype`.
     """
     rank = matrices[0].shape[1]
-    # Inductor (torch 2.13) fuses products of rank 1 with what takes a part of their rows, and loses those behind the
-    # last whole block (`try_loop_split` in its codegen/cpp.py takes it that blocks divide the rows).
+    # Inductor (torch 2.13) fuses products of rank 1 with slices of their rows, and drops the rows behind the last
+    # whole block (`try_loop_split` in its codegen/cpp.py assumes that blocks divide the rows).
     size = 1 if rank == 1 else max(_BLOCK, 1 << (rank - 1).bit_length())
     blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
     parts: list[Tensor] = []
     zeros: dict[int, Tensor] = {}
-    positions: list[int] = []  # of the matrices among the parts: others fill blocks up
+    positions: list[int] = []  # of the matrices among the parts; the other parts pad blocks
     for matrix in matrices:
         positions.append(len(parts))
         parts.append(matrix)
@@ -51,7 +51,7 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     wide = torch.complex128 if dtype.is_complex else torch.float64
     x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
     owners = torch.repeat_interleave(torch.tensor(blocks, device=x.device), output_size=sum(blocks))
-    if dtype in (torch.float64, torch.complex128):  # squares of other numbers neither vanish nor overflow
+    if dtype in (torch.float64, torch.complex128):  # squares of narrower dtypes neither vanish nor overflow in float64
         largest = _per_segment("max", x.abs().amax(1), blocks)  # [matrices, rank]
         x = x / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].unsqueeze(1)
     eye = torch.eye(rank, dtype=wide, device=x.device)
@@ -63,7 +63,7 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
 
 
 _BLOCK = 32  # rows of a matrix that are summed together
-_TINY, _NOTHING = 1e-30, 1e-280  # of squares: of unit columns, and of any
+_TINY, _NOTHING = 1e-30, 1e-280  # least addition to squares of unit columns, and least divisor
 
 
 def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
@@ -72,19 +72,19 @@ def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     factor, _ = torch.linalg.cholesky_ex(torch.add(unit, eye, alpha=added))
     inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True) * scale.unsqueeze(-1)
-    # A column of which earlier ones leave as much as was added, or less, has become this short.
+    # A column whose part orthogonal to earlier ones is at most what was added has become this short.
     is_short = (_diagonal(inverse.mH @ gram @ inverse) > 0.5).logical_not()
     return inverse.masked_fill(is_short.unsqueeze(-2), 0)
 
 
 def _diagonal(matrices: Tensor) -> Tensor:
-    return matrices.flatten(1)[:, :: matrices.shape[-1] + 1].real  # which Inductor takes without a warning
+    return matrices.flatten(1)[:, :: matrices.shape[-1] + 1].real  # a form that Inductor compiles without a warning
 
 
 def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
     """Return matrices of `widths` side by side, `[rank, columns]`, with each row of each scaled to unit norm.
 
-    Zero and non-finite rows are those of `fallback`.
+    Zero and non-finite rows are replaced by those of `fallback`.
     """
     sizes = [*widths] * q.shape[0]
     owners = torch.repeat_interleave(torch.tensor(sizes, device=q.device), output_size=q.numel())

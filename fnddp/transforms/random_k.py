@@ -1,4 +1,4 @@
-"""Random-k and random block: elements that all ranks draw alike, so that they add."""
+"""Random-k and random block: all ranks draw the same elements, so payloads add."""
 
 import abc
 from typing import ClassVar
@@ -15,7 +15,7 @@ from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 
 class Drawn(Sync):
-    """A pipeline that sends elements of each leaf that all ranks draw alike over `inner`, and zeros for others."""
+    """A pipeline that sends over `inner` elements of each leaf, the same on all ranks; all others become zeros."""
 
     inner: Sync
     ratio: float | None
@@ -52,7 +52,7 @@ class Drawn(Sync):
             for path, indices in drawn.items():
                 leaf = leaves[path]
                 values = of[path] * (leaf.numel() / indices.numel()) if self.unbiased else of[path]
-                # Zeros of the values, which have no row for each rank where a mean is simulated.
+                # Zeros like the values, not the leaf: a simulated mean has no row for each rank.
                 flat = values.new_zeros(leaf.numel()).index_copy(0, indices, values)
                 whole[path] = in_format_of(leaf, flat.view(leaf.shape))
             return whole
@@ -110,8 +110,8 @@ class random_k(Drawn):
 class random_block(Drawn):
     """Send one run of neighbouring elements of each leaf, drawn anew in each step, and zeros for all others.
 
-    The run goes on at the front where the leaf ends, so that each element is as likely to travel. It is used as
-    `random_k` is, and is the cheapest of all compressors, a copy. The wrong choice where neighbours are much alike
+    At the end of a leaf the run continues at its front, so that all elements are equally likely to be sent. Use it like
+    `random_k`. It is the cheapest of all compressors, a copy. The wrong choice where neighbours are much alike
     (rows of an embedding), and for gradients with few large elements.
 
     Args:

@@ -1,1 +1,1 @@
-"""Wires, which move bytes between ranks, and what ranks must agree on before."""
+"""Wires, which move bytes between ranks; process groups, and kinds of collectives."""

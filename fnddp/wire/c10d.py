@@ -23,9 +23,9 @@ _TAGS = 0x666E0000  # away from the tags of a user's own messages
 _MOST = 2**16  # tags in use
 LARGE = 2**18  # bytes of a result on the CPU; below, messages cost more than they save
 
-_lock = threading.Lock()  # of what is kept by group
+_lock = threading.Lock()  # guards the dicts below, whose keys are groups
 
-# The tags of a group's collectives, one after the other: a ring posts messages late, while others are under way.
+# Tags of each group's collectives, counted up: a ring posts messages late, while other collectives run.
 _tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
 
 Steps: TypeAlias = Iterator[list[dist.Work]]
@@ -35,8 +35,8 @@ Steps: TypeAlias = Iterator[list[dist.Work]]
 class Messages:
     """A collective under way, as a `Work`. Its first messages are posted at once.
 
-    gloo reports that a message is over only to a thread that waits for it. So one does, and posts those that follow:
-    the collective goes on while the host computes.
+    gloo reports that a message is over only to a thread that waits for it. So a thread waits, and posts the following
+    messages: the collective continues while the host computes.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -54,7 +54,7 @@ class Messages:
 
     def _carry_on(self, first: list[dist.Work], steps: Steps) -> None:
         try:
-            with torch.inference_mode():  # where the buffers may come from
+            with torch.inference_mode():  # because the buffers may be inference tensors
                 for work in chain(first, chain.from_iterable(steps)):
                     waited(work)
         except BaseException as error:
@@ -64,7 +64,7 @@ class Messages:
 
 
 def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
-    """Return whether gloo carries what the CPU sends to the other ranks of `group`, if there are any."""
+    """Return whether `group` has several ranks, and uses gloo for tensors on the CPU."""
     return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group)
 
 
@@ -80,7 +80,7 @@ def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dis
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
-    """Return the same tag on all ranks, which start the collectives of `group` in one order."""
+    """Return a tag for the next collective of `group`, the same on all ranks, since they start these in one order."""
     with _lock:
         return _TAGS + next(_tags.setdefault(group, count())) % _MOST
 
@@ -108,8 +108,8 @@ def ring(buffer: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
 def direct(send: Tensor, receive: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
     """Send row r of `send` to each rank r, and receive theirs in row r of `receive`, both ways at the same time.
 
-    gloo sends before it asks for what it receives. On a rank that comes later than another, the request then waits
-    behind its own payload, and the two go one after the other: twice the time on two ranks.
+    gloo sends before it requests what it receives. On a rank that starts later than another, the request then waits
+    behind its own payload, so that the two transfers are sequential: twice the time on two ranks.
     """
     rank, n = group.rank(), group.size()
     others = [(rank + i) % n for i in range(1, n)]
@@ -125,7 +125,7 @@ class C10d:
     On a large payload the functional collectives spend more time in their copy than in the sum.
 
     Args:
-        own: For groups (by name) the name of the one dedicated to them, which is used instead.
+        own: Names of dedicated groups, used instead of the groups that are the keys.
     """
 
     def __init__(self, own: Mapping[str | None, str] = MappingProxyType({})) -> None:
@@ -179,7 +179,7 @@ def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# By the group over whose ranks they are, and by use: the name of each, or the reason that there is none.
+# Names of dedicated groups, by the group of the same ranks and by use; or the reason why there is none.
 _dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[str]]]" = weakref.WeakKeyDictionary()
 
 
@@ -191,7 +191,7 @@ def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
     connection between each two ranks. Another wire than torch.distributed is returned as it is.
 
     Raises:
-        CollectiveError: Another rank of a group did not come within the timeout of that group, now or before.
+        CollectiveError: Another rank of a group did not make this call within the timeout of that group, now or before.
     """
     if type(wire) is not C10d:
         return wire
@@ -203,7 +203,7 @@ def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
 def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None = None) -> str:
     """Return the name of a gloo group over the ranks of `group` for one use, which the first call of each rank makes.
 
-    It raises as `with_dedicated_groups`.
+    Raises as `with_dedicated_groups` does.
     """
     with _lock:
         uses = _dedicated.setdefault(group, {})

@@ -1,4 +1,4 @@
-"""Messages between ranks that are no payloads: for set-up and errors, never counted as traffic."""
+"""Messages between ranks other than payloads, for set-up and errors: never counted as traffic."""
 
 import pickle
 from typing import Any
@@ -60,7 +60,7 @@ def all_gather_object(value: Any, group: str | None, wire: Wire = C10D) -> list[
 
 
 def gather_object(value: Any, group: str | None) -> list[Any]:
-    """Return `value` of every rank, in rank order, on the first one; on the others nothing."""
+    """Return `value` of every rank, in rank order, on the first rank; on other ranks an empty list."""
     if not dist.is_initialized():
         return [value]
     is_first = live_rank(group) == 0

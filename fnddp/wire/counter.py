@@ -1,4 +1,4 @@
-"""A counter of what a rank passes to its collectives."""
+"""A counter of the bytes that a rank passes to its collectives."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ class WireCounter(TorchDispatchMode):
 
 
 def count_payload(nbytes: int) -> None:
-    """Report a collective that the counters of this thread do not see: of a plan, or on a wire of one's own."""
+    """Report a collective that the counters of this thread cannot see: of a plan, or on a custom wire."""
     for mode in modes():
         if isinstance(mode, WireCounter):
             mode.count(nbytes)

@@ -33,14 +33,14 @@ WorldSize: TypeAlias = int | Mapping[str | None, int]
 
 @dataclass(frozen=True)
 class World:
-    """The surroundings of a pipeline that does not run on torch.distributed as it is.
+    """The ranks that a pipeline runs on, or is planned for, if not those of torch.distributed.
 
     Attributes:
         wire: None for torch.distributed.
         traced: Whether collectives are recorded, not run.
-        size: Of the groups that a plan is made for, where they need not be there.
-        ranks: Divisors of means, by group, where they are not the size: numbers that a graph takes as inputs.
-        simulated: The ranks of the simulation that runs.
+        size: Numbers of ranks of the groups that a plan is made for, which need not exist.
+        ranks: Divisors of means, by group, if other than the size: symbols, in the trace of a graph.
+        simulated: The ranks of a simulation.
     """
 
     wire: Wire | None = None
@@ -57,7 +57,7 @@ class World:
 
 
 LIVE = World()
-"""torch.distributed as it is."""
+"""The world of torch.distributed."""
 
 _world: ContextVar[World | None] = ContextVar("_world", default=None)
 
@@ -78,7 +78,7 @@ def _given() -> World | None:
 
 
 def current() -> World:
-    """Return the world of the block that this runs in."""
+    """Return the world that the innermost `within` has set, or that of torch.distributed."""
     return _given() or LIVE  # a global, whose attributes Dynamo can guard
 
 
@@ -103,7 +103,7 @@ def world_size(group: str | None) -> int:
 
 
 def live_size(group: str | None) -> int:
-    """Return the same, of torch.distributed."""
+    """Return the number of ranks in `group` of torch.distributed; 1 without it."""
     if dist.is_initialized():
         # By name: Dynamo cannot trace the resolution of a named group.
         name = live_name(group)
@@ -145,12 +145,12 @@ def rank(group: str | None) -> Any:
     if world.simulated is not None:
         return world.simulated.rank_in(group)
     if world.size is not None:
-        return 0  # a plan for ranks that need not be there is the first one's
+        return 0  # plans for ranks that need not exist are made for rank 0
     return live_rank(group) if world.wire is None else world.wire.rank(group)
 
 
 def live_rank(group: str | None) -> int:
-    """Return the same, of torch.distributed."""
+    """Return this rank in `group` of torch.distributed; 0 without it."""
     return dist.get_rank(live_group(group)) if dist.is_initialized() else 0
 
 
@@ -162,7 +162,7 @@ def is_alone() -> bool:
 
 
 def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
-    """Return what differs if `group` is initialized again under the same name; None without torch.distributed."""
+    """Return another object if `group` was initialized again, by the same name; None without torch.distributed."""
     live_size(group)
     return weakref.ref(live_group(group)) if dist.is_initialized() else None
 
@@ -173,7 +173,7 @@ def live_name(group: str | None) -> str:
 
 
 def live_group(group: str | None) -> dist.ProcessGroup:
-    """Return the process group of that name; raise a RuntimeError if there is none."""
+    """Return the process group called `group`; raise a RuntimeError if there is none."""
     try:
         return torch_private.live_group(group)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -187,7 +187,7 @@ def live_group(group: str | None) -> dist.ProcessGroup:
 class Membership:
     """The process group for which something was made, which may be gone later.
 
-    `then` is what happened in it, for the error, and `fix` the advice. None is the default group, or none at all.
+    For the error, `then` says what happened in the group, and `fix` what to do. None: the default group, or no group.
     """
 
     def __init__(self, group: str | None, then: str, fix: str) -> None:

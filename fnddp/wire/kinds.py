@@ -1,4 +1,4 @@
-"""The kinds of collectives. A kind is one object that knows everything that differs between them.
+"""The kinds of collectives. A kind is an object with all that distinguishes it from the others.
 
 With n ranks, a payload of shape s and its result: all_reduce s -> s; all_gather s -> [n, *s]; reduce_scatter
 [n, *s] -> s; all_to_all [n, *s] -> [n, *s]. Payloads share a flat buffer, of which each is a range of columns; where a
@@ -29,7 +29,7 @@ class Work(Protocol):
         ...
 
     def wait(self) -> object:
-        """Return when it is done; on an accelerator, when the current stream will wait for it. False: it failed."""
+        """Wait for the collective (on an accelerator, let the current stream wait). False if it has failed."""
         ...
 
 
@@ -41,11 +41,11 @@ def waited(work: Work) -> None:
 
 @dataclass(frozen=True)
 class Pass:
-    """One way of a payload around the ranks.
+    """One pass of a payload around the ranks.
 
     Attributes:
-        share: Bytes that a rank sends in it, relative to its payload.
-        adds: Whether what is received is added to.
+        share: Bytes that a rank sends in the pass, relative to its payload.
+        adds: Whether a rank adds what it receives.
         is_direct: Whether every rank sends to each other one, in n - 1 messages; otherwise it is a ring's (or tree's).
     """
 
@@ -56,7 +56,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kind:
-    """A collective as plans, wires, costs and simulations know it. Each kind is one value.
+    """A kind of collective, with all that plans, wires, costs and simulations need to know of it.
 
     Attributes:
         computes: Whether payloads are added up, or the largest is taken. Otherwise it moves bytes of any dtype.
@@ -88,13 +88,13 @@ class Kind:
         return (n, *rest) if self.receives_rows else rest
 
     def joined_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        """Return the same, with rows from the ranks joined along the first dimension of the payload."""
+        """Return the shape of the result with rows from ranks joined along the first dimension of the payload."""
         if self.sends_rows == self.receives_rows:
             return shape
         return (shape[0] * n if self.receives_rows else shape[0] // n, *shape[1:])
 
     def passes(self, n: int) -> tuple[Pass, ...]:
-        """Return how payloads travel."""
+        """Return the passes of a payload around `n` ranks."""
         if self is ALL_GATHER:
             return (Pass(n - 1),)
         first = Pass((n - 1) / n, adds=self.computes, is_direct=not self.computes)
@@ -105,13 +105,13 @@ class Kind:
         return payload * sum(one.share for one in self.passes(n))
 
     def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        """Return what a rank sends inside its node of `g` ranks, and across nodes, when it goes in two levels."""
-        if self is ALL_GATHER:  # across nodes first, then what came from there to the neighbours
+        """Return the bytes that a rank sends inside its node of `g` ranks and across nodes, in two levels."""
+        if self is ALL_GATHER:  # first across nodes, then all that was received to the ranks of the node
             return payload * nodes, payload
         return payload, payload / g if self.computes else payload
 
     def together(self, sends: Tensor, op: str | None) -> Tensor:
-        """Return what all ranks receive, `[n, *result]`, of what they send, `[n, *payload]`; sums are in rank order."""
+        """Return results of all ranks, `[n, *result]`, for payloads `[n, *payload]` of all; sums are in rank order."""
         if not self.computes:
             return sends.transpose(0, 1) if self.sends_rows else sends.expand(sends.shape[0], *sends.shape)
         computed = {"max": Tensor.amax, "min": Tensor.amin}.get(op or "sum")
@@ -119,7 +119,7 @@ class Kind:
         return reduced if self.sends_rows else reduced.expand_as(sends)
 
     def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:
-        """Start it on torch.distributed, in given memory."""
+        """Start a collective of this kind on torch.distributed, in given memory."""
         if self.is_in_place:
             return dist.all_reduce(send, REDUCE_OP[op or "sum"], group=group, async_op=True)
         if self.computes:
@@ -128,7 +128,7 @@ class Kind:
         return function(receive.view(-1), send.view(-1), group=group, async_op=True)
 
     def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-        """Start it as a functional collective, for graphs and torch.compile; the result must be waited for."""
+        """Start a functional collective of this kind, for graphs and torch.compile; the result must be waited for."""
         if self.computes:
             return self.operator(payload, op, n, group) if self.sends_rows else self.operator(payload, op, group)
         if not self.sends_rows:
@@ -168,7 +168,7 @@ def sum_in_rank_order(rows: Tensor, onto: Tensor | None = None) -> Tensor:
     torch's own sum over a dimension adds in an order that depends on the shape, the strides and the machine.
 
     Args:
-        rows: Of each rank, `[ranks, *shape]`.
+        rows: One row of each rank, `[ranks, *shape]`.
         onto: The sum of the ranks before these, `[*shape]`: `(onto + rows[0]) + ...`.
 
     >>> rows = torch.tensor([[1e8], [1.0], [-1e8]])

@@ -13,11 +13,11 @@ class CollectiveError(RuntimeError):
 
 
 class Wire(Protocol):
-    """Moves bytes between the ranks of process groups, which have names; None is the default one.
+    """Moves bytes between the ranks of process groups, which are given by name; None is the default group.
 
     The default is `fnddp.wire.c10d.C10d`: torch.distributed. All ranks start the same collectives of a group in the
-    same order. Kinds that compute nothing send bytes, whatever the dtype. A wire can be hashed and weakly referred to,
-    as objects can; where ranks are threads, each has one of its own.
+    same order. Kinds that compute nothing send bytes, whatever the dtype. A wire must be hashable and weakly
+    referenceable; where ranks are threads, each has a wire of its own.
     """
 
     def size(self, group: str | None) -> int:
@@ -25,11 +25,11 @@ class Wire(Protocol):
         ...
 
     def rank(self, group: str | None) -> int:
-        """Return this rank's place among them: its row where a kind has one for each."""
+        """Return this rank's place among the ranks of `group`: its row, for kinds with a row for each rank."""
         ...
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
-        """Start a collective and return at once; `send` and `receive` are its own until it is waited for.
+        """Start a collective and return at once; it owns `send` and `receive` until it is waited for.
 
         Args:
             kind: Which collective.
@@ -44,7 +44,7 @@ class Wire(Protocol):
         ...
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
-        """Start to gather the flags of all ranks, by which they end a step alike: no payload, never counted.
+        """Start to gather the flags of all ranks, by which they agree on a step's outcome: never counted as payload.
 
         Returns:
             Memory for `[ranks, *flags.shape]`, filled once the work is waited for; and the work.
@@ -56,13 +56,13 @@ class Elastic(abc.ABC):
     """An additional base class of a `Wire` whose ranks may leave between two steps, and others join.
 
     The order in which gradients arrive is not learnt from a step, since newcomers cannot know it. A collective that
-    loses a rank does not raise: it is reported, its result means nothing, and the vote of the step raises.
+    loses a rank does not raise: its failure is reported, its result is undefined, and the vote of the step raises.
     """
 
     @property
     @abc.abstractmethod
     def epoch(self) -> int:
-        """A number that is incremented when the ranks change: all of them then begin anew."""
+        """A number that is incremented when the ranks change, upon which all of them start afresh."""
 
     @property
     @abc.abstractmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 from fnddp.wire.kinds import Kind, named
 
 Division = tuple[tuple[int, ...], ...]
-"""The groups of one name: of equal size, each with its ranks in order."""
+"""Process groups that share a name: of equal size, each with its ranks in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,11 +22,11 @@ class Ranks:
     groups: Mapping[str, Division] = field(default_factory=dict[str, Division])
 
     def size(self, group: str | None) -> int:
-        """Return the number of ranks in each group of that name."""
+        """Return the number of ranks in each group called `group`."""
         return len(self.division(group)[0])
 
     def rank_in(self, group: str | None) -> Tensor:
-        """Return the place of this rank in its group of that name."""
+        """Return the place of this rank in its group called `group`."""
         if group is None:
             return self.rank
         places = torch.empty(self.n, dtype=torch.int64, device=self.rank.device)
@@ -35,7 +35,7 @@ class Ranks:
         return places[self.rank]
 
     def division(self, group: str | None) -> Division:
-        """Return the groups of that name; raise a ValueError if there are none."""
+        """Return the groups called `group`; raise a ValueError if there are none."""
         if group is None:
             return (tuple(range(self.n)),)
         if group not in self.groups:
@@ -90,7 +90,7 @@ def _together_batch(
     return _received(payload.movedim(in_dims[0], 0), kind, op, order, groups), None
 
 
-# An operation of its own: vmap has a rule for it, by which the mapped dimension is one like any other.
+# A custom operation, whose vmap rule gives it the mapped dimension as an ordinary one.
 torch.library.define(
     "fnddp::together", "(Tensor payload, str kind, str? op, int n, int[] order, int groups) -> Tensor", tags=()
 )

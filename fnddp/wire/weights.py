@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _NAMED = 8  # ranks that an error names
-_LONGEST = 80  # characters of what a rank gave
+_LONGEST = 80  # characters of a rank's weight in errors
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def scale_of(weight: float, everyone: Sequence[float]) -> float:
 
 
 def compiled_scale_of(weight: Tensor, everyone: Tensor) -> Tensor:
-    """Return `scale_of` of float64 tensors, for torch.compile, with an assertion of torch's in place of errors."""
+    """Return `scale_of` of float64 tensors, for torch.compile, with an assertion of torch in place of errors."""
     are_weights = (everyone >= 0).all() & (everyone > 0).any() & everyone.isfinite().all()
     torch.ops.aten._assert_async.msg(are_weights, "weight: one is negative or not finite, or all ranks gave 0")
     down = torch.where(everyone.max() > 2.0**900, 2.0**-64, 1.0)

@@ -42,7 +42,7 @@ def reaches(graph: fx.Graph) -> dict[fx.Node, Reach]:
 
 
 class Traced(NamedTuple):
-    """A collective of a traced graph: the nodes of it, its result and its payload; the rest as in `Collective`."""
+    """A collective of a traced graph: its node and those of its result and payload; other fields as in `Collective`."""
 
     node: fx.Node
     waited: fx.Node
@@ -72,7 +72,7 @@ def combine(draft: Draft) -> Draft:
     graph, paths, buckets = draft.graph, draft.paths, draft.request.buckets
     reach = reaches(graph)
     arrival = {path: position for position, path in enumerate(buckets)}
-    ours = (1 << len(paths)) - 1  # placeholders beyond the leaves are the state
+    ours = (1 << len(paths)) - 1  # bits of the leaves: other placeholders are the state
 
     def leaves_of(node: fx.Node) -> list[str]:
         mask = reach[node].leaves & ours
@@ -157,7 +157,7 @@ def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[
 
 def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective) -> None:
     with graph.inserting_before(graph.output_node()):
-        # As they are now: what was the result of another collective has been replaced.
+        # The present arguments: those that were results of other collectives have been replaced.
         arguments: Any = ([traced.node.args[0] for traced in members], collective)
         launched = graph.call_function(launch, arguments)
         launched.meta["val"] = [value(traced.waited) for traced in members]

@@ -76,9 +76,9 @@ class Script:
     """The body of a function while it is written."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[str, list[Variable], set[Variable]]] = []  # with what they make and what they read
+        self._lines: list[tuple[str, list[Variable], set[Variable]]] = []  # with the variables made and read
         self._scope: dict[str, Any] = {}
-        self._names: dict[int, str] = {}  # in the scope, by what they stand for
+        self._names: dict[int, str] = {}  # names in the scope, by id of the value
         self._count = 0
 
     def variable(self) -> Variable:
@@ -129,12 +129,12 @@ class Script:
     def _constant(self, value: Any) -> str:
         if id(value) not in self._names:
             self._names[id(value)] = f"c{len(self._names)}"
-            self._scope[self._names[id(value)]] = value  # which keeps it alive, and its id its own
+            self._scope[self._names[id(value)]] = value  # which keeps the value alive, so that its id stays unique
         return self._names[id(value)]
 
 
 class _Code:
-    """The code of one segment while it is written: variables of the values that it reads or writes, and computes."""
+    """The code of one segment while it is written, with the variables of all values that it uses."""
 
     def __init__(self, cut: Cut, draft: Draft) -> None:
         self.inputs: dict[Name, Variable] = {}
@@ -167,7 +167,7 @@ class _Code:
         self._say(node)
 
     def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
-        if self._is_compiled:  # which makes one of the two, and takes no `out` with gaps
+        if self._is_compiled:  # Inductor fuses the copy, and takes no `out` with gaps
             made = self.script.call(_QUICK.get(node.target, node.target), arguments, options)
             return self.script.call(aten.copy_.default, [place, made])
         writing = PRODUCTS.get(node.target) or elementwise(node.target)
@@ -209,7 +209,7 @@ class _Code:
     def _destination(self, target: Any, node: fx.Node) -> Variable:
         where = self._value(target) if isinstance(target, fx.Node) else self._input(target)
         if isinstance(target, Scratch) and self._placement.scratch[target] != LeafSpec.of(value(node)):
-            nbytes = value(node).numel() * value(node).element_size()  # of those that others use, too
+            nbytes = value(node).numel() * value(node).element_size()  # of the memory, which other results may use too
             some = self.script.call(aten.slice.Tensor, [where, 0, 0, nbytes])
             typed = self.script.call(aten.view.dtype, [some, value(node).dtype])
             return self.script.call(aten.view.default, [typed, list(value(node).shape)])

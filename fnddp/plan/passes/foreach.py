@@ -23,14 +23,14 @@ aten: Any = torch.ops.aten
 
 
 def foreach(draft: Draft) -> Draft:
-    """Find the operations that are run as one."""
-    if draft.request.backend == "inductor":  # compiled into loops, which nobody calls one by one
+    """Find batches of operations that run as one `_foreach` operation."""
+    if draft.request.backend == "inductor":  # compiled into loops, without a call for each operation
         return draft
     placement = draft.placement
     returned = {placement.memory(node) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     for cut in draft.cuts:
         draft.batches |= {members[0]: members for members in _alike(cut.nodes, placement, returned)}
-    # A copy needs a place; those that stay within a step have memory that is there already, whatever it is.
+    # A `_foreach` copy writes into given memory: copies without a place get scratch memory.
     for node in [node for members in draft.batches.values() for node in members if node.target in COPIES]:
         if node not in placement.targets:
             placement.targets[node] = placement.lies_in[node] = Scratch(node.name)
@@ -90,7 +90,7 @@ def is_whole(node: fx.Node, placement: Placement) -> bool:
 def _independent(nodes: Iterable[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
     """Yield runs of neighbours of which none makes or writes what another reads.
 
-    Nor may one write what it reads itself, but for its first operand: that is copied to its place before it runs.
+    Nor may one write what it reads itself, except for its first operand, which is copied to its place beforehand.
     """
     run: list[fx.Node] = []
     written: set[Any] = set()

@@ -47,7 +47,7 @@ class Position(NamedTuple):
 
 
 def order(draft: Draft) -> Draft:
-    """Sort the nodes of a combined graph, and cut them where something must be there first, or is sent."""
+    """Sort the nodes of a combined graph, and cut them into segments at arrivals, waits and sends."""
     graph, paths = draft.graph, draft.paths
     positions, reading = _positions(graph, paths, draft.request.buckets)
     outputs = output_nodes(graph)
@@ -114,7 +114,7 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
     waiting = Counter(kinds.values())
     views: list[fx.Node] = []
     heavy: list[tuple[float, int]] = []
-    light: dict[object, list[fx.Node]] = {}  # by kind, those that can run
+    light: dict[object, list[fx.Node]] = {}  # light nodes that can run, by kind
     done: list[fx.Node] = []
 
     def is_ready(node: fx.Node) -> None:
@@ -140,7 +140,7 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
         if views:
             run(views.pop())
             continue
-        # Of a kind all together, as soon as that can be; at last of one that holds others up.
+        # All nodes of a kind together, as soon as possible; if nothing else can run, of a kind that blocks others.
         kind = next((kind for kind, ready in light.items() if len(ready) == waiting[kind]), None)
         if kind is None and heavy:
             run(nodes[heapq.heappop(heavy)[1]])

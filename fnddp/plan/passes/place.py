@@ -27,7 +27,7 @@ COPIES = {aten._to_copy.default, aten.clone.default}
 
 
 def elementwise(target: Any) -> Any:
-    """Return what writes element by element into given memory, also of the first operand; None for other operations."""
+    """Return the form of an elementwise operation that writes into given memory, even its operand's; else None."""
     return aten.addmm.out if target is aten.addmm.default else elementwise_out(target)
 
 
@@ -96,7 +96,7 @@ class _Memories:
             self.placement.overwritten.add(memory)
 
     def is_free(self, memory: Memory, node: fx.Node) -> bool:
-        """Return whether `node` may write there: nothing reads it later, and `node` itself only element by element."""
+        """Return whether `node` may write to `memory`: nothing reads it later, and `node` itself only elementwise."""
         if isinstance(memory, Scratch) and self.is_kept(node):
             return False  # the next step writes there
         now = self.when[node]
@@ -107,17 +107,17 @@ class _Memories:
         return self._last_read[memory] == now and elementwise(node.target) is not None and in_place
 
     def may_commit(self, given: fx.Node | None, node: fx.Node) -> bool:
-        """Return whether `node` may write over an input of the graph that is like it, as late as that is allowed."""
+        """Return whether `node` may write over the like input `given` of the graph: not before the step commits."""
         if given is None or self.when[node] < self.commits:
             return False
         return _same_kind(value(given), value(node)) and self.is_free(given, node)
 
     def is_kept(self, memory: Memory) -> bool:
-        """Return whether it is part of the result."""
+        """Return whether `memory` is part of the result."""
         return self._last_read.get(memory) == float("inf")
 
     def decide_for_next_step(self) -> None:
-        """Choose memory for each leaf's next mean, once nothing holds this one."""
+        """Choose memory for each leaf's mean in the next step, for use once nobody holds the present mean."""
         for path, mean in zip(self.leaf_at, self._means, strict=True):
             if path in self.placement.results:
                 is_there = is_tensor(mean) and self.memory(mean) == Mean(path)
@@ -148,7 +148,7 @@ class _Memories:
 
 
 def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
-    """First, since it takes no memory at all: the operand, if it may be written over and nothing reads it again."""
+    """Return the operand, if it may be written over and nothing reads it again. First, since it takes no memory."""
     operand = node.args[0] if elementwise(node.target) is not None else None
     if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
         return None
@@ -163,7 +163,7 @@ def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
 
 
 def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """The part of the state that `node` is the next value of: states keep their memory.
+    """Return the part of the state whose next value is `node`: states keep their memory.
 
     For a mean the residual, before this step, of its gradient; the next state comes first.
     """
@@ -176,7 +176,7 @@ def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
-    """The memory of a mean, for the mean or for what it is computed from, where no memory in use fits."""
+    """Return the memory of a mean, for the mean or for what it is computed from, if no memory in use fits."""
     path = memories.mean_of.get(node)
     if memories.donation.gradients == "at_end":  # where means go over gradients
         path = None
@@ -189,7 +189,7 @@ def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
 
 
 def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """The gradient that `node` is the mean of, where means replace gradients."""
+    """Return the gradient whose mean is `node`, where means replace gradients."""
     path = memories.mean_of.get(node)
     if path is None or memories.donation.gradients == "no":
         return None
@@ -198,7 +198,7 @@ def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
-    """Memory of earlier steps, for large results that do not outlive this one.
+    """Return memory of earlier steps, for large results that do not outlive the step.
 
     Where new memory is slow. (A compiler makes less of it.)
     """

@@ -1,4 +1,4 @@
-"""Passes 2 to 4: without what nothing needs and what changes nothing, and residuals in one pass over memory."""
+"""Passes 2 to 4: drop what nothing needs, remove what changes nothing, fuse residuals into one pass over memory."""
 
 from functools import cache
 from typing import Any
@@ -60,7 +60,7 @@ def _layout(node: fx.Node) -> Any:
 def fuse(draft: Draft) -> Draft:
     """Turn `x - p @ q`, of a product that nothing else reads, into `addmm`, where the bits stay the same.
 
-    They do where the product is summed before x is added. BLAS libraries differ in that, so it is tried.
+    They stay the same if the product is summed before x is added. BLAS libraries differ in that, so it is tried.
     """
     graph = draft.graph
     for node in list(tensor_nodes(graph)):

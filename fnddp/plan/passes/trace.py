@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
     """Records operations on fake tensors while it is entered, within their mode.
 
     A node's `meta["val"]` is the fake tensor, or the symbolic number, that it stands for. Tensors with values that were
-    met on the way are `held`, by the names of their `get_attr` nodes.
+    met in the trace are `held`, by the names of their `get_attr` nodes.
     """
 
     _shared: ClassVar[dict[Any, Any]] = {}
@@ -66,11 +66,11 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.held: dict[str, Tensor] = {}
         self._whole: set[Any] = set()  # operations that are not made of others
-        self._nodes: dict[int, list[fx.Node]] = {}  # the one of each tensor, by its id: nodes keep them alive
+        self._nodes: dict[int, list[fx.Node]] = {}  # of each tensor, by its id: nodes keep tensors alive
         self._detached: list[Tensor] = []  # tensors that have the node of another
         self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
         self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
-        self._own: dict[Any, Any] = {}  # what operations make of what is of this trace alone, by their arguments
+        self._own: dict[Any, Any] = {}  # results of operations on values of this trace alone, by their arguments
         self._owners: dict[int, int] = {}  # how many of the tensors share a storage
         for i, value in enumerate(inputs, 1):
             node = self.graph.placeholder(f"input_{i}")
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
             made = node_of_number(self.graph, expression, self._numbers)
             if not isinstance(made, fx.Node):
                 return made
-            for node in self.graph.nodes:  # those on the way stand for numbers that nobody asks for
+            for node in self.graph.nodes:  # intermediate nodes stand for numbers that nothing uses
                 node.meta.setdefault("val", symbolic)
             self._numbers[expression] = made
         return self._numbers[expression]
