@@ -25,6 +25,7 @@ class Example(NamedTuple):
 RESUMED = "the resumed run has the same parameters to the bit: yes"
 SAYS = {
     "distributed_checkpoint.py": Example(2, "torch", "both resumed runs have the same parameters to the bit: yes"),
+    "fsdp_axes.py": Example(4, "torch", RESUMED),
     "fsdp_replicas.py": Example(4, "torch", RESUMED),
     "huggingface_gpt2.py": Example(2, "transformers", RESUMED),
     "lightning_digits.py": Example(0, "lightning", RESUMED),
