@@ -104,8 +104,23 @@ def test_shards_beside_tensor_parallel(rank: int) -> None:
         train(model, steps)
     assert torch.equal(local(ours), local(native))
     assert not torch.equal(local(lossy), local(native))
-    norms = everyones(torch.cat([p.to_local().detach() for name, p in lossy.named_parameters() if "norm" in name]))
-    assert norms[0].shape == norms[1].shape
+    # Blocks of a codec must not hold both what tensor parallelism divides and what it replicates, which would drift.
+    replicated = [
+        p.to_local().detach() for name, p in lossy.named_parameters() if "norm" in name or "down.bias" in name
+    ]
+    everyone = everyones(torch.cat([*replicated, *(gathered(lossy, name) for name in ("norm", "down.bias"))]))
+    assert torch.equal(everyone[0], everyone[1])
+    assert torch.equal(everyone[2], everyone[3])
+
+
+def gathered(model: Any, name: str) -> Tensor:
+    """The parameters of that name as a forward sees them."""
+    for block in model:
+        block.unshard()
+    seen = [getattr(p, "_local_tensor", p).detach().clone() for of, p in model.named_parameters() if name in of]
+    for block in model:
+        block.reshard()
+    return torch.cat(seen)
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])

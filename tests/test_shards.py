@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
@@ -26,13 +26,16 @@ from tests.test_fsdp import Net, batches, train
 from tests.test_fsdp import shards as local_shards
 
 
-def sharded(mesh: Any = None, *, frozen: bool = False, compiled: bool = False, **options: Any) -> Any:
+def sharded(
+    mesh: Any = None, *, frozen: bool = False, compiled: bool = False, grouped: bool = False, **options: Any
+) -> Any:
     """`Net`, whose shapes divide by no number of shards, with groups of parameters for each layer."""
     torch.manual_seed(0)
     model = Net(options.pop("checkpointed", False))
     if frozen:
         model.layers[1].weight.requires_grad_(False)
-    for i, part in enumerate([*model.layers, model.extra]):
+    parts: list[Any] = [*model.layers, model.extra]
+    for i, part in enumerate([parts[0], parts[1:3], parts[3]] if grouped else parts):
         fully_shard(part, mesh=mesh, **options)
         if compiled and i < 3:
             model.layers[i].compile(backend="aot_eager")
@@ -101,6 +104,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen": {"frozen": True},
     "checkpointed": {"checkpointed": True},
     "compiled": {"compiled": True},
+    "two modules in a group": {"grouped": True},
 }
 
 
@@ -143,23 +147,19 @@ def test_without_a_codec_it_is_fsdp(rank: int) -> None:
     OPTIONS["reduced in 16 bits"] = of_16_bits
 
 
+@pytest.mark.parametrize("factor", [3.0, 1.0])
 @on_ranks(2)
-def test_factors_of_the_user_are_kept(rank: int) -> None:
+def test_factors_of_the_user_are_kept(rank: int, factor: float) -> None:
     """Set before or after, as FSDP divides itself; gloo has no other operation for them than the sum."""
     (x,) = batches(1)
     before, after, native = sharded(), sharded(), sharded()
-    for module in native.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(3.0)
-            module.set_force_sum_reduction_for_comms(True)
-    for module in before.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(3.0)
-    compress_shards(before, "two_shot")
     compress_shards(after, "two_shot")
-    for module in after.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(3.0)
+    for model in (before, after, native):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
+                module.set_force_sum_reduction_for_comms(True)
+    compress_shards(before, "two_shot")
     for model in (before, after, native):
         loss(model, x).backward()
     for a, b, want in zip(*(whole_grads(model).values() for model in (before, after, native)), strict=True):

@@ -133,7 +133,9 @@ class Compressed:
         if self.shards is not None:
             ranks: list[int] = self._mesh.mesh.flatten().tolist()
             place = ranks.index(dist.get_rank()), len(ranks)
-            made.append(Checkpoint(self.shards, None, saved["shards"], "shards/", place))
+            # Other ranks, of tensor or pipeline parallelism, have states of their own.
+            prefix = "shards/" if len(ranks) == dist.get_world_size() else f"shards_from_rank{min(ranks)}/"
+            made.append(Checkpoint(self.shards, None, saved["shards"], prefix, place))
         if self.replicas is not None:
             made.append(self.replicas.sync_checkpoint(saved["replicas"]))
         return Checkpoints(made)

@@ -28,11 +28,13 @@ class Rows:
         shapes: Of the parameters, by name.
         dims: The dimension along which each is sharded.
         n: The number of owners.
+        apart: Whether a codec gets the part of each parameter by itself.
     """
 
     shapes: Mapping[str, torch.Size]
     dims: Mapping[str, int]
     n: int
+    apart: bool = False
 
     def pack(self, leaves: Leaves) -> Tensor:
         """Return the buffer of whole parameters or gradients."""
@@ -75,7 +77,7 @@ class Rows:
         return lengths
 
     def encode(self, code: Code, buffer: Tensor, key: Key, row: int | None = None) -> dict[str, Encoded]:
-        """Return the rows of `buffer` encoded: each as a whole, but by its parts where padding would be averaged.
+        """Return the rows of `buffer` encoded: each as a whole, or by its parts: where padding would be averaged, too.
 
         Args:
             code: The codecs.
@@ -84,7 +86,7 @@ class Rows:
             row: The number of the row, of which there is one; None if all are there.
         """
         is_padded = any(min(lengths) < width for lengths, width in zip(self._lengths, self._widths, strict=True))
-        if not (is_padded and any(layer.codec.averages for layer in code)):
+        if not (self.apart or (is_padded and any(layer.codec.averages for layer in code))):
             return {"": encode(code, buffer, key)}
         encoded: dict[str, Encoded] = {}
         for part, name, lengths in zip(buffer.split(self._widths, 1), self.shapes, self._lengths, strict=True):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fnddp.core import collectives
 from fnddp.core.codec import Carrier, Code, Key, Layer
@@ -68,6 +69,9 @@ class Unit:
         ranks = self.n * (1 if fsdp.replicas is None else fsdp.replicas.size())
         self._divisor = ranks if fsdp.divide_factor is None else fsdp.divide_factor
         self._names, self._present = list(parameters), tuple(parameters)
+        # What tensor parallelism replicates must be rounded alike on its ranks, whatever else they have of their own.
+        layouts = {(p.device_mesh, p.placements) for p in fsdp.parameters if isinstance(p, DTensor)}
+        self._are_apart = len(layouts) > 1
         self._gradients, self._rows = gradients, self._rows_of(self._present)
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
         self._code = () if weights is None else code_of(weights)
@@ -155,7 +159,7 @@ class Unit:
     def _rows_of(self, names: Sequence[str]) -> Rows:
         at = {name: self._names.index(name) for name in names}
         shapes = {name: self.fsdp.shapes[i] for name, i in at.items()}
-        return Rows(shapes, {name: self.fsdp.dims[i] for name, i in at.items()}, self.n)
+        return Rows(shapes, {name: self.fsdp.dims[i] for name, i in at.items()}, self.n, self._are_apart)
 
 
 def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> None:
