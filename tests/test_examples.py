@@ -29,6 +29,7 @@ SAYS = {
 # With a peer: which one, and on how many ranks (0: the example starts two itself).
 WITH_PEERS = {
     "integrations/distributed_checkpoint.py": ("torch", 2),
+    "integrations/fsdp_axes.py": ("torch", 4),
     "integrations/fsdp_replicas.py": ("torch", 4),
     "integrations/huggingface_gpt2.py": ("transformers", 2),
     "integrations/lightning_digits.py": ("lightning", 0),
