@@ -76,7 +76,7 @@ def is_within_backward() -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> None:
-    """Have the backward that runs call `callback` when it is over, unless it raises."""
+    """Make the running backward call `callback` at its end, unless it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -104,13 +104,13 @@ _OF_FUNCTIONS = {
 
 
 def is_compiled_autograd() -> bool:
-    """Return whether a backward that began here would be compiled, or the one that runs is."""
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # nobody has turned it on without an import
+    """Return whether compiled autograd runs this backward, or would run one that began here."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # it cannot be on before this module is imported
     return compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let the block write to `tensors` unnoticed by a backward that has saved them."""
+    """Let the block write to `tensors` that a backward has saved, without an error of autograd."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -126,7 +126,7 @@ def storage_use_count(tensor: Tensor) -> int:
     """Return the number of tensors, views included, that share the memory of `tensor`, as CUDA graph trees count it."""
     if _C._storage_Use_Count(_C._storage_address(tensor)) == 1:
         return 1
-    storage = tensor.untyped_storage()  # which is one more, and stays there: an object for Python's collector
+    storage = tensor.untyped_storage()  # counts too, as long as Python keeps the object
     return _C._storage_Use_Count(storage._cdata) - 1
 
 
@@ -136,7 +136,7 @@ def is_foreign(tensor: Tensor) -> bool:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Return whether something else may read the memory of `tensor`, so that it must not be written over."""
+    """Return whether others may read the memory of `tensor`, which must then not be written over."""
     return storage_use_count(tensor) > 1 or is_foreign(tensor)
 
 
@@ -162,7 +162,7 @@ modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
 """The TorchDispatchModes that see what this thread runs."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-"""A context in which no TorchDispatchMode sees what runs: neither a WireCounter nor fake tensors."""
+"""Return a context without any TorchDispatchMode, such as a WireCounter or the mode of fake tensors."""
 
 
 def has_modes() -> bool:
@@ -252,7 +252,7 @@ broadcast_coalesced: Any = dist._broadcast_coalesced  # of a list of tensors, in
 
 
 def live_group(name: str | None) -> dist.ProcessGroup:
-    """Return the process group of that name, for which dist has no function; None: the default one."""
+    """Return the process group called `name`, for which dist has no function; None: the default group."""
     return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
@@ -263,8 +263,8 @@ def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None
 
     Args:
         group: Any group; without a backend for the CPU it needs a `timeout`.
-        name: Another one than any group has.
-        timeout: None for that of `group`.
+        name: A name that no group has.
+        timeout: Timeout of the new group; None for the timeout of `group`.
     """
     ranks = dist.get_process_group_ranks(group)
     helper: Any = c10d._new_process_group_helper
@@ -327,7 +327,7 @@ class Fakes:
         return self._shapes.create_symintnode(self._symbols[-1], hint=value, source=source)
 
     def holds(self) -> Callable[[Sequence[int]], bool]:
-        """Return a function of numbers, in the order made: whether all comparisons of the trace hold for them."""
+        """Return a function of values for the numbers, in the order made: True if all comparisons of the trace hold."""
         import sympy
         from torch.utils._sympy.printers import PythonPrinter
 
@@ -379,7 +379,7 @@ has_symbolic_size: Callable[[Tensor], bool] = attrgetter("_has_symbolic_sizes_st
 
 
 def like_of(tensor: Tensor) -> Any:
-    """Return a key that is equal for fake tensors that operations treat alike; None for others, as with values."""
+    """Return a key that is equal for fake tensors that operations treat alike; None for all other tensors."""
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout != torch.strided:
         return None
     bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
@@ -447,20 +447,20 @@ FOREACH: dict[Any, tuple[Any, Any]] = {
     torch.ops.aten.mul.Tensor: (torch._foreach_mul, torch._foreach_mul_),
     torch.ops.aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
 }
-"""Forms of operations for lists of tensors: one makes new ones, and one writes over the first list."""
+"""Operations on lists of tensors, by operation: the form that makes new tensors, and the in-place form."""
 foreach_copy: Any = torch._foreach_copy_
 
 
 # Modules.
 
-# The dicts themselves, of what is a module's own: `named_parameters` is too slow for every step.
+# The dicts of a module's own parameters, modules and buffers: `named_parameters` is too slow for every step.
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype that the gradient of a leaf must have; other tensors do not have it."""
+    """Return the dtype that the gradient of a leaf must have; only leaves have `grad_dtype`."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -481,13 +481,13 @@ def is_followed(tensor: Tensor, handle: Any) -> bool:
 
 
 def put_last(tensor: Tensor, handle: Any) -> None:
-    """Have the hook of `handle` called after all others of `tensor`'s gradient."""
+    """Make the hook of `handle` run after all other hooks of `tensor`'s gradient."""
     hooks: Any = tensor._backward_hooks
     hooks[handle.id] = hooks.pop(handle.id)  # torch takes the order of insertion: move_to_end is not enough
 
 
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
-    """Return those of `torch.distributed.optim._apply_optimizer_in_backward`, which leaves them there."""
+    """Return the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` has set on `parameter`."""
     return getattr(parameter, "_in_backward_optimizers", ())
 
 
@@ -513,7 +513,7 @@ set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_
 
 
 def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
-    """Return the marks of `set_params_and_buffers_to_ignore`."""
+    """Return the names that `set_params_and_buffers_to_ignore` has stored in `module`."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 

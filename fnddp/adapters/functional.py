@@ -151,7 +151,7 @@ def _backward(
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if path in held:
-            grad = grad.data  # a hook of the caller may hold the other one, which only its own storage shows
+            grad = grad.data  # a hook may hold the old tensor: then the storage is shared
         if grad.layout != torch.strided:
             raise ValueError(
                 f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "

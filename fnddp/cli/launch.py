@@ -162,7 +162,7 @@ def _messages(working: dict[Connection, BaseProcess], timeout: float | None) -> 
         assert isinstance(pipe, Connection)
         try:
             yield pipe, pipe.recv()
-        except (EOFError, ConnectionResetError):  # killed or crashed: what others report of it explains less
+        except (EOFError, ConnectionResetError):  # killed or crashed: the errors of other ranks explain less
             yield pipe, _Failed(-math.inf, _how_it_ended(working[pipe]))
 
 

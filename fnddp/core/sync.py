@@ -108,8 +108,8 @@ class Sync(Expression, abc.ABC):
         for inner in all_in(*self.children()):
             if self.remembers and inner.remembers:
                 raise TypeError(
-                    f"{name}: {type(inner).__name__} in it remembers losses too; both would add the same ones, and "
-                    "training diverges; leave one of them out"
+                    f"{name}: {type(inner).__name__} in it remembers what is lost, too; "
+                    "both would add the same losses, and training diverges; leave one of them out"
                 )
 
     @abc.abstractmethod

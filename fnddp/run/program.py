@@ -138,7 +138,7 @@ class Code(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a step does with the gradient of a leaf."""
+    """Instructions for the gradient of a leaf in a step."""
 
     path: str
     leaf: LeafSpec
