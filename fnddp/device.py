@@ -202,7 +202,7 @@ def accelerator() -> str | None:
 
 
 def select(kind: str, rank: int) -> torch.device:
-    """Make this rank's device of the given kind the current one, and return it; `rank` counts on this host."""
+    """Make this rank's device of the given kind the current one, and return it; `rank`: its rank on this host."""
     if kind == "cpu":
         return torch.device("cpu")
     torch.accelerator.set_device_index(rank % torch.accelerator.device_count())

@@ -39,7 +39,7 @@ class World:
         wire: None for torch.distributed.
         traced: Whether collectives are recorded, not run.
         size: Numbers of ranks of the groups that a plan is made for, which need not exist.
-        ranks: Divisors of means, by group, if other than the size: symbols, in the trace of a graph.
+        ranks: Divisors of means, by group, if other than the size: numbers that a graph takes as inputs.
         simulated: The ranks of a simulation.
     """
 
