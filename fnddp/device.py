@@ -6,7 +6,7 @@ kind that torch knows runs asynchronously, in streams. To add a kind of device, 
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeAlias
@@ -193,6 +193,32 @@ def device_of_backends(backends: str) -> torch.device:
     if kind is None or "cpu:" in backends:
         return torch.device("cpu")
     return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def one_of(devices: Mapping[str, torch.device]) -> torch.device:
+    """Return the device of all leaves, given by path: the CPU if there are none.
+
+    Raises:
+        ValueError: They are on several.
+    """
+    first = next(iter(devices.items()), ("", torch.device("cpu")))
+    for path, device in devices.items():
+        if device != first[1]:
+            raise ValueError(
+                f"leaf {path!r} is on {device}, and leaf {first[0]!r} on {first[1]}, but a pipeline's must be on "
+                "one device; move them, or give the leaves of each device a pipeline of their own"
+            )
+    return first[1]
+
+
+def require_carried(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Raise a ValueError if no backend of a process group moves tensors of `device`."""
+    backends = dist.get_backend_config(group)
+    if f"{device.type}:" not in backends:
+        raise ValueError(
+            f"process group {group.group_name!r} has no backend for leaves on {device}, only {backends}; move them, or "
+            f'make the group with one, as dist.init_process_group("{device.type}:...") does'
+        )
 
 
 def accelerator() -> str | None:

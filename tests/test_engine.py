@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fnddp
 from fnddp import (
@@ -376,3 +378,18 @@ def test_a_rank_that_was_out_of_step_goes_on_in_the_next_epoch():
     assert engine.step.finish().mean["a"].tolist() == [1, 1, 1]
     assert engine.plan is not None
     assert list(engine.plan.buckets) == ["b", "a"]  # a newcomer has not seen in which order they came
+
+
+def test_leaves_on_two_devices_are_refused_by_name() -> None:
+    leaves = {"a": torch.ones(2), "b": torch.ones(2, device="meta")}
+    with pytest.raises(ValueError, match=r"leaf 'b' is on meta, and leaf 'a' on cpu, .* move them, or give"):
+        fnddp.jit(allreduce, wire=AloneWire())(leaves, ())
+
+
+def test_a_group_without_a_backend_for_the_leaves_is_refused() -> None:
+    dist.init_process_group("cuda:fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ValueError, match=r"has no backend for leaves on cpu, only cuda:fake; move them, or make"):
+            DistributedDataParallel(nn.Linear(2, 2), init_sync=False)
+    finally:
+        dist.destroy_process_group()

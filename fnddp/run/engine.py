@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.core import tree
@@ -20,7 +21,7 @@ from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import require_like, shared
 from fnddp.core.sync import State, Sync, groups_of, require_weighable
 from fnddp.core.tree import Leaves
-from fnddp.device import device_of
+from fnddp.device import device_of, one_of, require_carried
 from fnddp.ir.program import LeafSpec, LoweringError
 from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation
@@ -88,7 +89,7 @@ class Engine:
         self.sync, self.leaves, self.wire = sync, dict(leaves), wire
         self.positions = {path: position for position, path in enumerate(leaves)}
         self.number = next(_numbers)
-        self.device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
+        self.device = one_of({path: leaf.device for path, leaf in leaves.items()})
         self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *beside]))
         self.step: Step | None = None
         self.begun = self.steps = self.failed_steps = 0
@@ -271,9 +272,14 @@ class Engine:
 
         The first step could be too late: models that share a backward may begin their steps in another order on a rank.
         """
-        if not device_of(self.device).is_asynchronous and not self._is_connected:
+        if self._is_connected:
+            return
+        if isinstance(self.wire, C10d) and dist.is_initialized():
+            for group in self.groups:
+                require_carried(self.device, live_group(group))
+        if not device_of(self.device).is_asynchronous:
             with_dedicated_groups(self.wire, self.groups)
-            self._is_connected = True
+        self._is_connected = True
 
     def prepare(self) -> Plan | None:
         """Make the plan for the present state now, not in the first step."""
