@@ -204,7 +204,7 @@ def test_a_module_trains_over_two_levels(rank: int) -> None:
 
 
 def test_what_a_shard_must_not_be_averaged_with_is_named():
-    with pytest.raises(TypeError, match="takes a sum, but inside the node there is a mean"):
+    with pytest.raises(TypeError, match="takes a sum, but inside the node a mean is taken"):
         hierarchical(fnddp.all_reduce(op="sum"))
     with pytest.raises(ValueError, match=r"allreduce must reduce across nodes, over another group than the default"):
         hierarchical(allreduce, intra="5").init({})
