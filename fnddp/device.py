@@ -192,7 +192,7 @@ def device_of_backends(backends: str) -> torch.device:
     kind = accelerator()
     if kind is None or "cpu:" in backends:
         return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())
+    return current(kind)
 
 
 def one_of(devices: Mapping[str, torch.device]) -> torch.device:
@@ -227,18 +227,23 @@ def accelerator() -> str | None:
     return None if found is None else found.type
 
 
-def select(kind: str, rank: int) -> torch.device:
-    """Make this rank's device of the given kind the current one, and return it; `rank`: its rank on this host."""
+def select(kind: str, rank: int, ranks: int) -> None:
+    """Make the device of this rank of a host the current one of its kind, before the process group is made.
+
+    More ranks than devices share them, which NCCL must be told: that is CUDA's alone.
+    """
     if kind == "cpu":
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
-    return torch.device(kind, torch.accelerator.current_device_index())
+        return
+    count = torch.accelerator.device_count()
+    if ranks > count:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ["NCCL_HOSTID"] = f"fnddp-{rank}"  # or it refuses two ranks of one host on one device
+    torch.accelerator.set_device_index(rank % count)
 
 
-def share(rank: int) -> None:
-    """Let NCCL have several ranks on one GPU (CUDA only); call it before the process group is made."""
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    os.environ["NCCL_HOSTID"] = f"fnddp-{rank}"  # or it refuses two ranks of one host on one device
+def current(kind: str) -> torch.device:
+    """Return the device of this kind that has been selected."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def built_for() -> str:

@@ -213,7 +213,7 @@ def measure(setup: Setup, at: RankInfo | None) -> Iterator[Stage | Run]:
     The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours. `at` is
     this rank, if a launcher has started it.
     """
-    device = set_up_device(setup.device, at)
+    device = devices.current(setup.device)
     yield Stage(f"preparing {len(setup.names)} arms")
     hosts: list[str] = control.all_gather_object(socket.gethostname(), None)
     if at is None:
@@ -266,14 +266,6 @@ def timed(arm: Arm, device: torch.device, interfaces: Sequence[str]) -> tuple[fl
     taken = time.perf_counter() - start
     _barrier(device)  # on loopback the others' bytes count too: let them end
     return taken, sum(map(sent_bytes, interfaces)) - before
-
-
-def set_up_device(kind: str, at: RankInfo | None) -> torch.device:
-    """Choose this rank's device, which it may share with others."""
-    rank = dist.get_rank() if at is None else at.local_rank
-    if at is None and dist.get_world_size() > torch.accelerator.device_count():
-        devices.share(rank)
-    return devices.select(kind, rank)
 
 
 def _barrier(device: torch.device) -> None:

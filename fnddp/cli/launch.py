@@ -123,6 +123,7 @@ def _run_rank(
         store = dist.FileStore(file)  # hosts have the same files, and no network that leads to the parent
         # Ranks of one machine meet on the loopback device, whatever the host's name resolves to.
         os.environ["GLOO_SOCKET_IFNAME"] = loopback_device() if host is None else host.interface
+        devices.select(device, rank, n)
         backend = devices.device_of(torch.device(device)).backend
         dist.init_process_group(backend, rank=rank, world_size=n, store=store, timeout=TIMEOUT)
         for event in work(*arguments):
@@ -299,7 +300,7 @@ def joined(at: RankInfo, device: str, timeout: timedelta = TIMEOUT) -> Generator
             f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the host of rank 0 "
             "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
         )
-    devices.select(device, at.local_rank)
+    devices.select(device, at.local_rank, at.local_rank + 1)  # which `check_device` has found
     backend = devices.device_of(torch.device(device)).backend
     try:
         dist.init_process_group(backend, rank=at.rank, world_size=at.world_size, timeout=timeout)

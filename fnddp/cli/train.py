@@ -1,6 +1,5 @@
 """The ranks' part of the demo: train the same network with one pipeline after another, and measure."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -48,7 +47,7 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
     problem = load(model)
-    device = devices.select(kind, int(os.environ.get("LOCAL_RANK", rank)))
+    device = devices.current(kind)
     network = problem.make(seed).to(device)
     initial, loss_fn = trained(network), problem.loss_of(network)
 

@@ -1,7 +1,7 @@
 """All axes of a sharded model under one handle: gradients and weights of its shards, and its replicas."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from fnddp.core.sync import State, Sync
 from fnddp.cost.estimate import columns
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
-from fnddp.integrations.fsdp.shards import Shards, compress_shards
+from fnddp.integrations.fsdp.shards import Shards, compress_shards, unsynchronized
 from fnddp.torch_private import fsdp_groups
 
 
@@ -152,15 +152,9 @@ class Compressed:
         handle: Any = self.replicas or self.shards
         return handle.weight(count)
 
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Send no gradients in backwards within it, and keep whole ones: see `Shards.no_sync`."""
-        model: Any = self._model
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
+        return unsynchronized(self._model)
 
 
 def _axes(shards: Shards | None, replicas: Replicas | None, mesh: DeviceMesh) -> Iterator[Axis]:

@@ -1,7 +1,7 @@
 """Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -86,18 +86,12 @@ class Shards:
         prefix = "" if len(ranks) == dist.get_world_size() else f"shards_from_rank{min(ranks)}/"
         return Checkpoint(self, self.group, saved_world_size, prefix)
 
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Send nothing in backwards within it and keep whole gradients, as `set_requires_gradient_sync(False)` does.
 
         The next backward outside of it synchronizes what has added up.
         """
-        model: Any = self._model
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
+        return unsynchronized(self._model)
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
@@ -122,6 +116,16 @@ class Shards:
         is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
         with nullcontext() if is_alone else self._reductions.weights.block(count):
             yield
+
+
+@contextmanager
+def unsynchronized(model: Any) -> Generator[None]:
+    """Send no gradients of an FSDP model in backwards within it."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 class _Gather(Comm):
