@@ -480,9 +480,9 @@ class Steps:
                 before.copy_(grad)  # others may hold it, as a part of a flat buffer
             else:
                 parameter.grad = grad
-            for optimizer in optimizers_in_backward(parameter):
-                optimizer.step()
-            if optimizers_in_backward(parameter):
+            if optimizers := optimizers_in_backward(parameter):
+                for optimizer in optimizers:
+                    optimizer.step()
                 parameter.grad = None
         for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
             self.parameters[name].grad = None

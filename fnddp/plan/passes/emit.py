@@ -200,7 +200,10 @@ class _Code:
         if is_whole(first, self._placement):
             for span in _spans(self._placement.targets[node] for node in nodes):
                 memory = self._input(span)
-                self._write(first, [memory, *rest], options, memory)
+                if first.target is aten.div.Tensor and not is_tensor(first.args[1]):
+                    self.script.call(_divide, [memory, *rest])
+                else:
+                    self._write(first, [memory, *rest], options, memory)
                 self.operations.append(Operation(span, None, _function(first), (span, *self._shown(first.args[1:]))))
         else:
             self.script.call(FOREACH[first.target][1], [places, *rest], options)
@@ -298,6 +301,11 @@ def _spans(places: Iterable[Any]) -> Iterator[Span]:
     for _, run in groupby(ordered, lambda at: (at[1].collective, at[1].position - at[0])):
         neighbours = [place for _, place in run]
         yield Span(neighbours[0].collective, neighbours[0].position, neighbours[-1].position)
+
+
+def _divide(memory: torch.Tensor, number: int) -> None:
+    if number != 1:  # a pass over the memory of a bucket, which a rank alone does not need
+        torch.div(memory, number, out=memory)
 
 
 def _function(node: fx.Node) -> str:
