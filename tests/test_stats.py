@@ -1,7 +1,6 @@
 """Numbers of steps: what they count, that they are of the last step, and that writers get them. No time is asserted."""
 
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ from torch import nn
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd, skip_nonfinite
-from fnddp.device import device_of
 from fnddp.show.beside import STEP, beside
-from fnddp.show.meter import Meter
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 
@@ -117,15 +114,6 @@ def test_tensorboard(tmp_path: Path) -> None:
         fnddp.log_sync_stats(writer, model)
     (file,) = tmp_path.iterdir()
     assert b"fnddp/residual_norm" in file.read_bytes()
-
-
-def test_a_meter_measures_one_step_at_a_time() -> None:
-    meter = Meter()
-    with meter.times(nullcontext(), "computes", -1, device_of(torch.device("cpu")), None):
-        pass
-    assert meter.taken(0).decode_seconds > 0
-    meter.begins()
-    assert meter.taken(0).segments == [[]]
 
 
 def test_a_trace_without_a_step_is_refused() -> None:

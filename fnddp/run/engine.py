@@ -31,8 +31,7 @@ from fnddp.run.backends import warn
 from fnddp.run.program import Memory, Program, without_schedule
 from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
-from fnddp.show.meter import Meter, Taken
-from fnddp.show.trace import debug_level, observer, observing
+from fnddp.show.trace import Observer, Taken, debug_level
 from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
 from fnddp.wire.groups import World, identity, live_group
 from fnddp.wire.protocol import Elastic, Wire
@@ -104,9 +103,8 @@ class Engine:
         self._traces = Traces() if traces is None else traces
         self._has_plans, self._needs_plans = True, backend is not None
         self._memory = Memory()
-        self._debug = debug_level()
-        self._meter: Meter | None = None
-        self._measured_from = 0
+        self._observer = Observer(debug_level())
+        self._measured_from: int | None = None  # number of steps at the first call of `taken`
         self._order: list[str] | None = None  # in which plans expect gradients to arrive
         self._dropped: frozenset[str] = frozenset()
         self._programs: list[Program] = []
@@ -156,14 +154,11 @@ class Engine:
 
     def taken(self) -> Taken | None:
         """Return the times of the last step. Steps are measured from the first call on; None before, without a plan."""
-        if self._meter is None:
-            self._meter = Meter()
-            for program in self._programs:
-                program.observer = observing(self._debug, self._meter)
-            self._measured_from = self.steps
+        if self._measured_from is None:
+            self._observer.measures, self._measured_from = True, self.steps
         if self.plan is None or self.steps == self._measured_from:
             return None
-        return self._meter.taken(len(self.plan.collectives))
+        return self._observer.taken(len(self.plan.collectives))
 
     def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0) -> Step:
         """Begin a step, which is `step` until it ends.
@@ -216,6 +211,7 @@ class Engine:
             learns_order=self.learns_order,
             ahead=list(ahead),
             before=self._notice,
+            observer=self._observer,
         )
         self.begun += 1
         for line in lines:
@@ -336,8 +332,7 @@ class Engine:
         wire = self.wire if device_of(self.device).is_asynchronous else with_dedicated_groups(self.wire, groups)
         # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
         program = Program(plan, wire, self._memory, groups, clones_shared=self._overwrites_early)
-        watcher = observer(self._debug, plan, self._meter)
-        program.observer = watcher if self._debug == 2 or self._meter is not None else None
+        self._observer.show(plan)
         if (seconds := perf_counter() - begun) > SLOW_SECONDS:
             warn(
                 "lowered %r for %d leaves in %.1f s, which happens once for each phase and order of gradients",

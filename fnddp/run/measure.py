@@ -18,7 +18,6 @@ from fnddp.device import device_of
 from fnddp.plan.plan import Plan
 from fnddp.run.program import Memory, Program
 from fnddp.run.step import Step
-from fnddp.show.meter import Meter
 from fnddp.show.trace import Observer
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import Kind
@@ -100,21 +99,20 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     """
     if meta := [path for path, leaf in plan.leaves.items() if leaf.device == torch.device("meta")]:
         raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for real tensors")
-    mirror, meter, generator = _Mirror(plan), Meter(), torch.Generator().manual_seed(0)
+    mirror, observer, generator = _Mirror(plan), Observer(measures=True), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state
     program = Program(plan, mirror, Memory())
-    program.observer = Observer(meter)
     grads = {
         path: leaf.empty().copy_(torch.randn(leaf.shape, generator=generator)) for path, leaf in plan.leaves.items()
     }
     rows: list[list[float]] = []
     for _ in range(_checked(calls) + 1):
         parts, _ = tree.flatten_any(tree.map_tensors(Tensor.clone, state))
-        step = Step(program, parts, lambda _: None)
+        step = Step(program, parts, lambda _: None, observer=observer)
         for path, grad in grads.items():
             step.feed(path, grad.clone())
         step.finish()
-        rows.append([*chain(*meter.taken(len(plan.collectives)).segments)])
+        rows.append([*chain(*observer.taken(len(plan.collectives)).segments)])
     return _medians(rows[1:])
 
 

@@ -18,7 +18,6 @@ from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Pa
 from fnddp.ir.schedule import Phase
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
-from fnddp.show.trace import Observer
 from fnddp.torch_private import storage_use_count
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
@@ -177,7 +176,6 @@ class Program:
         is_static: bool = True,
     ) -> None:
         self.plan = plan if is_static else None
-        self.observer: Observer | None = None
         self.wire, self.groups, self._memory, self.leaves = wire, groups, memory, plan.leaves
         segments, self.collectives = segments_of(plan), plan.collectives
         self.wire_bytes = [collective.wire_bytes for collective in self.collectives]

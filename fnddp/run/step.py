@@ -25,7 +25,6 @@ from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
 POLL_SECONDS = 2e-4
 """Seconds between two checks of open collectives, while gradients arrive that complete no segment."""
 
-_PROFILED = Observer()
 _NOTHING = nullcontext()
 
 T = TypeVar("T")
@@ -78,6 +77,7 @@ class Step:
         learns_order: True to learn the order in which gradients arrive, for later steps.
         ahead: Open steps on the same process groups, which go first.
         before: The `notice` of the previous step, on an accelerator.
+        observer: Names the pieces of the step in profiles, and measures them if that is on.
 
     Attributes:
         is_open: True until it has ended.
@@ -102,9 +102,10 @@ class Step:
         learns_order: bool = False,
         ahead: Sequence["Step"] = (),
         before: Callable[[], bool] | None = None,
+        observer: Observer,
     ) -> None:
         self._program, self._vote, self._ended, self.parts = program, vote, ended, parts
-        self._observer = program.observer or (_PROFILED if is_profiling() else None)
+        self._observer = observer if observer.measures or is_profiling() else None
         self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
         self.broken: BaseException | None = None
         self._before = before

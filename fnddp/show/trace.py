@@ -1,21 +1,28 @@
-"""Names and times of the pieces of steps, for torch's profiler, and for FNDDP_DEBUG, which prints plans and times."""
+"""Names and times of the pieces of steps, for torch's profiler, and for FNDDP_DEBUG, which prints plans and times.
+
+Times are the host's on the CPU, those of the side stream on an accelerator.
+"""
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch.profiler import record_function
 
 from fnddp.cost.estimate import columns
-from fnddp.device import Device, Stream
+from fnddp.device import Device, Mark, Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.ir.schedule import Schedule
-from fnddp.show.meter import Meter
-from fnddp.show.text import PREFIX, range_of, show, size
+from fnddp.show import text
+from fnddp.show.text import PREFIX, range_of, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
 
 FIRST, EVERY = 3, 100  # steps that are shown of each plan: the first ones, and then one in so many
+
+Piece: TypeAlias = Literal["computes", "launches", "waits"]
 
 
 def debug_level() -> int:
@@ -38,64 +45,110 @@ def profiled(name: str) -> AbstractContextManager[object]:
 _NONE = nullcontext()
 
 
+class Taken(NamedTuple):
+    """The times of a step, in seconds.
+
+    Attributes:
+        segments: Time of segments between one collective's start and the next one's; last, of those after all starts.
+        wire: Time of each collective, from its start until the step has noticed that it is complete.
+        exposed: Time that the step has waited for each collective, with nothing else to do.
+    """
+
+    segments: list[list[float]]
+    wire: list[float]
+    exposed: list[float]
+
+    @property
+    def encode_seconds(self) -> float:
+        """Time of all segments before the last collective is issued."""
+        return sum(map(sum, self.segments[:-1]))
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time of all segments after the last collective is issued."""
+        return sum(self.segments[-1])
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time of all waiting."""
+        return sum(self.exposed)
+
+
 class Observer:
     """Observer that names the pieces of steps for torch's profiler, and measures and prints them.
 
     Each context encloses one piece, which is started on `stream` of `device`.
 
     Args:
-        meter: Measures each step, if given.
-        prints: Whether some steps of the plan are printed, as measured.
+        debug: The level of FNDDP_DEBUG: 1 prints plans, 2 some of their steps, too, as measured.
+        measures: Whether steps are measured.
     """
 
-    def __init__(self, meter: Meter | None = None, *, prints: bool = False) -> None:
-        self._meter = Meter() if prints and meter is None else meter
-        self._prints, self._count = prints, 0
+    def __init__(self, debug: int = 0, *, measures: bool = False) -> None:
+        self.measures = measures or debug == 2
+        self._debug = debug
+        self._steps: dict[int, int] = {}  # of each plan, by its id
+        self._pieces: list[tuple[Piece, int, Mark, Mark]] = []  # of the last step
+
+    def show(self, plan: Schedule) -> None:
+        """Note that steps of `plan` follow, a new one."""
+        self._steps[id(plan)] = 0
+        if self._debug and groups.rank(None) == 0:
+            print(text.show(plan), file=sys.stderr)
+
+    def begins(self) -> None:
+        """Note that a step begins, and forget the last one."""
+        self._pieces = []
 
     def computes(self, segment: Segment, device: Device, stream: Stream) -> AbstractContextManager[object]:
         """Enclose the computation of a segment."""
-        named = profiled(range_of(segment))
-        return named if self._meter is None else self._meter.times(named, "computes", -1, device, stream)
+        return self._piece(range_of(segment), "computes", -1, device, stream)
 
     def launches(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
         """Enclose the start of a collective."""
-        named = profiled(f"{collective.name} launch")
-        return named if self._meter is None else self._meter.times(named, "launches", collective.index, device, stream)
+        return self._piece(f"{collective.name} launch", "launches", collective.index, device, stream)
 
     def waits(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
         """Enclose the wait for a collective."""
-        named = profiled(f"{collective.name} wait")
-        return named if self._meter is None else self._meter.times(named, "waits", collective.index, device, stream)
+        return self._piece(f"{collective.name} wait", "waits", collective.index, device, stream)
 
-    def begins(self) -> None:
-        """Note that a step begins."""
-        if self._meter is not None:
-            self._meter.begins()
+    @contextmanager
+    def _piece(self, name: str, piece: Piece, index: int, device: Device, stream: Stream) -> Generator[None]:
+        with profiled(name):
+            if not self.measures:
+                yield
+                return
+            begun = device.mark(stream)
+            yield
+            self._pieces.append((piece, index, begun, device.mark(stream)))
+        self._device = device
 
     def ends(self, plan: Schedule) -> None:
         """Note that a step of `plan` has ended. To print it, wait for the device."""
-        self._count += 1
-        if self._meter is None or not self._prints or groups.rank(None) != 0:
+        if self._debug != 2 or groups.rank(None) != 0:
             return
-        if self._count <= FIRST or self._count % EVERY == 0:
-            print(f"fnddp: step {self._count} of this plan\n{_table(plan, self._meter)}", file=sys.stderr)
+        count = self._steps[id(plan)] = self._steps[id(plan)] + 1
+        if count <= FIRST or count % EVERY == 0:
+            table = _table(plan, self.taken(len(plan.collectives)))
+            print(f"fnddp: step {count} of this plan\n{table}", file=sys.stderr)
+
+    def taken(self, collectives: int) -> Taken:
+        """Return the times of the last step, which had so many collectives. It waits for the device."""
+        segments, wire, exposed = [list[float]()], [0.0] * collectives, [0.0] * collectives
+        issued: dict[int, Mark] = {}
+        for piece, index, begin, end in self._pieces:
+            if piece == "computes":
+                segments[-1].append(self._device.seconds(begin, end))
+            elif piece == "launches":
+                issued[index] = begin
+                segments.append([])
+            else:
+                wire[index], exposed[index] = self._device.seconds(issued[index], end), self._device.seconds(begin, end)
+        return Taken(segments, wire, exposed)
 
 
-def observer(level: int, plan: Schedule, meter: Meter | None = None) -> Observer:
-    """Return the observer of a new plan at this debug level, and print the plan if it is not 0."""
-    if level and groups.rank(None) == 0:
-        print(show(plan), file=sys.stderr)
-    return observing(level, meter)
-
-
-def observing(level: int, meter: Meter | None) -> Observer:
-    """Return the observer of a plan that has been printed."""
-    return Observer(meter, prints=level == 2)
-
-
-def _table(plan: Schedule, meter: Meter) -> str:
+def _table(plan: Schedule, taken: Taken) -> str:
     """Return a row for each collective, and the sums below."""
-    taken = meter.taken(len(plan.collectives))
     rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
     for c in plan.collectives:
         times = sum(taken.segments[c.index]), taken.wire[c.index], taken.exposed[c.index]

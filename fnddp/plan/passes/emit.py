@@ -97,6 +97,11 @@ class Script:
         self._add(f"[{', '.join(made)}]", made, function, arguments, options)
         return made
 
+    def divide(self, memory: Variable, number: Any) -> None:
+        """Add a division in place; a rank alone, whose number is 1, needs no pass over memory for it."""
+        made = self.variable()
+        self._add(made, [made], torch.div, [memory, number], {"out": memory}, unless=f"{number} == 1 or ")
+
     def function(self, inputs: Iterable[Variable], outputs: Sequence[Variable]) -> Callable[..., tuple[Any, ...]]:
         """Return the script as a function of `inputs`, which returns a tuple of `outputs`."""
         kept, lines = set(outputs), list[str]()
@@ -110,11 +115,13 @@ class Script:
         exec(compile(code, "<plan>", "exec"), scope)
         return scope["run"]
 
-    def _add(self, to: str, made: list[Variable], function: Any, arguments: Any, options: Any) -> None:
+    def _add(
+        self, to: str, made: list[Variable], function: Any, arguments: Any, options: Any, *, unless: str = ""
+    ) -> None:
         read: set[Variable] = set()
         given = [self._text(argument, read) for argument in arguments]
         given += [f"{'from_' if key == 'from' else key}={self._text(option, read)}" for key, option in options.items()]
-        self._lines.append((f"{to} = {self._constant(function)}({', '.join(given)})", made, read))
+        self._lines.append((f"{to} = {unless}{self._constant(function)}({', '.join(given)})", made, read))
 
     def _text(self, argument: Any, read: set[Variable]) -> str:
         if isinstance(argument, Variable):
@@ -200,8 +207,8 @@ class _Code:
         if is_whole(first, self._placement):
             for span in _spans(self._placement.targets[node] for node in nodes):
                 memory = self._input(span)
-                if first.target is aten.div.Tensor and not is_tensor(first.args[1]):
-                    self.script.call(_divide, [memory, *rest])
+                if first.target is aten.div.Tensor:
+                    self.script.divide(memory, rest[0])
                 else:
                     self._write(first, [memory, *rest], options, memory)
                 self.operations.append(Operation(span, None, _function(first), (span, *self._shown(first.args[1:]))))
@@ -301,11 +308,6 @@ def _spans(places: Iterable[Any]) -> Iterator[Span]:
     for _, run in groupby(ordered, lambda at: (at[1].collective, at[1].position - at[0])):
         neighbours = [place for _, place in run]
         yield Span(neighbours[0].collective, neighbours[0].position, neighbours[-1].position)
-
-
-def _divide(memory: torch.Tensor, number: int) -> None:
-    if number != 1:  # a pass over the memory of a bucket, which a rank alone does not need
-        torch.div(memory, number, out=memory)
 
 
 def _function(node: fx.Node) -> str:
