@@ -22,17 +22,18 @@ NAMES = {
 
 def table(found: dict[str, Any]) -> str:
     """Return rows of arms, peers first, with times against torch's class, and what the run was."""
-    dense = next(arm["wire_bytes"] for arm in found["arms"] if arm["arm"] == "ddp")
-    lines = ["| a step with | ms | of torch DDP's time | fewer bytes |", "|---|--:|--:|--:|"]
+    dense = next(arm["link_bytes"] for arm in found["arms"] if arm["arm"] == "ddp")
+    lines = ["| a step with | ms | of torch DDP's time | fewer bytes on the link |", "|---|--:|--:|--:|"]
     for arm in sorted(found["arms"], key=lambda arm: (not arm["peer"], -arm["median_seconds"])):
         ratio = arm["ratios"].get("ddp", {"median": 1.0})["median"]
         name = NAMES[arm["arm"]] if arm["peer"] else f"`{arm['arm']}`"
-        bytes_ = f"{dense / arm['wire_bytes']:.1f}x"
-        lines.append(f"| {name} | {1e3 * arm['median_seconds']:,.0f} | {ratio:.2f} | {bytes_} |")
+        fewer = dense / arm["link_bytes"]
+        lines.append(f"| {name} | {1e3 * arm['median_seconds']:,.0f} | {ratio:.2f} | {fewer:.1f}x |")
+    command = found["command"].replace("'", '"').replace(" --link", " \\\n    --link")
     return "\n".join(lines) + (
-        f"\n\n`{found['command']}`: whole training steps of {found['parameters'] / 1e6:.1f} M parameters on"
-        f" {found['ranks']} ranks, one thread each,\non network namespaces of one machine ({found['machine']});"
-        f" gloo, torch {found['torch'].split('+')[0]}; medians of {found['pairs']} steps.\n"
+        f"\n\nWhole training steps of {found['parameters'] / 1e6:.1f} M parameters on {found['ranks']} ranks, one thread each, in network"
+        f" namespaces of one\nmachine ({found['machine']}); gloo, torch {found['torch'].split('+')[0]}; medians of"
+        f" {found['pairs']} steps. It needs Linux and root:\n\n```sh\nsudo .venv/bin/{command}\n```\n"
     )
 
 
