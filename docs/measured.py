@@ -30,10 +30,18 @@ def table(found: dict[str, Any]) -> str:
         fewer = dense / arm["link_bytes"]
         lines.append(f"| {name} | {1e3 * arm['median_seconds']:,.0f} | {ratio:.2f} | {fewer:.1f}x |")
     command = found["command"].replace("'", '"').replace(" --link", " \\\n    --link")
-    return "\n".join(lines) + (
-        f"\n\nWhole training steps of {found['parameters'] / 1e6:.1f} M parameters on {found['ranks']} ranks, one thread each, in network"
-        f" namespaces of one\nmachine ({found['machine']}); gloo, torch {found['torch'].split('+')[0]}; medians of"
-        f" {found['pairs']} steps. It needs Linux and root:\n\n```sh\nsudo .venv/bin/{command}\n```\n"
+    millions, torch = found["parameters"] / 1e6, found["torch"].split("+")[0]
+    return (
+        "\n".join(lines)
+        + f"""
+
+Whole training steps of {millions:.1f} M parameters on {found["ranks"]} ranks of one thread, in network namespaces of one
+machine ({found["machine"]}); gloo, torch {torch}; medians of {found["pairs"]} steps. It needs Linux and root:
+
+```sh
+sudo .venv/bin/{command}
+```
+"""
     )
 
 
