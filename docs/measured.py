@@ -35,8 +35,8 @@ def table(found: dict[str, Any]) -> str:
         "\n".join(lines)
         + f"""
 
-Whole training steps of {millions:.1f} M parameters on {found["ranks"]} ranks of one thread, in network namespaces of one
-machine ({found["machine"]}); gloo, torch {torch}; medians of {found["pairs"]} steps. It needs Linux and root:
+Whole training steps of {millions:.1f} M parameters on {found["ranks"]} ranks of one thread each, in namespaces of
+one machine ({found["machine"]}); gloo, torch {torch}; medians of {found["pairs"]} steps. It needs Linux and root:
 
 ```sh
 sudo .venv/bin/{command}

@@ -40,11 +40,12 @@ FOUND = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The site, built and served."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     built = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr
+    assert [str(page) for page in folder.rglob("*.html") if "][fnddp" in page.read_text()] == []
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
