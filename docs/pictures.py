@@ -1,4 +1,4 @@
-"""Draws docs/assets: what flows through error_feedback(powersgd(fp16(allreduce), rank=4)), the plan of plan.md, the
+"""Draws docs/assets: what flows through error_feedback(powersgd(bf16(allreduce), rank=4)), the plan of plan.md, the
 way of a gradient through a step (architecture.md), and the curves of the demo, from what it wrote
 (docs/assets/demo.json). The examples of convergence draw the others.
 
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from fnddp import allreduce, error_feedback, fp16, lower, powersgd
+from fnddp import allreduce, bf16, error_feedback, lower, powersgd
 from fnddp.cli import picture, report
 from fnddp.show.drawing import INK, PAPER
 
@@ -30,7 +30,7 @@ HEIGHT = 0.95
 LAYERS = [
     (7.0, "error_feedback", "↓  adds the residual          ↑  next residual = x - sent"),
     (4.9, "powersgd", "↓  P = M q,  then  Q = Mᵀ P̂          ↑  P̂ Qᵀ"),
-    (2.8, "fp16", "↓  to float16          ↑  back to float32"),
+    (2.8, "bf16", "↓  to bfloat16          ↑  back to float32"),
     (0.7, "allreduce", "divides by the number of ranks, then sums"),
 ]
 # Between the boxes, from the top: what goes down, the mean and the contribution that come back.
@@ -38,7 +38,7 @@ FLOWS = [
     ("grads", "mean", "sent"),
     ("x = grads + residual", "P̂ (mean Q)ᵀ", "P̂ (own Q)ᵀ: x as the\nothers saw it"),
     ("P and biases,\nthen Q", "mean P, mean Q", "own P, own Q,\nas rounded"),
-    ("the same,\nin float16", "mean P, mean Q", "own P, own Q"),
+    ("the same,\nin bfloat16", "mean P, mean Q", "own P, own Q"),
 ]
 
 # The way of a gradient, narrow, so that a phone shows it as it is. Left, bottom, width, height, name, what it does.
@@ -85,7 +85,7 @@ def main(folder: Path) -> None:
 
 def draw_plan(file: Path) -> None:
     params = {path: torch.empty(shape, device="meta") for path, shape in PARAMS.items()}
-    sync = error_feedback(powersgd(fp16(allreduce), rank=4))
+    sync = error_feedback(powersgd(bf16(allreduce), rank=4))
     file.write_text(lower(sync, params, world_size=4).to_svg())
 
 

@@ -6,7 +6,7 @@
 
 Each worker has batches of its own, of the same size whatever the number of workers, and an AdamW of its own, or a Muon;
 runs with the same number of workers and seed begin alike and see the same tokens. They begin with random parameters,
-or, as in the paper, with trained ones and a smaller learning rate. What it found is in docs/outer.md.
+or, as in the paper, with trained ones and a smaller learning rate. What it found is in docs/outer-loss.md.
 """
 
 import argparse

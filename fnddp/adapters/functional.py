@@ -54,7 +54,7 @@ def value_and_grad(
         has_aux: Whether `loss_fn` returns auxiliary data in addition to the loss.
         wire: Moves bytes between ranks; torch.distributed by default.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
-            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
+            `docs/functional.md`. A pipeline that cannot be lowered is then an error.
 
     Returns:
         `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params` is any pytree of floating-point tensors;

@@ -58,7 +58,7 @@ def lower(
             many MiB. A bucket's payloads travel together.
         first_bucket_mb: The same for the first bucket.
         donation: What a step may write over; nothing, unless an adapter owns gradients or state.
-        backend: What runs the segments: None for Python, or "inductor". See `docs/compile.md`.
+        backend: What runs the segments: None for Python, or "inductor". See `docs/functional.md`.
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.

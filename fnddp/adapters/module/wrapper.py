@@ -80,7 +80,7 @@ class DistributedDataParallel(TorchNames):
         wire: Moves gradients between ranks; torch.distributed by default. Another one must know the group of the
             pipeline. Buffers, and `join`, use torch.distributed in any case.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
-            `docs/compile.md`. A pipeline that cannot be lowered is then an error.
+            `docs/functional.md`. A pipeline that cannot be lowered is then an error.
 
     Attributes:
         module: The wrapped module.

@@ -1,0 +1,61 @@
+"""Write README's measured result from what `fnddp bench` has written.
+
+python docs/measured.py                          # the block of README, from docs/assets/bench.json
+python docs/measured.py fnddp-bench/results.json # the same, after keeping that file as docs/assets/bench.json
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "docs" / "assets" / "bench.json"
+BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
+NAMES = {
+    "ddp": "torch's `DistributedDataParallel`",
+    "fp16_hook": "the same with torch's `fp16_compress_hook`",
+    "powersgd_hook": "the same with torch's `powerSGD_hook`",
+}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return rows of arms, peers first, with times against torch's class, and what the run was."""
+    dense = next(arm["link_bytes"] for arm in found["arms"] if arm["arm"] == "ddp")
+    lines = ["| a step with | ms | of torch DDP's time | fewer bytes on the link |", "|---|--:|--:|--:|"]
+    for arm in sorted(found["arms"], key=lambda arm: (not arm["peer"], -arm["median_seconds"])):
+        ratio = arm["ratios"].get("ddp", {"median": 1.0})["median"]
+        name = NAMES[arm["arm"]] if arm["peer"] else f"`{arm['arm']}`"
+        fewer = dense / arm["link_bytes"]
+        lines.append(f"| {name} | {1e3 * arm['median_seconds']:,.0f} | {ratio:.2f} | {fewer:.1f}x |")
+    command = found["command"].replace("'", '"').replace(" --link", " \\\n    --link")
+    millions, torch = found["parameters"] / 1e6, found["torch"].split("+")[0]
+    return (
+        "\n".join(lines)
+        + f"""
+
+Whole training steps of {millions:.1f} M parameters on {found["ranks"]} ranks of one thread each, in namespaces of
+one machine ({found["machine"]}); gloo, torch {torch}; medians of {found["pairs"]} steps. It needs Linux and root:
+
+```sh
+sudo .venv/bin/{command}
+```
+"""
+    )
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        found = json.loads(Path(sys.argv[1]).read_text())
+        found["command"] = re.sub(r" --out \S+", "", found["command"])
+        for arm in found["arms"]:
+            arm.pop("interface_bytes_by_step", None)
+        KEPT.write_text(json.dumps(found, indent=1) + "\n")
+    readme = ROOT / "README.md"
+    text = table(json.loads(KEPT.read_text()))
+    readme.write_text(BLOCK.sub(lambda _: text, readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()

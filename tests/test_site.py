@@ -1,0 +1,133 @@
+"""The site in a real browser: search finds what people look for, and pages fit wide and narrow screens.
+
+Needs `pip install '.[docs]' selenium`, chromium and its driver; skipped with a reason without them. With
+`FNDDP_SCREENSHOTS=folder` it keeps what it sees.
+"""
+
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MISSING = [name for name in ("mkdocs", "material", "mkdocstrings", "selenium") if find_spec(name) is None]
+MISSING += [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+    pytest.mark.filterwarnings("default"),
+]
+
+SIZES = {"wide": (1400, 900), "phone": (390, 844)}
+FOUND = {
+    "which pipeline should I use": "choose/",
+    "slow network": "choose/",
+    "bandwidth": "choose/",
+    "FSDP2": "fsdp/",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The site, built and served."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    assert [str(page) for page in folder.rglob("*.html") if "][fnddp" in page.read_text()] == []
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(params=["light", "dark"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=SIZES)
+def size(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def browser(size: str, scheme: str) -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    width, height = SIZES[size]
+    screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "phone"}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    preference = {"name": "prefers-color-scheme", "value": scheme}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [preference]})
+    yield driver
+    driver.quit()
+
+
+def keep(browser: Any, name: str) -> None:
+    folder = os.environ.get("FNDDP_SCREENSHOTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(Path(folder) / f"{name}.png"))
+
+
+def wait(browser: Any, selector: str) -> Any:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.expected_conditions import visibility_of_element_located
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, 60).until(visibility_of_element_located((By.CSS_SELECTOR, selector)))
+
+
+def until_first_found(browser: Any, address: str) -> None:
+    """Wait for the first result: results change while one types."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    first = "return document.querySelector('.md-search-result__item .md-search-result__link')?.href || ''"
+    WebDriverWait(browser, 20).until(lambda _: browser.execute_script(first).startswith(address), f"not {address}")
+
+
+def test_search_finds_what_people_look_for_at_the_first_place(site: str, browser: Any, size: str, scheme: str) -> None:
+    for words, page in FOUND.items():
+        browser.get(site)
+        wait(browser, "label[for=__search].md-header__button" if size == "phone" else ".md-search__input").click()
+        wait(browser, ".md-search__input").send_keys(words)
+        wait(browser, ".md-search-result__item .md-search-result__link")
+        try:
+            until_first_found(browser, site + page)
+        finally:
+            keep(browser, f"search-{words.replace(' ', '-')}-{size}-{scheme}")
+
+
+@pytest.mark.parametrize(
+    "page", ["", "choose/", "ddp/", "fsdp/", "catalogue/", "glossary/", "contract/", "api/pipelines/"]
+)
+def test_pages_are_no_wider_than_the_screen(site: str, browser: Any, size: str, scheme: str, page: str) -> None:
+    browser.get(site + page)
+    wait(browser, "article h1")
+    keep(browser, f"{page.replace('/', '-') or 'index-'}{size}-{scheme}")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= SIZES[size][0]
+    shown = browser.execute_script("return document.body.getAttribute('data-md-color-scheme')")
+    assert shown == {"light": "default", "dark": "slate"}[scheme]
+    assert size == "phone" or wait(browser, ".md-tabs").is_displayed()
