@@ -13,9 +13,8 @@ from torch.func import functional_call
 
 from fnddp import allreduce, fp16, parse
 from fnddp.cli import bench_codecs, bench_report, main
-from fnddp.cli.bench_rank import counted
-from fnddp.cli.bench_run import Ratio, Run, Setup, Times
-from fnddp.cli.launch import RankInfo
+from fnddp.cli.bench_rank import Ratio, Run, Setup, Times, counted
+from fnddp.cli.launch import RankInfo, Ranks
 from fnddp.cli.models import load, parameters
 from fnddp.core.codec import Codec
 from fnddp.core.sync import registry
@@ -162,7 +161,7 @@ def test_which_network_devices_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(["here", "here"], None) == ["eth0"]
 
 
-SETUP = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp"], ranks=1, parameters=1)
+SETUP = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp"], ranks=Ranks(None, 1), parameters=1)
 
 
 def run_of(*steps: list[float], setup: Setup = SETUP, silent: tuple[int, ...] = ()) -> Run:
@@ -174,15 +173,15 @@ def run_of(*steps: list[float], setup: Setup = SETUP, silent: tuple[int, ...] = 
 def test_ratios_are_paired_and_the_slowest_rank_counts() -> None:
     ours = Times([[2.0, 30.0, 1.0], [1.0, 20.0, 3.0]], wire_bytes=0, link_bytes=[10, 30, 20])
     peer = Times([[4.0, 10.0, 1.0], [1.0, 10.0, 1.0]], wire_bytes=0, link_bytes=[1, 1, 1])
-    setup = Setup("tiny", [fp16(allreduce)], ["ddp"], ranks=2, parameters=1)
+    setup = Setup("tiny", [fp16(allreduce)], ["ddp"], ranks=Ranks(None, 2), parameters=1)
     run = Run(setup, [ours, peer], ["here", "here"], 1)
     assert ours.steps == [2, 30, 3]
     assert run.ratio(0, 1) == Ratio(low=1.75, median=3, high=3)  # of 0.5, 3 and 3
     assert run.link_bytes(0) == 10  # of both ranks on one device: half
-    assert "through loopback" in bench_report.table(run).caption
-    apart = Run(replace(setup, launcher="SLURM"), [ours, peer], ["here", "there"], 1)
+    assert "through loopback" in bench_report.table(run).legend["link"]
+    apart = Run(replace(setup, ranks=Ranks(RankInfo("SLURM", 0, 2, 0), 2)), [ours, peer], ["here", "there"], 1)
     assert apart.link_bytes(0) == 20
-    assert "on the first host" in bench_report.table(apart).caption
+    assert "on the first host" in bench_report.table(apart).legend["link"]
     assert {"hosts": 2, "started_by": "SLURM"}.items() <= apart.conditions.items()
 
 

@@ -17,7 +17,7 @@ from fnddp import Link, Sync
 from fnddp.cli import examination, launch, main
 from fnddp.cli.examination import Findings
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.launch import RankError, RankInfo
+from fnddp.cli.launch import RankError, RankInfo, Ranks
 from fnddp.cost.step import Compute, Span, Step
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
@@ -206,7 +206,7 @@ def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_problems_are_reported() -> None:
     wrong = replace(findings(), disagreement="ranks disagree about torch: rank 0: 2.13; rank 1: 2.12", unequal=[MEAN])
     assert not wrong.is_sound
-    said = "\n".join(examination.lines(wrong, RankInfo("SLURM", 0, 2, 0), "cpu"))
+    said = "\n".join(examination.lines(wrong, Ranks(RankInfo("SLURM", 0, 2, 0), 2)))
     assert "PROBLEM: ranks disagree about torch: rank 0: 2.13; rank 1: 2.12" in said
     assert f"PROBLEM: means are not equal on all ranks: {MEAN}" in said
     assert "ranks: 2, started by SLURM, on here, there; gloo" in said

@@ -78,7 +78,8 @@ def test_columns_give_way_by_weight(
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", str(width))
     rows = [("a(" * 20 + "b" + ")" * 20, "1,234", "5,678", "9.9 ms"), ("partition({'x': none})", "1", "2", "3")]
-    Table("pipeline", {"wire": 2, "link": 1, "a\ntime": 3}, rows, "[what] it means").show()
+    legend = {"wire": "[what] it means", "link": "another", "time": "the last"}
+    Table("pipeline", {"wire": 2, "link": 1, "a\ntime": 3}, rows, legend).show()
     lines = [line.rstrip() for line in capsys.readouterr().out.split("\n")]
     shown = {40: ["wire", "time"], 80: ["wire", "link", "time"]}.get(width, ["time"])
     ruler = next(i for i, line in enumerate(lines) if line.startswith("───"))
@@ -86,3 +87,5 @@ def test_columns_give_way_by_weight(
     assert lines[ruler + 1].endswith("9.9 ms")
     assert max(map(len, lines)) <= max(width, len("p  9.9 ms"))
     assert "".join(lines).count("(") == 21
+    below = "".join(lines[lines.index("", ruler) :]).partition("Not")[0]
+    assert [heading for heading in legend if heading in below] == shown

@@ -131,7 +131,7 @@ def test_the_simulated_loss_is_that_of_real_ranks(text: str) -> None:
 
 
 def test_tune_trains_and_costs_everything_once() -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int, int]] = []
     found = tune(
         line_problem(),
         ["sign(allgather)", "sign( allgather )", "fp16(allreduce)"],
@@ -142,7 +142,10 @@ def test_tune_trains_and_costs_everything_once() -> None:
         tell=lambda *at: seen.append(at),
     )
     assert {each.pipeline for each in found.outcomes} == {MEAN, *SIXTEEN_BITS, "sign(allgather)"}
-    assert seen[-1] == (10, 10)
+    timed = [(f"timing {text}", i, 5) for i, text in enumerate((MEAN, *SIXTEEN_BITS, "sign(allgather)"))]
+    assert seen[:6] == [("timing forward and backward", 0, 5), *timed]
+    assert [at for _, *at in seen[6:]] == [[done, 30] for done in range(30)]
+    assert seen[-1][0] == "training sign(allgather), seed 1"
     assert [each.seconds for each in found.outcomes] == sorted(each.seconds for each in found.outcomes)
     by_name = {each.pipeline: each for each in found.outcomes}
     plain, gathered = by_name[MEAN], by_name["sign(allgather)"]

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 from statistics import median
-from time import perf_counter
+from timeit import repeat
 
 import torch
 from torch import Tensor
 
 from fnddp.cli.checks import check_pipeline
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.terminal import Table, progress
+from fnddp.cli.terminal import Table, each
 from fnddp.core.sync import Sync
 from fnddp.cost.link import Link
 from fnddp.cost.step import Compute
@@ -42,26 +42,27 @@ CODECS: tuple[str, ...] = (
 
 LEAVES, ELEMENTS = 10, 1 << 20
 
-CAPTION = (
-    "one rank, one thread, {leaves} leaves of {elements:,} float32; medians, in milliseconds\n"
-    "encode: until the payloads are in the buffers of their collectives; decode: reading them, and the mean\n"
-    "of a copy: the time of copying the gradients, {copy:.1f} ms, over what it takes"
-)
-
 
 def run(pipelines: Sequence[str]) -> int:
     """Print the costs of `pipelines`, codecs around a carrier, as a table; of all codecs if there are none."""
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
     syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
-    rows: list[tuple[str, ...]] = []
-    with on_threads(1), progress() as show:
-        copy = _seconds_of_a_copy(grads)
-        for i, sync in enumerate(syncs):
-            show(repr(sync), i, len(syncs))
-            rows.append(_row(sync, grads, copy))
-    caption = CAPTION.format(leaves=LEAVES, elements=ELEMENTS, copy=1e3 * copy)
+    with on_threads(1):
+        copies = [torch.empty_like(grad) for grad in grads.values()]
+        copy = median(
+            repeat(
+                lambda: [to.copy_(grad) for to, grad in zip(copies, grads.values(), strict=True)], number=1, repeat=9
+            )
+        )
+        rows = each("timing", lambda sync: _row(sync, grads, copy), syncs)
     weights = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
-    Table("codec", weights, rows, caption).show()
+    legend = {
+        "encode": "ms until the payloads are in the buffers of their collectives; median",
+        "decode": "ms to read them, and for the mean",
+        "of a copy": f"the time of copying the gradients, {1e3 * copy:.1f} ms, over that",
+    }
+    note = f"One rank, one thread, {LEAVES} leaves of {ELEMENTS:,} float32."
+    Table("codec", weights, rows, legend, note).show()
     return 0
 
 
@@ -78,14 +79,3 @@ def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> tuple[str, ...]:
 
 def _times(part: float, copy: float) -> tuple[str, str]:
     return (f"{1e3 * part:.1f}", f"{copy / part:.2f}") if part else ("-", "-")
-
-
-def _seconds_of_a_copy(grads: dict[str, Tensor]) -> float:
-    copies = {path: torch.empty_like(grad) for path, grad in grads.items()}
-    times: list[float] = []
-    for _ in range(9):
-        begun = perf_counter()
-        for path, grad in grads.items():
-            copies[path].copy_(grad)
-        times.append(perf_counter() - begun)
-    return median(times)

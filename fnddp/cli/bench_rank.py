@@ -1,15 +1,21 @@
-"""The ranks' part of a benchmark: run all arms in turn, round after round, and time every step."""
+"""A benchmark: its configuration, what ranks do (run all arms in turn, and time every step), and its results."""
 
 import os
+import platform
 import random
+import re
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,9 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fnddp
 from fnddp import device as devices
-from fnddp.cli.bench_run import WARM_UP, Run, Setup, Times
 from fnddp.cli.failures import WrongArgument
-from fnddp.cli.launch import RankInfo, Stage, share_cores
+from fnddp.cli.launch import RankInfo, Ranks, Stage, share_cores
 from fnddp.cli.models import Params, load
 from fnddp.cli.network import loopback_device, sent_bytes
 from fnddp.core.options import did_you_mean
@@ -31,6 +36,7 @@ from fnddp.simulate.tune import Batch, Loss, standing_for, trained
 from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
 
+WARM_UP = 4  # rounds: DDP rebuilds its buckets after the first, and torch's PowerSGD starts in the third
 PEERS = ("ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "none")
 BF16_ON_CPU = "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
 POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
@@ -47,6 +53,116 @@ _HOOKED = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 
 
 @dataclass(frozen=True)
+class Setup:
+    """The configuration of a benchmark."""
+
+    model: str  # as `fnddp.cli.models.load` takes it
+    pipelines: list[Sync]  # ours
+    peers: list[str]  # to compare with, of `PEERS`
+    ranks: Ranks
+    parameters: int  # elements that are trained
+    engine: str = "ddp"  # how a pipeline is run: "ddp", "register" or "value_and_grad"
+    compiled: bool = False  # compile the step. Ours are then functional, whatever the engine
+    pairs: int = 30  # timed rounds; each runs every arm once
+    seed: int = 0  # of the parameters and of the order of arms in a round
+    is_profiled: bool = False  # measure where the time of a step goes, too
+    backend: str | None = None  # that runs the segments of our plans
+
+    @property
+    def names(self) -> list[str]:
+        """The arms, in order: ours, then the peers. One that occurs twice is numbered."""
+        texts = [*map(repr, self.pipelines), *self.peers]
+        return [f"{text} #{n}" if (n := texts[: i + 1].count(text)) > 1 else text for i, text in enumerate(texts)]
+
+    @property
+    def functional(self) -> bool:
+        """True where ours are functions of parameters, and not modules."""
+        return self.compiled or self.engine == "value_and_grad"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times and bytes of one arm."""
+
+    seconds: list[list[float]]  # of each timed step (inner) on each rank (outer)
+    wire_bytes: int  # that rank 0 passed to its collectives in one more step, counted
+    link_bytes: list[int]  # of each timed step: what left through the network interface of rank 0
+    profile: dict[str, float] | None = None  # milliseconds of a step of rank 0, by purpose
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of each timed step, until the last rank was done."""
+        return [max(ranks) for ranks in zip(*self.seconds, strict=True)]
+
+
+class Ratio(NamedTuple):
+    """Quartiles of the ratio of two arms' times, taken round by round."""
+
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of a benchmark."""
+
+    setup: Setup
+    times: list[Times]  # of each arm
+    hosts: list[str]  # of each rank
+    threads: int  # of each rank on the CPU
+
+    def ratio(self, arm: int, peer: int) -> Ratio:
+        """Return the time of `arm` over that of `peer`."""
+        pairs = zip(self.times[arm].steps, self.times[peer].steps, strict=True)
+        return Ratio(*map(float, np.percentile([ours / theirs for ours, theirs in pairs], (25, 50, 75))))
+
+    def link_bytes(self, arm: int) -> float:
+        """Return the median bytes that a rank sends in a step through its interface, or its share of a shared one."""
+        sharing = 1 if self.setup.ranks.link else self.hosts.count(self.hosts[0])
+        return median(self.times[arm].link_bytes) / sharing
+
+    @property
+    def peers(self) -> list[int]:
+        """The arms that are peers."""
+        return list(range(len(self.setup.pipelines), len(self.setup.names)))
+
+    @property
+    def conditions(self) -> dict[str, object]:
+        """All that a reader has to know to repeat it."""
+        setup, ranks = self.setup, self.setup.ranks
+        device = devices.device_of(torch.device(ranks.device))
+        return {
+            "command": shlex.join(["fnddp", *sys.argv[1:]]),
+            "model": setup.model,
+            "parameters": setup.parameters,
+            "ranks": ranks.count,
+            "hosts": len(set(self.hosts)),
+            "started_by": ranks.at.launcher if ranks.at else "fnddp",
+            "threads": self.threads,
+            "link": ranks.link,
+            "engine": "compiled" if setup.compiled else setup.engine,
+            "run_by": setup.backend or "python",
+            "device": device.name,
+            "backend": device.backend,
+            "pairs": setup.pairs,
+            "untimed_rounds": WARM_UP,
+            "seed": setup.seed,
+            "torch": torch.__version__,
+            "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
+        }
+
+
+def _processor() -> str:
+    about = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", about.read_text()) if about.exists() else None
+    return named[1] if named else platform.processor() or "unknown processor"
+
+
+@dataclass(frozen=True)
 class Arm:
     """A way to run a training step: forward, loss, backward, with or without synchronization."""
 
@@ -55,22 +171,14 @@ class Arm:
     wire_bytes: Callable[[], int]  # counts the bytes that a step passes to its collectives, by running one
 
 
-def check_machine(device: str, link: str | None, backend: str | None, compiled: bool) -> None:
-    """Raise a WrongArgument if this machine has no such ranks, or `backend` would not be used."""
-    if device != "cpu" and link is not None:
-        raise WrongArgument(f"--link shapes what gloo sends; leave it out with --device {device}")
-    if backend is not None and compiled:
-        raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
-
-
-def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the peers in `against` that can run on `device` and `ranks` ranks; and the others, with the reason."""
+def check_peers(against: str, on: Ranks) -> tuple[list[str], dict[str, str]]:
+    """Return the peers in `against` that can run `on` these ranks; and the others, with the reason."""
     names = [name.strip() for name in against.split(",")]
     if unknown := [name for name in names if name not in PEERS]:
         hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"
         raise WrongArgument(f"--against: unknown peer {unknown[0]!r}{hint}")
-    impossible = {"bf16_hook": BF16_ON_CPU} | ({"powersgd_hook": POWERSGD_ON_GLOO} if ranks > 1 else {})
-    left_out = {name: impossible[name] for name in names if device == "cpu" and name in impossible}
+    impossible = {"bf16_hook": BF16_ON_CPU} | ({"powersgd_hook": POWERSGD_ON_GLOO} if on.count > 1 else {})
+    left_out = {name: impossible[name] for name in names if on.device == "cpu" and name in impossible}
     peers = [name for name in names if name not in left_out]
     if not peers:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
@@ -78,8 +186,8 @@ def check_peers(against: str, device: str, ranks: int) -> tuple[list[str], dict[
     return peers, left_out
 
 
-def make_arms(setup: Setup, device: torch.device) -> list[Arm]:
-    """Return the arms of `setup` on this rank, in the order of its names. All start from the same parameters."""
+def make_arms(setup: Setup, device: torch.device) -> Iterator[Arm]:
+    """Yield the arms of `setup` on this rank, in the order of its names. All start from the same parameters."""
     rank, problem = dist.get_rank(), load(setup.model)
     generator = torch.Generator().manual_seed(rank)
     batch = tuple(part.to(device) for part in problem.batch(rank, dist.get_world_size(), generator))
@@ -87,8 +195,10 @@ def make_arms(setup: Setup, device: torch.device) -> list[Arm]:
     def module() -> nn.Module:
         return problem.make(setup.seed).to(device)
 
-    ours = [_ours(sync, setup, module(), problem.loss, batch) for sync in setup.pipelines]
-    return ours + [_peer(peer, setup, module(), problem.loss, batch) for peer in setup.peers]
+    for sync in setup.pipelines:
+        yield _ours(sync, setup, module(), problem.loss, batch)
+    for peer in setup.peers:
+        yield _peer(peer, setup, module(), problem.loss, batch)
 
 
 def _ours(sync: Sync, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
@@ -207,29 +317,33 @@ def _parents(event: Any) -> Iterator[Any]:
         yield event
 
 
-def measure(setup: Setup, at: RankInfo | None) -> Iterator[Stage | Run]:
+def measure(setup: Setup) -> Iterator[Stage | Run]:
     """Time every arm of `setup` once in each round, all ranks together; yield the run at the end.
 
-    The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours. `at` is
-    this rank, if a launcher has started it.
+    The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours.
     """
-    device = devices.current(setup.device)
-    yield Stage(f"preparing {len(setup.names)} arms")
+    device, at, names = devices.current(setup.ranks.device), setup.ranks.at, setup.names
+    yield Stage("comparing ranks")
     hosts: list[str] = control.all_gather_object(socket.gethostname(), None)
     if at is None:
         torch.set_num_threads(1)  # ranks share a machine
     else:
         share_cores(hosts)
     interfaces = counted(hosts, at)
-    arms = make_arms(setup, device)
+    arms: list[Arm] = []
+    made = make_arms(setup, device)
+    for i, name in enumerate(names):
+        yield Stage(f"preparing {name}", i, len(names))
+        arms.append(next(made))
     seconds: list[list[float]] = [[] for _ in arms]
     link_bytes: list[list[int]] = [[] for _ in arms]
     order = list(range(len(arms)))
     shuffle = random.Random(setup.seed).shuffle
     for number in range(-WARM_UP, setup.pairs):
-        yield Stage("rounds", number + WARM_UP, WARM_UP + setup.pairs)
+        does, done, of = ("warming up", number + WARM_UP, WARM_UP) if number < 0 else ("timing", number, setup.pairs)
         shuffle(order)
-        for index in order:
+        for i, index in enumerate(order):
+            yield Stage(f"{does} {names[index]}", done * len(arms) + i, of * len(arms))
             taken, sent = timed(arms[index], device, interfaces)
             if number >= 0:
                 seconds[index].append(taken)
@@ -257,20 +371,14 @@ def counted(hosts: Sequence[str], at: RankInfo | None) -> list[str]:
 def timed(arm: Arm, device: torch.device, interfaces: Sequence[str]) -> tuple[float, int]:
     """Return the seconds of one step of `arm`, and the bytes that left this host meanwhile."""
     arm.clear()
-    _synchronize(device)
+    synchronize = devices.device_of(device).synchronize
+    barrier = partial(dist.barrier, device_ids=None if device.index is None else [device.index])
+    synchronize()
     before = sum(map(sent_bytes, interfaces))
-    _barrier(device)
+    barrier()
     start = time.perf_counter()
     arm.step()
-    _synchronize(device)
+    synchronize()
     taken = time.perf_counter() - start
-    _barrier(device)  # on loopback the others' bytes count too: let them end
+    barrier()  # on loopback the others' bytes count too: let them end
     return taken, sum(map(sent_bytes, interfaces)) - before
-
-
-def _barrier(device: torch.device) -> None:
-    dist.barrier(device_ids=None if device.index is None else [device.index])
-
-
-def _synchronize(device: torch.device) -> None:
-    devices.device_of(device).synchronize()

@@ -7,8 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fnddp.cli.bench_rank import OPERATIONS, PARTS
-from fnddp.cli.bench_run import Run
+from fnddp.cli.bench_rank import OPERATIONS, PARTS, Run
 from fnddp.cli.picture import COLOURS, dress
 from fnddp.cli.terminal import Table, echo
 from fnddp.show.text import count
@@ -28,7 +27,7 @@ def show(run: Run) -> None:
 
 def table(run: Run) -> Table:
     """Return the comparison, a row for each arm."""
-    if run.setup.link:
+    if run.setup.ranks.link:
         interface = "through each rank's link"
     elif len(set(run.hosts)) > 1:
         interface = "by all that runs on the first host, over its ranks; not what InfiniBand carries by itself"
@@ -40,14 +39,14 @@ def table(run: Run) -> Table:
         against = ["1" if peer == arm else str(run.ratio(arm, peer)) for peer in run.peers]
         bytes_sent = (f"{times.wire_bytes:,}", f"{run.link_bytes(arm):,.0f}")
         rows.append((name, f"{median(times.steps) * 1e3:.1f}", *against, *bytes_sent))
-    caption = (
-        "ms: median of the steps, until the last rank was done\n"
-        "time / PEER: median and quartiles of the ratio in the same round; below 1 is faster than the peer\n"
-        "wire: bytes that a rank passes to its collectives in one step, counted (papers count so)\n"
-        f"link: bytes sent in a step, with headers, {interface}"
-    )
+    legend = {
+        "ms": "median of the steps, until the last rank was done",
+        "time": "over the peer's in the same round, median and quartiles; below 1 is faster",
+        "wire": "bytes that a rank passes to its collectives in one step, counted (papers count so)",
+        "link": f"bytes sent in a step, with headers, {interface}",
+    }
     ratios = {f"time /\n{names[peer]}": 5 if peer == run.peers[0] else 3 for peer in run.peers}
-    return Table("arm", {"ms": 4, **ratios, "wire": 2, "link": 1}, rows, caption)
+    return Table("arm", {"ms": 4, **ratios, "wire": 2, "link": 1}, rows, legend)
 
 
 def verdict(run: Run) -> str:
@@ -74,12 +73,12 @@ def _profile_table(run: Run) -> Table:
         assert times.profile is not None
         spent = (f"{times.profile[part]:.2f}" for part in PARTS)
         rows.append((name, *spent, f"{times.profile[OPERATIONS]:,.0f}"))
-    caption = (
-        "ms of the host in a step of rank 0, each without the parts within it; the profiler itself costs some\n"
-        "hooks: what autograd does with a gradient of a parameter, with all hooks on it: torch's reducer, too\n"
-        "operations: of aten in a whole step, nested ones counted"
-    )
-    return Table("arm", {**dict.fromkeys(PARTS, 2), OPERATIONS: 1}, rows, caption)
+    legend = {
+        "hooks": "what autograd does with a parameter's gradient, with all hooks: torch's reducer, too",
+        OPERATIONS: "of aten in a whole step, nested ones counted",
+    }
+    note = "ms of the host in a step of rank 0, each part without those within it; the profiler itself costs some."
+    return Table("arm", {**dict.fromkeys(PARTS, 2), OPERATIONS: 1}, rows, legend, note)
 
 
 def as_json(run: Run) -> dict[str, Any]:
@@ -124,9 +123,9 @@ def draw(run: Run) -> Figure:
         dress(axes, axis="x")
     panels[0].set_yticks(range(rows), setup.names, family="monospace", size=9)
     panels[0].invert_yaxis()
-    link = f"{setup.link} links" if setup.link else f"{hosts} hosts" if hosts > 1 else "loopback"
+    link = f"{setup.ranks.link} links" if setup.ranks.link else f"{hosts} hosts" if hosts > 1 else "loopback"
     figure.suptitle(
-        f"{setup.model}, {setup.parameters / 1e6:.1f} M parameters, {count(setup.ranks, 'rank')}, {link}: "
+        f"{setup.model}, {setup.parameters / 1e6:.1f} M parameters, {count(setup.ranks.count, 'rank')}, {link}: "
         f"median and quartiles of {setup.pairs} paired steps",
         size=10,
     )

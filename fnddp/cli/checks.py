@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fnddp.cli import models
+from fnddp.cli import models, terminal
 from fnddp.cli.failures import WrongArgument
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
@@ -25,9 +25,10 @@ RANKS_PER_CORE = 8
 
 def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
     """Return the parameters of the model `name`, without values."""
-    if trains:
-        models.load(name)
-    parameters = models.parameters(name)
+    with terminal.progress(f"loading {name}"):
+        if trains:
+            models.load(name)
+        parameters = models.parameters(name)
     if not parameters:
         raise WrongArgument(f"{name} has no parameters that require gradients: there is nothing to synchronize")
     return parameters

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fnddp
 from fnddp.cli.checks import cores
 from fnddp.cli.failures import EXTRA
-from fnddp.cli.launch import RankInfo, Stage, share_cores
+from fnddp.cli.launch import Ranks, Stage, share_cores
 from fnddp.cli.models import load
 from fnddp.cli.terminal import Table, echo
 from fnddp.core.agreement import digest_of, first_difference
@@ -139,19 +139,19 @@ def installed() -> list[str]:
     ]
 
 
-def show(findings: Findings, at: RankInfo | None, model: str, device: str) -> None:
+def show(findings: Findings, of: Ranks, model: str) -> None:
     """Print the findings of the ranks."""
-    echo("\n".join(lines(findings, at, device)))
+    echo("\n".join(lines(findings, of)))
     if findings.costs:
         echo("")
         table(findings, model).show()
         echo(verdict(findings))
 
 
-def lines(findings: Findings, at: RankInfo | None, device: str) -> list[str]:
+def lines(findings: Findings, of: Ranks) -> list[str]:
     """Return lines about ranks, whether they agree, and their links."""
-    started = "started here" if at is None else f"started by {at.launcher}"
-    backend = device_of(torch.device(device)).backend
+    started = "started here" if of.at is None else f"started by {of.at.launcher}"
+    backend = device_of(torch.device(of.device)).backend
     same = "ok: versions and devices are the same on all ranks"
     equal = f"ok: means are equal on all ranks, to the bit: {', '.join(PROBES)}"
     unequal = f"PROBLEM: means are not equal on all ranks: {', '.join(findings.unequal)}"
@@ -179,12 +179,14 @@ def table(findings: Findings, model: str) -> Table:
         for each in sorted(findings.costs, key=lambda each: each.seconds)
     ]
     forward, backward = map(duration, (findings.compute.forward_seconds, findings.compute.backward_seconds))
-    caption = (
-        f"{model} on {count(len(findings.hosts), 'rank')}: forward {forward}, backward {backward}; these and "
-        "codec (encode and decode) are rank 0's, timed on all ranks at once; the rest is predicted from the last link\n"
-        "exposed: time that a step waits for communication; link B: bytes that a rank sends in a step"
-    )
-    return Table("pipeline", {"step": 4, "exposed": 3, "codec": 2, "link B": 1}, rows, caption)
+    legend = {
+        "step": f"of {model}: forward {forward}, backward {backward}, codec and exposed",
+        "exposed": "time that a step waits for communication, predicted from the last link",
+        "codec": "encoding and decoding",
+        "link B": "bytes that a rank sends in a step",
+    }
+    note = f"Forward, backward and codec are those of rank 0, timed on {count(len(findings.hosts), 'rank')} at once."
+    return Table("pipeline", {"step": 4, "exposed": 3, "codec": 2, "link B": 1}, rows, legend, note)
 
 
 def verdict(findings: Findings) -> str:

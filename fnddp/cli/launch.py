@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fnddp import device as devices
-from fnddp.cli import models, terminal
-from fnddp.cli.checks import check_processes, cores
+from fnddp.cli import checks, models, terminal
 from fnddp.cli.failures import FAILED, Failure, WrongArgument, print_error
 from fnddp.cli.network import Host, loopback_device, shaped_hosts, signals_held
 from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
@@ -50,7 +49,7 @@ class Stage:
     """Progress of the ranks: what they do, and how much of it is done, if that is known."""
 
     text: str
-    done: int | None = None
+    done: int = 0
     of: int | None = None
 
 
@@ -201,11 +200,6 @@ def rank_info() -> RankInfo | None:
     return None
 
 
-def reports(at: RankInfo | None) -> bool:
-    """Return whether this process prints the results of all ranks: rank 0 does, or the parent of ranks."""
-    return at is None or at.rank == 0
-
-
 def print_error_once(command: str, code: int, message: object) -> int:
     """Print why `command` stops, and return `code`: on all ranks if it failed, else once on each host."""
     try:
@@ -214,31 +208,84 @@ def print_error_once(command: str, code: int, message: object) -> int:
         at = None
     if at is not None and at.local_rank > 0 and code != FAILED:  # files and devices are those of a host
         return code
-    return print_error(command, code, message if reports(at) or at is None else f"rank {at.rank}: {message}")
+    return print_error(command, code, message if at is None or at.rank == 0 else f"rank {at.rank}: {message}")
 
 
 def share_cores(hosts: Sequence[str]) -> None:
     """Give this rank its share of its host's cores, unless `OMP_NUM_THREADS` sets its number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores() // hosts.count(hosts[dist.get_rank()])))
+        torch.set_num_threads(max(1, checks.cores() // hosts.count(hosts[dist.get_rank()])))
 
 
-def check_ranks(ranks: int | None, at: RankInfo | None, link: str | None = None) -> int:
-    """Return the number of ranks to run on: `ranks`, or the launcher's, or the default."""
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a command: processes that it starts, or those that a launcher has started."""
+
+    at: RankInfo | None  # this process among a launcher's
+    count: int
+    device: str = "cpu"  # its kind
+    link: str | None = None  # between processes that have a network each; None for loopback
+    imports: tuple[str, ...] = ()  # modules that processes import first
+
+    @property
+    def report(self) -> bool:
+        """True in the process that prints the results of all: rank 0, or the parent of processes."""
+        return self.at is None or self.at.rank == 0
+
+    def run(self, work: Work, *arguments: Any) -> list[Any]:
+        """Run `work(*arguments)` on all ranks (see `run_ranks`), and show each `Stage` that it yields.
+
+        Returns:
+            Everything else that it yields on this rank of a launcher, or on the first process.
+        """
+        found: list[Any] = []
+        with ExitStack() as stack:
+            starts = f"starting {self.count} ranks" if self.at is None else f"waiting for {self.count} ranks"
+            show = stack.enter_context(terminal.progress(starts))
+            if self.at is None:
+                hosts = stack.enter_context(shaped_hosts(self.count, self.link)) if self.link else ()
+                options: Any = {"hosts": hosts, "device": self.device, "imports": self.imports}
+                events = stack.enter_context(closing(run_ranks(self.count, work, *arguments, **options)))
+            else:
+                stack.enter_context(joined(self.at, self.device))
+                events = work(*arguments)
+            for event in events:
+                if isinstance(event, Stage):
+                    show(event.text, event.done, event.of)
+                else:
+                    found.append(event)
+            if self.at is not None:
+                dist.barrier()
+        return found
+
+
+def check_ranks(
+    ranks: int | None,
+    device: str = "cpu",
+    link: str = "loopback",
+    imports: Iterable[str] | None = None,
+    *,
+    is_shared: bool = False,
+) -> Ranks:
+    """Return the ranks that options ask for: `ranks`, or the launcher's, or two.
+
+    They are on a `device` each, or share one if they are processes and `is_shared`; "auto" is an accelerator if there
+    are enough.
+    """
+    at, shaped = rank_info(), checks.check_shaped(link)
     if at is None:
-        check_processes(ranks or DEFAULT_RANKS)
-        return ranks or DEFAULT_RANKS
-    if ranks not in (None, at.world_size):
+        checks.check_processes(ranks or DEFAULT_RANKS)
+    elif ranks not in (None, at.world_size):
         raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; leave --ranks out")
-    if link is not None:
+    elif shaped is not None:
         raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
-    return at.world_size
+    count = ranks or DEFAULT_RANKS if at is None else at.world_size
+    needed = (1 if is_shared else count) if at is None else at.local_rank + 1
+    return Ranks(at, count, _device(device, needed), shaped, checks.check_imports(imports))
 
 
-def check_device(device: str, ranks: int, at: RankInfo | None, *, is_shared: bool = False) -> str:
-    """Return the kind of device to run on, for `device` or "auto"; `is_shared` if ranks may share one."""
+def _device(device: str, needed: int) -> str:
     here, count = devices.accelerator(), torch.accelerator.device_count()
-    needed = 1 if is_shared else ranks if at is None else at.local_rank + 1
     if device == "auto":
         return here if here is not None and count >= needed else "cpu"
     if device not in ("cpu", here):
@@ -248,44 +295,6 @@ def check_device(device: str, ranks: int, at: RankInfo | None, *, is_shared: boo
     if device != "cpu" and count < needed:
         raise WrongArgument(f"--device {device}: {needed} ranks need one each, and there is {count}; use --device cpu")
     return device
-
-
-def run_on(
-    at: RankInfo | None,
-    ranks: int,
-    work: Work,
-    *arguments: Any,
-    link: str | None = None,
-    device: str = "cpu",
-    imports: Sequence[str] = (),
-) -> list[Any]:
-    """Run `work(*arguments)` on the ranks that a launcher has started, or on `ranks` processes (see `run_ranks`).
-
-    With a `link`, each process has a network of its own, joined to the others by it. Show each `Stage` that `work`
-    yields.
-
-    Returns:
-        Everything else that it yields on this rank of a launcher, or on the first process.
-    """
-    found: list[Any] = []
-    with ExitStack() as stack:
-        show = stack.enter_context(terminal.progress(quiet=not reports(at)))
-        show("starting ranks" if at is None else "waiting for ranks")
-        if at is None:
-            hosts = stack.enter_context(shaped_hosts(ranks, link)) if link else ()
-            started = run_ranks(ranks, work, *arguments, hosts=hosts, device=device, imports=imports)
-            events = stack.enter_context(closing(started))
-        else:
-            stack.enter_context(joined(at, device))
-            events = work(*arguments)
-        for event in events:
-            if isinstance(event, Stage):
-                show(event.text, event.done, event.of)
-            else:
-                found.append(event)
-        if at is not None:
-            dist.barrier()
-    return found
 
 
 @contextmanager
@@ -300,7 +309,7 @@ def joined(at: RankInfo, device: str, timeout: timedelta = TIMEOUT) -> Generator
             f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the host of rank 0 "
             "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
         )
-    devices.select(device, at.local_rank, at.local_rank + 1)  # which `check_device` has found
+    devices.select(device, at.local_rank, at.local_rank + 1)  # which `check_ranks` has found
     backend = devices.device_of(torch.device(device)).backend
     try:
         dist.init_process_group(backend, rank=at.rank, world_size=at.world_size, timeout=timeout)

@@ -11,13 +11,8 @@ import typer
 from typer.completion import get_completion_script
 from typer.exceptions import TyperException
 
-from fnddp.cli.bench import bench
-from fnddp.cli.demo import demo
-from fnddp.cli.doctor import doctor
+from fnddp.cli.commands import bench, demo, doctor, plan, trace, tune
 from fnddp.cli.failures import BROKEN_PIPE, EXTRA, FAILED, INTERRUPTED, WRONG_ARGUMENTS, Failure, print_error
-from fnddp.cli.plan import plan
-from fnddp.cli.trace import trace
-from fnddp.cli.tune import tune
 from fnddp.version import __version__
 
 
@@ -50,9 +45,12 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(command)
     def run(*arguments: object, **options: object) -> int:
+        from fnddp.cli.terminal import progress  # imports rich, which completion does not need
+
         try:
             try:
-                import_module("fnddp.core")  # imports all of fnddp: fails here if torch is missing or too old
+                with progress("importing torch"):
+                    import_module("fnddp.core")  # imports all of fnddp: fails here if torch is missing or too old
                 return command(*arguments, **options)
             finally:
                 sys.stdout.flush()  # a broken pipe is caught here; at exit nothing could catch it

@@ -134,13 +134,26 @@ def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None
     headings = [text.replace(",", "\n") for text in setting.links]
     times = {f"{heading}\n{cost}": weight for heading in headings for cost, weight in costs.items()}
     sizes = {"wire B": 8, "reduction": 5, "link B": 2, "collec-\ntives": 3, "rounds": 4, "memory": 1}
+    legend = {
+        "wire B": "bytes that a rank passes to its collectives in a step",
+        "reduction": "4 bytes for each parameter, over wire B",
+        "link B": "bytes that a rank sends in a ring",
+        "rounds": "of collectives, of which each waits for the one before",
+        "memory": "at most, in addition to gradients and state; -: not known",
+        "comm": "all collectives, one after the other",
+        "step": f"with a backward of {duration(setting.backward or 0.0)}; buckets are ready at even intervals of it",
+        "exposed": "time that a step waits for communication",
+    }
+    note = "Times are computed, not measured, and leave encoding and decoding out. To measure: fnddp bench."
     rows: list[tuple[str, ...]] = []
     for each in planned:
         rows.append((each.text, *_row(each.mean)))
         steps = sum(kind["steps"] for kind in each.phases)
         rows += [(f"  {kind['steps']} of {steps} steps", *_row(kind)) for kind in each.phases if len(each.phases) > 1]
+    if any(len(each.phases) > 1 for each in planned):
+        note += " Where steps differ, a pipeline is their mean, and below it is each kind."
     echo(f"{setting}\n")
-    Table("pipeline", {**sizes, **times}, rows, _caption(setting)).show()
+    Table("pipeline", {**sizes, **times}, rows, legend, note).show()
     for plan in (plan for each in planned if in_full for plan in each.plans):
         print(f"{plan}\n")
 
@@ -170,22 +183,3 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> dict[str, Any]:
         "backward_seconds": setting.backward,
         "pipelines": [{"pipeline": each.text, **each.mean, "phases": each.phases} for each in planned],
     }
-
-
-def _caption(setting: Setting) -> str:
-    if setting.backward is None:
-        comm = "comm: all collectives, one after the other; with --backward SECONDS, what backward hides of them"
-    else:
-        comm = (
-            f"comm: all collectives; step: with a backward of {duration(setting.backward)}, in which buckets are ready "
-            "at even intervals\nexposed: time that a step waits for communication"
-        )
-    return (
-        "wire: bytes that a rank passes to its collectives in a step; reduction: against 4 for each parameter\n"
-        "where steps differ: their mean, and below it each kind of step\n"
-        "link: bytes that a rank sends in a ring; rounds: collectives that wait for one another\n"
-        "memory: at most, in addition to the gradients and the state (-: not known)\n"
-        f"{comm}\n"
-        "Times are computed, not measured: gloo's ring, on links of the given bandwidth and latency (none unless "
-        "given); encoding and decoding take no time here. To measure steps: fnddp bench"
-    )

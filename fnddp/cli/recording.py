@@ -63,11 +63,9 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Tabl
         "exposed": (stats["exposed_seconds"], predicted.exposed_seconds),
     }
     rows = [(name, *(duration(each or 0.0) for each in pair)) for name, pair in pairs.items()]
-    caption = (
-        "predicted: from what all ranks have measured at once, before that step\n"
-        f"{f'link {link}' if link else 'one rank'}; wire {stats['wire_bytes']:,} B"
-    )
-    table = Table("part", {"measured": 2, "predicted": 1}, rows, caption)
+    legend = {"predicted": "from what all ranks have measured at once, before that step"}
+    note = f"{f'link {link}' if link else 'one rank'}; wire {stats['wire_bytes']:,} B"
+    table = Table("part", {"measured": 2, "predicted": 1}, rows, legend, note)
     yield beside(measured, model.plan.to_trace(on, compute)), table
 
 

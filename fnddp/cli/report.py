@@ -35,12 +35,13 @@ def show(results: Sequence[Result]) -> None:
     ]
     score = "final loss" if any(result["test_accuracy"] is None for result in results) else "accuracy"
     weights = {"bytes/step": 5, "reduction": 2, "MB sent": 1, score: 4, "ms/step": 3}
-    caption = (
-        "bytes: what one rank passes to its collectives in the last step, counted\n"
-        "reduction: against 4 bytes for each parameter; MB sent: in all steps together\n"
-        "ms/step: median; fewer bytes pay on slow links, hardly ever within one machine"
-    )
-    Table("pipeline", weights, rows, caption).show()
+    legend = {
+        "bytes/step": "bytes that a rank passes to its collectives in the last step, counted",
+        "reduction": "4 bytes for each parameter, over those",
+        "MB sent": "by a rank, in all steps",
+        "ms/step": "median; fewer bytes pay on slow links, hardly ever within one machine",
+    }
+    Table("pipeline", weights, rows, legend).show()
     echo("With each pipeline the final parameters are the same on all ranks, to the bit.")
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import get_terminal_size
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from rich import box, table
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 
 WHOLE = 10_000  # columns of a file or a pipe, which have no width
 READABLE = 110  # columns of captions there
@@ -19,6 +19,10 @@ NARROWEST = 24  # columns of names, as long as a number can give way instead
 GAP = 2  # columns before each number
 
 _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after these
+
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Console(Console):
@@ -54,7 +58,8 @@ class Table:
     name: str  # the heading of the names
     columns: Mapping[str, int]  # weights, by heading; those with the least weight give way first
     rows: Sequence[Sequence[str]]  # a name and a cell for each column
-    caption: str  # what the columns mean
+    legend: Mapping[str, str]  # what columns mean, by what their headings contain; shown with them
+    note: str = ""
 
     def show(self) -> None:
         """Print it, as wide as the terminal; as wide as it needs in a file or a pipe."""
@@ -68,10 +73,16 @@ class Table:
         for name, *cells in self.rows:
             made.add_row(_folded(name, 1 + width - narrowest), *(cells[i] for i in shown))
         console(sys.stdout, max(width, narrowest)).print(made)
-        hidden = [heading for i, heading in enumerate(headings) if i not in shown]
-        names = ", ".join(heading.replace("-\n", "").replace("\n", " ") for heading in hidden)
-        unseen = f"\nNot shown, for want of room: {names}" if hidden else ""
-        echo(f"\n{self.caption}{unseen}\n", style="dim", most=READABLE)
+        names = [heading.replace("-\n", "").replace("\n", " ") for heading in headings]
+        legend = table.Table.grid(table.Column(no_wrap=True), table.Column(), padding=(0, 2, 0, 0))
+        for key, meaning in self.legend.items():
+            if any(key in names[i] for i in shown):
+                legend.add_row(key, meaning)
+        hidden = ", ".join(name for i, name in enumerate(names) if i not in shown)
+        to, most = console(sys.stdout), min(width, READABLE)
+        to.print("", legend, sep="\n", style="dim", width=most)
+        unseen = hidden and f"Not shown at {width} columns: {hidden}"
+        to.print(*filter(None, (self.note, unseen)), "", sep="\n", style="dim", width=most)
 
     def _fitting(self, width: int) -> tuple[list[int], int]:
         """Return the columns that fit `width`, at least one, and the least width at which they are whole."""
@@ -95,20 +106,53 @@ def _folded(name: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-@contextmanager
-def progress(*, quiet: bool = False) -> Generator[Callable[..., None]]:
-    """Yield a function that shows what is being done, and how much of it is done, until the block ends.
+class _Clock(ProgressColumn):
+    def render(self, task: Task) -> str:
+        """Return the time since the start of what is being done, and the time that is left."""
+        left = task.time_remaining
+        return (
+            f"{_minutes(task.elapsed or 0)}{'' if left is None or not task.completed else f', {_minutes(left)} left'}"
+        )
 
-    In a line on standard error, on terminals only.
+
+def _minutes(seconds: float) -> str:
+    return "{}:{:02}".format(*divmod(round(seconds), 60))
+
+
+@contextmanager
+def progress(text: str) -> Generator[Callable[..., None]]:
+    """Show `text`, and yield a function that shows what is done next, and how much of it is done, until the block ends.
+
+    In a line on standard error, on terminals only, and of the first rank only.
     """
     to = console(sys.stderr)
-    text = TextColumn("{task.description}", table_column=table.Column(no_wrap=True, overflow="ellipsis"))
-    columns = (SpinnerColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), text)
-    is_shown = to.is_terminal and not to.is_dumb_terminal and not quiet
+    whole_line = table.Column(no_wrap=True, overflow="ellipsis")
+    columns = (
+        SpinnerColumn(),
+        BarColumn(16),
+        _Clock(),
+        TextColumn("{task.description}", markup=False, table_column=whole_line),
+    )
+    # Of launchers, torchrun alone gives its terminal to all ranks.
+    is_shown = to.is_terminal and not to.is_dumb_terminal and os.environ.get("RANK", "0") == "0"
     with Progress(*columns, console=to, transient=True, disable=not is_shown) as line:
-        task = line.add_task("", total=None)
+        task = line.add_task(text, total=None)
 
-        def show(text: str, done: int | None = None, of: int | None = None) -> None:
-            line.update(task, description=text, completed=done or 0, total=of)
+        def show(text: str, done: int = 0, of: int | None = None) -> None:
+            nonlocal task
+            if not done:  # with a clock of its own
+                line.remove_task(task)
+                task = line.add_task(text, total=of)
+            line.update(task, description=text, completed=done)
 
         yield show
+
+
+def each(does: str, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return `function` of each item, and show for which one it is being computed."""
+    with progress(does) as show:
+        found: list[R] = []
+        for i, item in enumerate(items):
+            show(f"{does} {item!r}", i, len(items))
+            found.append(function(item))
+    return found

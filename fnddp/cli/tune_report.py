@@ -39,16 +39,20 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     ]
     weights = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "spread": 5, "mark": 6}
     forward, backward = map(duration, (tuned.compute.forward_seconds, tuned.compute.backward_seconds))
-    caption = (
-        f"step: with forward {forward}, backward {backward}, and codec, to encode and decode: measured here\n"
-        "that is by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute\n"
-        "exposed: time that a step waits for the link, predicted\n"
-        "loss: at the end, simulated, the mean over seeds; spread: half the distance of the best and the worst\n"
-        "P: nothing else is as fast and as good; <- the fastest that is ok\n"
-        f"ok: within {tuned.within:.1%} of the plain mean's loss, {tuned.threshold:.4f}"
-    )
+    legend = {
+        "wire B": "bytes that a rank passes to its collectives in a step",
+        "link B": "bytes that a rank sends over its link in a step",
+        "step": f"forward {forward}, backward {backward} and codec, measured, and exposed, predicted",
+        "codec": "encoding and decoding",
+        "exposed": "time that a step waits for the link",
+        "loss": "at the end, simulated, the mean over seeds",
+        "spread": "half the distance of the best and the worst seed",
+        "mark": f"P: nothing else is as fast and as good; ok: loss within {tuned.within:.1%} of the plain mean's, "
+        f"{tuned.threshold:.4f}; <-: the fastest that is ok",
+    }
+    note = "Measured by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute."
     echo(f"{title(found)}\n")
-    Table("pipeline", weights, rows, caption).show()
+    Table("pipeline", weights, rows, legend, note).show()
     for line in filter(None, (tuned.verdict, tuned.doubt and f"But {tuned.doubt}.")):
         echo(line)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -103,16 +104,24 @@ def standing_for(module: nn.Module, params: Any) -> Forward:
     return lambda *inputs: functional_call(module, params, inputs)
 
 
-def final_loss(problem: Problem, sync: Sync, n: int, seed: int, steps: int) -> float:
-    """Return the final loss of a training with `sync` on `n` virtual ranks."""
+def final_loss(
+    problem: Problem, sync: Sync, n: int, seed: int, steps: int, tell: Callable[[int], None] = lambda step: None
+) -> float:
+    """Return the final loss of a training with `sync` on `n` virtual ranks; `tell` is called before each step."""
     model = problem.make(seed)
+
+    def batches() -> Iterator[Batch]:
+        for step, batch in enumerate(problem.batches(n, seed, steps)):
+            tell(step)
+            yield batch
+
     # Fused attention has no rule for vmap, which would run it rank by rank, and warn.
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(seed)
         done = simulate_training(
             problem.loss_of(model),
             trained(model),
-            problem.batches(n, seed, steps),
+            batches(),
             sync,
             world_size=n,
             optimizer=problem.optimizer,
@@ -265,7 +274,7 @@ def tune(
     within: float = 0.01,
     bucket_cap_mb: float = 25,
     threads: int = 1,
-    tell: Callable[[int, int], None] = lambda done, of: None,
+    tell: Callable[[str, int, int], None] = lambda does, done, of: None,
 ) -> Tuned:
     """Train with each pipeline on `ranks` virtual ranks, cost a step of each on `link`, and compare.
 
@@ -285,7 +294,8 @@ def tune(
         within: Largest excess of a loss over the plain mean's, relative to it, that is good enough.
         bucket_cap_mb: MiB of gradients whose payloads travel together.
         threads: Number of threads of a rank, while it is timed.
-        tell: Callback after each training, called with the number that are done and the total.
+        tell: Callback before each timing of a pipeline and before each training step, called with what comes next, the
+            number of timings or steps that are done, and their total.
 
     Raises:
         ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
@@ -304,14 +314,20 @@ def tune(
     model = problem.make(0)
     leaves, batch = trained(model), next(problem.batches(ranks, 0, 1))
     with on_threads(threads):
+        tell("timing forward and backward", 0, len(syncs))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
-        costs = {text: cost(sync, leaves, link, ranks, compute, bucket_cap_mb) for text, sync in syncs.items()}
-    runs = [(text, seed) for seed in seeds for text in syncs]
+        costs: list[Outcome] = []
+        for i, (text, sync) in enumerate(syncs.items()):
+            tell(f"timing {text}", i, len(syncs))
+            costs.append(cost(sync, leaves, link, ranks, compute, bucket_cap_mb))
     losses: dict[str, list[float]] = {text: [] for text in syncs}
-    for done, (text, seed) in enumerate(runs, start=1):
-        losses[text].append(final_loss(problem, syncs[text], ranks, seed, steps))
-        tell(done, len(runs))
-    outcomes = [replace(each, losses=tuple(losses[text])) for text, each in costs.items()]
+    for i, (seed, (text, sync)) in enumerate(product(seeds, syncs.items())):
+
+        def tell_step(step: int, run: int = i, does: str = f"training {text}, seed {seed}") -> None:
+            tell(does, run * steps + step, len(seeds) * len(syncs) * steps)
+
+        losses[text].append(final_loss(problem, sync, ranks, seed, steps, tell_step))
+    outcomes = [replace(each, losses=tuple(losses[each.pipeline])) for each in costs]
     return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within)
 
 

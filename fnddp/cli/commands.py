@@ -1,0 +1,361 @@
+"""The commands: their options, and what they call, in order. Nothing here imports torch before it is called."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fnddp.cli.failures import FAILED, WrongArgument
+from fnddp.cli.options import (
+    DEFAULT_PIPELINES,
+    Device,
+    Imports,
+    Json,
+    Link,
+    Model,
+    Out,
+    Pipelines,
+    PipelinesOption,
+    Ranks,
+    Seed,
+    positive,
+)
+
+
+def demo(
+    more: Pipelines = None,
+    pipelines: PipelinesOption = None,
+    ranks: Ranks = None,
+    model: Model = "digits",
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps with each pipeline")] = 400,
+    device: Device = "cpu",
+    out: Out = Path("fnddp-demo"),
+    seed: Seed = 0,
+    imports: Imports = None,
+) -> int:
+    """Train with several pipelines and compare them.
+
+    Trains a small network on scikit-learn's handwritten digits, or another model, once with each pipeline, and
+    compares bytes, accuracy and time. Starts its own ranks on this machine, or uses those of torchrun. Writes
+    curves.png and results.json.
+    """
+    import torch
+
+    from fnddp.cli import checks, launch, picture, report, terminal
+    from fnddp.cli.models import BATCH_SIZE
+    from fnddp.cli.train import train
+
+    here = launch.check_ranks(ranks, device, imports=imports)
+    parameters = checks.check_model(model)
+    texts = [*(pipelines or ()), *(more or ())] or DEFAULT_PIPELINES
+    syncs = [checks.check_pipeline(text, parameters) for text in texts]
+    if here.report:
+        checks.check_writable(out, "--out", is_folder=True)
+        terminal.echo(f"{report.title(model)}; ranks: {here.count}, steps with each pipeline: {steps}, seed: {seed}\n")
+    results = here.run(train, syncs, model, steps, seed, here.device)
+    if here.report:
+        found = {
+            "model": model,
+            "data": "scikit-learn digits" if model == "digits" else "the model's own batch",
+            "torch": torch.__version__,
+            "ranks": here.count,
+            "seed": seed,
+            "steps": steps,
+            "batch_size_per_rank": BATCH_SIZE if model == "digits" else None,
+            "parameters": sum(p.numel() for p in parameters.values()),
+            "pipelines": results,
+        }
+        report.show(results)
+        picture.write(out, report.CURVES, lambda: report.curves(found), found)
+    return 0
+
+
+def plan(
+    pipelines: Pipelines = None,
+    model: Model = "transformer",
+    ranks: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="number of ranks, also thousands; for pipelines over several groups the number of each, such as "
+            "node=8,across=128 (the default group's has no name)",
+        ),
+    ] = "8",
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RATE[:LATENCY]",
+            help="of each rank, such as 200mbit, 25gbit:20us or 100GB/s; or of each group, node=100GB/s,across=25gbit; "
+            "once for each link to compare; no latency unless given (default: 1gbit)",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="plan the step at which every step counter in the pipelines' states is N: 0 looks at the start of a "
+            "warm-up (default: after all warm-ups)",
+        ),
+    ] = None,
+    backward: Annotated[
+        float | None,
+        typer.Option(
+            callback=positive,
+            metavar="SECONDS",
+            help="time of backward, to compute the step and its exposed communication (default: none is hidden)",
+        ),
+    ] = None,
+    bucket_cap_mb: Annotated[
+        float, typer.Option(callback=positive, metavar="MB", help="MiB of gradients whose payloads travel together")
+    ] = 25.0,
+    show: Annotated[bool, typer.Option("--show", help="print each plan in full, too")] = False,
+    as_json: Json = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the timeline of the plan of one pipeline")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="write the predicted step of one pipeline, for ui.perfetto.dev, as a trace of torch's profiler",
+        ),
+    ] = None,
+    imports: Imports = None,
+) -> int:
+    """Compute what pipelines would send and take on a cluster.
+
+    Lowers each pipeline for a model and any number of ranks, and compares bytes, collectives, memory and the time of
+    communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
+    """
+    from fnddp.cli import checks, plan_report, terminal
+    from fnddp.cost.step import Compute
+    from fnddp.wire.groups import World, within
+
+    texts, links = pipelines or DEFAULT_PIPELINES, link or ["1gbit"]
+    files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
+    if show and as_json:
+        raise WrongArgument("--json prints nothing else: leave --show out")
+    if files and max(len(texts), len(links)) > 1:
+        draw = "draws" if len(files) == 1 else "draw"
+        raise WrongArgument(f"{' and '.join(files)} {draw} the plan of one pipeline on one link: give one of each")
+    for option, file in files.items():
+        checks.check_writable(file, option)
+    checks.check_imports(imports)
+    sizes, by_text = checks.check_sizes(ranks), {text: checks.check_links(text) for text in links}
+    parameters = checks.check_model(model, trains=False)
+    setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb)
+    with within(World(size=sizes)):
+        syncs = [checks.check_pipeline(text, parameters) for text in texts]
+    for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
+        checks.check_groups(option, text, given, syncs)
+    planned = terminal.each("lowering", lambda sync: plan_report.planned(sync, setting), syncs)
+    busiest, on = planned[0].busiest, by_text[links[0]]
+    if svg is not None:
+        svg.write_text(busiest.to_svg(on))
+    if trace is not None:
+        trace.write_text(busiest.to_trace(on, Compute(backward_seconds=backward or 0.0)))
+    if as_json:
+        print(json.dumps(plan_report.as_json(setting, planned), indent=1))
+    else:
+        plan_report.show(setting, planned, in_full=show)
+    return 0
+
+
+def bench(
+    context: typer.Context,
+    pipelines: Pipelines = None,
+    codecs: Annotated[
+        bool,
+        typer.Option("--codecs", help="instead, time encoding and decoding of the pipelines, or of all codecs"),
+    ] = False,
+    ranks: Ranks = None,
+    link: Link = "loopback",
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="PEER,...",
+            help="ddp: torch's; fp16_hook, bf16_hook, powersgd_hook: the same with a hook; none: no synchronization",
+        ),
+    ] = "ddp,fp16_hook,none",
+    model: Model = "transformer",
+    pairs: Annotated[int, typer.Option(min=1, metavar="N", help="timed rounds")] = 30,
+    engine: Annotated[
+        Literal["ddp", "register", "value_and_grad"],
+        typer.Option(help="how pipelines run: fnddp's DistributedDataParallel, in torch's, or in functional steps"),
+    ] = "ddp",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="compile all steps; pipelines then run in functional ones, whole"),
+    ] = False,
+    device: Device = "cpu",
+    out: Out = Path("fnddp-bench"),
+    seed: Seed = 0,
+    profile: Annotated[bool, typer.Option("--profile", help="also print where the host's time goes in a step")] = False,
+    backend: Annotated[
+        Literal["inductor"] | None,
+        typer.Option(help="what compiles the computation of plans; Python by default"),
+    ] = None,
+    imports: Imports = None,
+) -> int:
+    """Time training steps with pipelines against torch's own DDP.
+
+    Runs real training steps (forward, loss, backward with synchronization), one arm after the other in each round, on
+    ranks that it starts on this machine (or on those of torchrun, SLURM or MPI): each pipeline, and each peer. Compares
+    within rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root). Writes
+    ratios.png and results.json.
+    """
+    from fnddp.cli import bench_codecs, bench_rank, bench_report, checks, launch, picture
+
+    if codecs:
+        flags = {str(each.name): each.opts[0] for each in context.command.params}
+        given = [name for name in flags if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"]
+        if others := [flags[name] for name in given if name not in ("codecs", "pipelines", "imports")]:
+            left_out = " and ".join(others)
+            raise WrongArgument(f"--codecs times one rank without a link or a model: leave {left_out} out")
+        checks.check_imports(imports)
+        return bench_codecs.run(pipelines or ())
+    if not pipelines:
+        raise WrongArgument("name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")
+    here = launch.check_ranks(ranks, device, link, imports, is_shared=True)
+    if here.device != "cpu" and here.link is not None:
+        raise WrongArgument(f"--link shapes what gloo sends; leave it out with --device {here.device}")
+    if backend is not None and compiled:
+        raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
+    parameters = checks.check_model(model)
+    syncs = [checks.check_pipeline(text, parameters) for text in pipelines]
+    peers, left_out = bench_rank.check_peers(against, here)
+    if here.report:
+        checks.check_writable(out, "--out", is_folder=True)
+        print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
+    elements = sum(p.numel() for p in parameters.values())
+    setup = bench_rank.Setup(
+        model, syncs, peers, here, elements, engine, compiled, pairs, seed=seed, is_profiled=profile, backend=backend
+    )
+    found = here.run(bench_rank.measure, setup)
+    if here.report:
+        (run,) = found
+        bench_report.show(run)
+        picture.write(out, bench_report.RATIOS, lambda: bench_report.draw(run), bench_report.as_json(run))
+    return 0
+
+
+def tune(
+    more: Pipelines = None,
+    pipelines: PipelinesOption = None,
+    model: Model = "digits",
+    data: Annotated[
+        Literal["digits", "text", "own"] | None,
+        typer.Option(
+            help="scikit-learn's images, Python's help texts by character, or the model's own batches (the default)"
+        ),
+    ] = None,
+    link: Link = "1gbit",
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of virtual ranks")] = 8,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="of each training")] = 150,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="trainings with each pipeline")] = 3,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="samples of a rank in a step")] = 8,
+    rate: Annotated[
+        float | None,
+        typer.Option(callback=positive, metavar="R", help="the first learning rate; it falls linearly"),
+    ] = None,
+    within: Annotated[
+        str, typer.Option(metavar="P", help="how much worse than the plain mean's a loss may be: 1%, 0.01, or 0")
+    ] = "1%",
+    out: Out = Path("fnddp-tune"),
+    imports: Imports = None,
+) -> int:
+    """Find the fastest pipeline that trains as well as the mean.
+
+    Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and prints bytes, time
+    and final loss. Encoding, decoding and backward are measured here. The plain mean and 16-bit wires are always among
+    them; name others in the place of the usual ones. Writes pareto.svg and results.json.
+    """
+    from fnddp.cli import checks, picture, terminal, tune_report
+    from fnddp.cli.models import to_tune
+    from fnddp.ir.program import LoweringError
+    from fnddp.simulate.tune import CANDIDATES
+    from fnddp.simulate.tune import tune as search
+
+    share, parsed = checks.check_share(within), checks.check_link(link)
+    checks.check_writable(out, "--out", is_folder=True)
+    checks.check_imports(imports)
+    parameters = checks.check_model(model, trains=False)
+    texts = [*(pipelines or ()), *(more or ())] or CANDIDATES
+    syncs = [repr(checks.check_pipeline(text, parameters)) for text in texts]
+    with terminal.progress(f"loading {model} and its data") as show:
+        asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
+        try:
+            tuned = search(
+                asked, syncs, link=parsed, within=share, ranks=ranks, steps=steps, seeds=range(seeds), tell=show
+            )
+        except (ValueError, LoweringError) as error:
+            raise WrongArgument.of(error) from error
+    on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
+    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
+    tune_report.show(tuned, setting)
+    found = tune_report.as_json(tuned, setting)
+    picture.write(out, tune_report.PLOT, lambda: tune_report.plot(tuned, setting), found)
+    return 0
+
+
+def trace(
+    pipeline: Annotated[str, typer.Argument(metavar="PIPELINE", help="for example 'fp16(allreduce)'")],
+    model: Model = "transformer",
+    ranks: Ranks = None,
+    link: Link = "loopback",
+    out: Out = Path("fnddp-step.json"),
+    seed: Seed = 0,
+    imports: Imports = None,
+) -> int:
+    """Record a step and predict it, for ui.perfetto.dev.
+
+    Trains on ranks that it starts on this machine (or on those of torchrun, SLURM or MPI), records one step of the
+    first rank with torch's profiler, and predicts the same step from its plan, with the link, backward, encoding and
+    decoding measured just before. Both are in one file, from the same moment on.
+    """
+    from fnddp.cli import checks, launch, recording
+
+    here = launch.check_ranks(ranks, link=link, imports=imports)
+    sync = checks.check_pipeline(pipeline, checks.check_model(model))
+    checks.check_writable(out, "--out")
+    found = here.run(recording.record, sync, model, seed)
+    if here.report:
+        timelines, table = found[0]
+        out.write_text(timelines)
+        table.show()
+        print(f"Wrote {out}: open it at https://ui.perfetto.dev")
+    return 0
+
+
+def doctor(
+    ranks: Ranks = None,
+    model: Model = "transformer",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> int:
+    """Check what is installed, ranks and their links.
+
+    Looks at versions, starts ranks on this machine (or uses those of torchrun, SLURM or MPI), compares what they have,
+    checks that they compute the same means to the bit, measures the links between them, and predicts a step of the
+    model with several pipelines. Prints what can pay here, and exits with 1 if ranks disagree.
+    """
+    from fnddp.cli import checks, examination, launch, terminal
+    from fnddp.cli.launch import RankError
+
+    here = launch.check_ranks(ranks, device)
+    checks.check_model(model)
+    if here.report and not as_json:
+        terminal.echo("\n".join(examination.installed()))
+    try:
+        found = here.run(examination.examine, model, here.device)[0]
+    except RankError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise RankError(f"{error}\n{launch.HINT}") from error
+    if here.report and as_json:
+        print(json.dumps(examination.as_json(found, here.device), indent=1))
+    elif here.report:
+        examination.show(found, here, model)
+    return 0 if found.is_sound else FAILED
