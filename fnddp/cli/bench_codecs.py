@@ -8,7 +8,7 @@ from timeit import repeat
 import torch
 from torch import Tensor
 
-from fnddp.cli.checks import check_pipeline
+from fnddp.cli.checks import check_pipelines
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.terminal import Table, each
 from fnddp.core.sync import Sync
@@ -46,7 +46,7 @@ LEAVES, ELEMENTS = 10, 1 << 20
 def run(pipelines: Sequence[str]) -> int:
     """Print the costs of `pipelines`, codecs around a carrier, as a table; of all codecs if there are none."""
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
-    syncs = [check_pipeline(text, grads) for text in pipelines or CODECS]
+    syncs = check_pipelines(pipelines or CODECS, grads)
     with on_threads(1):
         copies = [torch.empty_like(grad) for grad in grads.values()]
         copy = median(

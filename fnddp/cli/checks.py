@@ -44,6 +44,11 @@ def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
     return sync
 
 
+def check_pipelines(texts: Sequence[str], parameters: Mapping[str, Tensor]) -> list[Sync]:
+    """Return the pipelines that `texts` describe."""
+    return terminal.each("checking", lambda text: check_pipeline(text, parameters), texts)
+
+
 def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
     """Import the modules `names` and return them."""
     for name in names or ():

@@ -49,7 +49,7 @@ def demo(
     here = launch.check_ranks(ranks, device, imports=imports)
     parameters = checks.check_model(model)
     texts = [*(pipelines or ()), *(more or ())] or DEFAULT_PIPELINES
-    syncs = [checks.check_pipeline(text, parameters) for text in texts]
+    syncs = checks.check_pipelines(texts, parameters)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
         terminal.echo(f"{report.title(model)}; ranks: {here.count}, steps with each pipeline: {steps}, seed: {seed}\n")
@@ -147,7 +147,7 @@ def plan(
     parameters = checks.check_model(model, trains=False)
     setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb)
     with within(World(size=sizes)):
-        syncs = [checks.check_pipeline(text, parameters) for text in texts]
+        syncs = checks.check_pipelines(texts, parameters)
     for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
         checks.check_groups(option, text, given, syncs)
     planned = terminal.each("lowering", lambda sync: plan_report.planned(sync, setting), syncs)
@@ -224,7 +224,7 @@ def bench(
     if backend is not None and compiled:
         raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
     parameters = checks.check_model(model)
-    syncs = [checks.check_pipeline(text, parameters) for text in pipelines]
+    syncs = checks.check_pipelines(pipelines, parameters)
     peers, left_out = bench_rank.check_peers(against, here)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
@@ -283,7 +283,7 @@ def tune(
     checks.check_imports(imports)
     parameters = checks.check_model(model, trains=False)
     texts = [*(pipelines or ()), *(more or ())] or CANDIDATES
-    syncs = [repr(checks.check_pipeline(text, parameters)) for text in texts]
+    syncs = [*map(repr, checks.check_pipelines(texts, parameters))]
     with terminal.progress(f"loading {model} and its data") as show:
         asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
         try:

@@ -8,7 +8,9 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from fnddp.show import drawing
 from fnddp.show.drawing import INK, PAPER
@@ -80,3 +82,13 @@ def dress(axes: Axes, **grid: Any) -> None:
     """Draw a faint grid, and no frame above and on the right."""
     axes.grid(alpha=0.3, **grid)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def label(axis: Axis, text: str, unit: str = "") -> None:
+    """Label a logarithmic axis at 1, 2, 5, 10, ..., or where it is short, at even distances, so that no two overlap."""
+    low, high = axis.get_view_interval()
+    fine = LogLocator(subs=(1, 2, 5)) if high < 1000 * low else LogLocator()
+    axis.set_major_locator(MaxNLocator(5) if high < 5 * low else fine)
+    axis.set_major_formatter(EngFormatter(unit) if unit else "{x:.4g}")
+    axis.set_minor_locator(NullLocator())
+    axis.set_label_text(text)

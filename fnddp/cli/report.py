@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
-from fnddp.cli.picture import COLOURS, dress
+from fnddp.cli.picture import COLOURS, dress, label
 from fnddp.cli.terminal import Table, echo
 from fnddp.cli.train import Result
 from fnddp.show.text import count
@@ -62,15 +61,15 @@ def curves(found: dict[str, Any]) -> Figure:
         # Pipelines that lose nothing overlap: the first are drawn wide, the later ones thin on top.
         style = {"color": COLOURS[i % len(COLOURS)], "linewidth": max(1.2, 4.2 - i)}
         by_step.plot(range(1, len(losses) + 1), losses, **style)
-        label = f"{result['pipeline']:<{widest}}  {_score(result):>7}  {result['bytes_total'] / 1e6:9.2f} MB"
-        by_bytes.plot(result["bytes_sent_by_step"], losses, label=label, **style)
-    for axes, label in ((by_step, "steps"), (by_bytes, "bytes sent by one rank")):
-        axes.set_xlabel(label)
+        text = f"{result['pipeline']:<{widest}}  {_score(result):>7}  {result['bytes_total'] / 1e6:9.2f} MB"
+        by_bytes.plot(result["bytes_sent_by_step"], losses, label=text, **style)
+    for axes in (by_step, by_bytes):
         axes.set_yscale("log")
         dress(axes, which="major")
     by_bytes.set_xscale("log")
-    by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
-    by_step.set_ylabel(f"training loss (running mean of {SMOOTHING} steps)")
+    by_step.set_xlabel("steps")
+    label(by_step.yaxis, f"training loss (running mean of {SMOOTHING} steps)")
+    label(by_bytes.xaxis, "bytes sent by one rank", "B")
     what = f"{title(found['model'])}, {count(found['ranks'], 'rank')}"
     figure.suptitle(f"{what}: the same training with less on the wire")
     figure.legend(

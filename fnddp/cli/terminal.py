@@ -126,16 +126,16 @@ def progress(text: str) -> Generator[Callable[..., None]]:
     In a line on standard error, on terminals only, and of the first rank only.
     """
     to = console(sys.stderr)
-    whole_line = table.Column(no_wrap=True, overflow="ellipsis")
+    rest = table.Column(no_wrap=True, overflow="ellipsis", ratio=1)
     columns = (
         SpinnerColumn(),
         BarColumn(16),
-        _Clock(),
-        TextColumn("{task.description}", markup=False, table_column=whole_line),
+        _Clock(table.Column(no_wrap=True)),
+        TextColumn("{task.description}", markup=False, table_column=rest),
     )
     # Of launchers, torchrun alone gives its terminal to all ranks.
     is_shown = to.is_terminal and not to.is_dumb_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(*columns, console=to, transient=True, disable=not is_shown) as line:
+    with Progress(*columns, console=to, transient=True, expand=True, disable=not is_shown) as line:
         task = line.add_task(text, total=None)
 
         def show(text: str, done: int = 0, of: int | None = None) -> None:
@@ -153,6 +153,6 @@ def each(does: str, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     with progress(does) as show:
         found: list[R] = []
         for i, item in enumerate(items):
-            show(f"{does} {item!r}", i, len(items))
+            show(f"{does} {item}", i, len(items))
             found.append(function(item))
     return found

@@ -52,8 +52,8 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
     initial, loss_fn = trained(network), problem.loss_of(network)
 
     for index, sync in enumerate(pipelines):
-        place = f"{index + 1} of {len(pipelines)}"
-        yield Stage(f"{place}: {sync!r}", 0, steps)
+        place = index * steps, len(pipelines) * steps
+        yield Stage(f"training {sync!r}", *place)
         params, state = initial, sync.init(initial)
         velocity = {path: torch.zeros_like(p) for path, p in initial.items()}
         verify(sync, params, state)
@@ -70,7 +70,7 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
             losses.append(loss)
             sent.append(counter.wire_bytes)
             if done % 10 == 9:
-                yield Stage(f"{place}, loss {loss.item():.3f}: {sync!r}", done + 1, steps)
+                yield Stage(f"training {sync!r}", place[0] + done + 1, place[1])
         final = f"digest {digest_of(params.values())}"
         agree(partial(dict[str, str], {f"the final parameters of {sync!r}": final}), group=None)
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
-from fnddp.cli.picture import COLOURS, dress
+from fnddp.cli.picture import COLOURS, dress, label
 from fnddp.cli.terminal import Table, echo
 from fnddp.cost.link import duration
 from fnddp.simulate.tune import Outcome, Tuned
@@ -18,7 +17,8 @@ PLOT = "pareto.svg"
 def title(found: dict[str, Any]) -> str:
     """Return what was trained, and on which link."""
     numbers = f"{found['ranks']} virtual ranks, {found['steps']} steps, {found['seeds']} seeds"
-    return f"{found['model']} on {found['data']}, {numbers}; link {found['link']}"
+    data = "" if found["model"] == found["data"] else f" on {found['data']}"
+    return f"{found['model']}{data}, {numbers}; link {found['link']}"
 
 
 def show(tuned: Tuned, found: dict[str, Any]) -> None:
@@ -86,21 +86,20 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
     shown = [each for each in tuned.outcomes if math.isfinite(each.loss)]
     for i, each in enumerate(shown):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": "os^D"[i // len(COLOURS) % 4], "capsize": 3}
-        label = f"{each.pipeline}  {duration(each.seconds)}  {each.loss:.4f}"
-        by_time.errorbar(each.seconds, each.loss, yerr=each.spread, label=label, **style)
+        text = f"{each.pipeline}  {duration(each.seconds)}  {each.loss:.4f}"
+        by_time.errorbar(each.seconds, each.loss, yerr=each.spread, label=text, **style)
         by_bytes.errorbar(each.wire_bytes, each.loss, yerr=each.spread, **style)
-    for axes, unit in ((by_time, "s"), (by_bytes, "B")):
+    for axes in (by_time, by_bytes):
         if math.isfinite(tuned.threshold):
             axes.axhline(tuned.threshold, color="0.6", linestyle=":", linewidth=1)
         axes.set_xscale("log")
         axes.set_yscale("log")  # what does not train is far above all that does
-        axes.xaxis.set_major_formatter(EngFormatter(unit))
         dress(axes)
     front = [each for each in tuned.pareto if math.isfinite(each.loss)]
     by_time.plot([each.seconds for each in front], [each.loss for each in front], color="0.7", zorder=0)
-    by_time.set_xlabel("predicted time of a step")
-    by_time.set_ylabel("final loss (bars: seeds)")
-    by_bytes.set_xlabel("bytes that a rank sends in a step")
+    label(by_time.xaxis, "predicted time of a step", "s")
+    label(by_time.yaxis, "final loss (bars: seeds)")
+    label(by_bytes.xaxis, "bytes that a rank sends in a step", "B")
     within = f"dotted: within {tuned.within:.1%} of the plain mean's loss; line: nothing is better"
     figure.suptitle(f"{title(found)}\n{within}")
     if shown:

@@ -40,6 +40,10 @@ MARGIN = 0.02
 SAME = 1e-4
 """Losses whose relative difference is smaller count as equal: rounding alone makes such differences."""
 
+SMALL = 1 << 20
+"""Elements of a model below which more threads than one do not make a training faster, and where other processes take
+their cores, make it many times as slow."""
+
 CANDIDATES = (
     "bucketize(quantize(two_shot))",
     "error_feedback(bucketize(quantize(two_shot, bits=4)))",
@@ -326,7 +330,8 @@ def tune(
         def tell_step(step: int, run: int = i, does: str = f"training {text}, seed {seed}") -> None:
             tell(does, run * steps + step, len(seeds) * len(syncs) * steps)
 
-        losses[text].append(final_loss(problem, sync, ranks, seed, steps, tell_step))
+        with on_threads(1 if sum(map(Tensor.numel, leaves.values())) < SMALL else torch.get_num_threads()):
+            losses[text].append(final_loss(problem, sync, ranks, seed, steps, tell_step))
     outcomes = [replace(each, losses=tuple(losses[each.pipeline])) for each in costs]
     return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within)
 
