@@ -27,6 +27,7 @@ from fnddp.cli.models import Params, load
 from fnddp.cli.network import loopback_device, sent_bytes
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync
+from fnddp.run.choose import AUTO, Auto
 from fnddp.simulate.tune import Batch, Loss, standing_for, trained
 from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
@@ -91,8 +92,8 @@ def make_arms(setup: Setup, device: torch.device) -> list[Arm]:
     return ours + [_peer(peer, setup, module(), problem.loss, batch) for peer in setup.peers]
 
 
-def _ours(sync: Sync, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
-    if setup.functional:
+def _ours(sync: Sync | Auto, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
+    if setup.functional and sync != AUTO:
         return _functional(setup, module, loss, batch, sync)
     if setup.engine == "ddp":
         return _module(fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend), loss, batch)

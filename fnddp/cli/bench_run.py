@@ -13,6 +13,7 @@ import torch
 
 from fnddp.core.sync import Sync
 from fnddp.device import device_of
+from fnddp.run.choose import Auto
 
 # DDP rebuilds its buckets after the first step, and torch's PowerSGD starts in the third.
 WARM_UP = 4
@@ -23,7 +24,7 @@ class Setup:
     """The configuration of a benchmark."""
 
     model: str  # as `fnddp.cli.models.load` takes it
-    pipelines: list[Sync]  # ours
+    pipelines: list[Sync | Auto]  # ours
     peers: list[str]  # to compare with, of `PEERS`
     ranks: int
     parameters: int  # elements that are trained
@@ -40,7 +41,7 @@ class Setup:
     @property
     def names(self) -> list[str]:
         """The arms, in order: ours, then the peers. One that occurs twice is numbered."""
-        texts = [*map(repr, self.pipelines), *self.peers]
+        texts = [*map(str, self.pipelines), *self.peers]
         return [f"{text} #{n}" if (n := texts[: i + 1].count(text)) > 1 else text for i, text in enumerate(texts)]
 
     @property
