@@ -49,12 +49,13 @@ def bench(
 
     Runs real training steps (forward, loss, backward with synchronization), one arm after the other in each round, on
     ranks that it starts on this machine (or on those of torchrun, SLURM or MPI): each pipeline, and each peer. Compares
-    within rounds. "auto" is a pipeline too: what sync="auto" takes on these ranks. With --link every rank gets a network of its own, joined by links of that rate (Linux, root). Writes
-    ratios.png and results.json.
+    within rounds. The pipeline "auto" is what sync="auto" takes on these ranks. With --link every rank gets a network of
+    its own, joined by links of that rate (Linux, root). Writes ratios.png and results.json.
     """
     from fnddp.cli import bench_codecs, bench_rank, bench_report, checks, launch, picture
     from fnddp.cli.bench_run import Setup
-    from fnddp.run.choose import AUTO
+    from fnddp.core.sync import Sync
+    from fnddp.run.choose import AUTO, Auto
 
     if codecs:
         flags = {str(each.name): each.opts[0] for each in context.command.params}
@@ -71,7 +72,7 @@ def bench(
     imported = checks.check_imports(imports)
     parameters = checks.check_model(model)
     is_functional = compiled or engine == "value_and_grad"
-    syncs = [
+    syncs: list[Sync | Auto] = [
         AUTO if text == AUTO and not is_functional else checks.check_pipeline(text, parameters) for text in pipelines
     ]
     device = launch.check_device(device, count, at, is_shared=at is None)
