@@ -17,35 +17,54 @@ from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
 
 PARAMS = {"w": torch.empty(2**21, device="meta"), "b": torch.empty(77, device="meta")}
-SAFE = [*choosing.candidates("none")]
 SLOW, FAST = Link(1e5), Link(1e12)
 FAR = "bucketize(quantize(two_shot))"  # what slow links take
+SAFE = ("allreduce", "bf16(allreduce)", "bf16(two_shot)", FAR)
+LOSSY = ("bucketize(quantize(two_shot, bits=4))", "error_feedback(powersgd(bf16(allreduce), rank=8))")
+
+REAL = choosing.candidates
+
+
+@pytest.fixture(autouse=True)
+def _known_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose from these, whatever the study's table says today."""
+    monkeypatch.setattr(choosing, "candidates", _candidates)
+
+
+def _candidates(loss: str) -> tuple[str, ...]:
+    return SAFE if loss == "none" else (*SAFE, *LOSSY)
+
+
+def test_the_table_of_the_study() -> None:
+    safe, some = REAL("none"), REAL("some")
+    assert safe[0] == "allreduce"
+    assert set(safe) < set(some) <= set(choosing.CODEC_SECONDS)
+    assert [repr(fnddp.parse(text)) for text in some] == [*some]
 
 
 @pytest.mark.parametrize(
     ("rate", "loss", "taken"),
-    [("1mbit", "none", FAR), ("2gbit", "none", "bf16(allreduce)"), ("100gbit", "none", "allreduce")],
+    [
+        ("1mbit", "none", FAR),
+        ("2gbit", "none", "bf16(allreduce)"),
+        ("100gbit", "none", "allreduce"),
+        ("1mbit", "some", LOSSY[0]),  # of leaves that are no matrices
+    ],
 )
 def test_known_links_have_known_choices(rate: str, loss: Any, taken: str) -> None:
     assert repr(choose(PARAMS, Link.parse(rate), loss, world_size=2)) == taken
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("loss", ["none", "some"])
+@pytest.mark.parametrize(("ranks", "loss"), [(2, "none"), (8, "some")])
 def test_slower_links_never_take_more_bytes(ranks: int, loss: Any) -> None:
     sent = [
         fnddp.lower(
-            choose(PARAMS, Link(1e10 / 2**i, 1e-6), loss, world_size=ranks), PARAMS, world_size=ranks
+            choose(PARAMS, Link(1e10 / 4**i, 1e-6), loss, world_size=ranks), PARAMS, world_size=ranks
         ).link_bytes
-        for i in range(20)
+        for i in range(8)
     ]
     assert sent == sorted(sent, reverse=True)
     assert len(set(sent)) >= 3
-
-
-def test_some_loss_allows_more_than_none() -> None:
-    assert set(SAFE) < set(choosing.candidates("some"))
-    assert SAFE[0] == "allreduce"
 
 
 def test_the_plain_mean_stays_where_it_is_not_beaten_by_the_margin() -> None:
@@ -168,6 +187,7 @@ class Run:
     """A model whose pipeline is chosen on `link`, in one of two classes."""
 
     def __init__(self, kind: str, link: Link) -> None:
+        choosing.candidates = _candidates  # pyright: ignore[reportAttributeAccessIssue]
         choosing.measure_link = lambda *_, **__: link  # pyright: ignore[reportPrivateImportUsage]
         net = _net()
         if kind == "register":
@@ -216,4 +236,4 @@ def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tm
             pinned.load_state_dict(run.model.state_dict(sync_state=True))
             assert repr(pinned.sync) == "allreduce"
     finally:
-        choosing.measure_link = measured
+        choosing.candidates, choosing.measure_link = REAL, measured

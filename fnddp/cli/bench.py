@@ -49,7 +49,7 @@ def bench(
 
     Runs real training steps (forward, loss, backward with synchronization), one arm after the other in each round, on
     ranks that it starts on this machine (or on those of torchrun, SLURM or MPI): each pipeline, and each peer. Compares
-    within rounds. The pipeline "auto" is what sync="auto" takes on these ranks. With --link every rank gets a network of
+    within rounds. The pipeline "auto" is what sync="auto" takes there. With --link every rank gets a network of
     its own, joined by links of that rate (Linux, root). Writes ratios.png and results.json.
     """
     from fnddp.cli import bench_codecs, bench_rank, bench_report, checks, launch, picture

@@ -44,7 +44,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
         "that is by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute\n"
         "exposed: time that a step waits for the link, predicted\n"
         "loss: at the end, simulated, the mean over seeds; spread: half the distance of the best and the worst\n"
-        "P: nothing else is as fast and as good; <- the fastest that is ok\n"
+        'P: nothing else is as fast and as good; <- the fastest that is ok; auto: what sync="auto" takes\n'
         f"ok: within {tuned.within:.1%} of the plain mean's loss, {tuned.threshold:.4f}"
     )
     echo(f"{title(found)}\n")
@@ -54,7 +54,13 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
 
 
 def _marks(each: Outcome, tuned: Tuned) -> dict[str, bool]:
-    return {"P": each in tuned.pareto, "ok": each in tuned.good, "<-": bool(tuned.good) and each is tuned.winner}
+    is_winner = bool(tuned.good) and each is tuned.winner
+    return {
+        "P": each in tuned.pareto,
+        "ok": each in tuned.good,
+        "<-": is_winner,
+        "auto": each.pipeline == tuned.chosen,
+    }
 
 
 def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +70,7 @@ def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "within": tuned.within,
         "threshold": tuned.threshold,
+        "auto": tuned.chosen,
         "winner": tuned.winner.pipeline if tuned.good else None,
         "verdict": tuned.verdict,
         "doubt": tuned.doubt,

@@ -20,6 +20,7 @@ from fnddp.core.tree import Leaves
 from fnddp.cost.estimate import Links
 from fnddp.cost.step import Compute, MeanStep
 from fnddp.plan.period import period
+from fnddp.run.choose import choose
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.simulate.training import simulate_training
 
@@ -179,11 +180,13 @@ class Tuned:
         outcomes: Of each pipeline, the fastest first.
         compute: Forward and backward, as measured.
         within: Largest excess of a loss over the plain mean's, relative to it, that is good enough.
+        chosen: What `fnddp.choose` takes of these pipelines, with codecs as measured, and without their losses.
     """
 
     outcomes: tuple[Outcome, ...]
     compute: Compute
     within: float
+    chosen: str = MEAN
 
     @property
     def mean(self) -> Outcome:
@@ -312,7 +315,10 @@ def tune(
         losses[text].append(final_loss(problem, syncs[text], ranks, seed, steps))
         tell(done, len(runs))
     outcomes = [replace(each, losses=tuple(losses[text])) for text, each in costs.items()]
-    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within)
+    nbytes = sum(leaf.nbytes for leaf in leaves.values())
+    codecs = {text: (each.step.encode_seconds + each.step.decode_seconds) / nbytes for text, each in costs.items()}
+    chosen = repr(choose(leaves, link, world_size=ranks, codec_seconds=codecs))
+    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within, chosen)
 
 
 def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:
