@@ -41,6 +41,7 @@ from fnddp.reducers.carriers import all_gather as all_gather
 from fnddp.reducers.carriers import allgather as allgather
 from fnddp.reducers.carriers import two_shot as two_shot
 from fnddp.reducers.hierarchical import hierarchical as hierarchical
+from fnddp.run.choose import choose as choose
 from fnddp.run.measure import measure_backward as measure_backward
 from fnddp.run.measure import measure_segments as measure_segments
 from fnddp.run.vote import StepFailedError as StepFailedError

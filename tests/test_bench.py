@@ -115,10 +115,12 @@ def test_a_run(engine: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.timeout(200)
 def test_a_run_over_a_link(tmp_path: Path, capfd: pytest.CaptureFixture[str], spawned: None) -> None:
     options = ("--link", "200mbit", "--engine", "register", "--against", "ddp,fp16_hook", "--out", str(tmp_path))
-    assert main.main(["bench", "fp16(allreduce)", *SMALL, *options]) == 0
-    assert complaints(capfd.readouterr().err) == []
+    assert main.main(["bench", "fp16(allreduce)", "auto", *SMALL, *options]) == 0
+    (line,) = complaints(capfd.readouterr().err)
+    assert line.startswith('sync="auto" takes ')
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["link"] == "200mbit"
+    assert [arm["arm"] for arm in results["arms"]][:2] == ["fp16(allreduce)", "auto"]
     for arm in results["arms"]:  # a ring of two sends each byte once; and headers, barriers and acknowledgements
         assert arm["wire_bytes"] < arm["link_bytes"] < arm["wire_bytes"] + 10_000
     assert namespaces() == set()

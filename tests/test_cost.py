@@ -245,10 +245,10 @@ def test_a_fit_of_times_that_do_not_grow():
 
 def test_ranks_measure_the_same_link(monkeypatch):
     monkeypatch.setattr(measure, "_SIZES", SMALL)
-    monkeypatch.setattr(measure, "_SIZE_SECONDS", 0.02)
 
     def body(rank: int) -> list[Link]:
-        return [fnddp.measure_link(), fnddp.measure_link(dist.new_group([0, 1]), dtype=torch.float16)]
+        half = fnddp.measure_link(dist.new_group([0, 1]), dtype=torch.float16, seconds=0.02)
+        return [fnddp.measure_link(seconds=0.02), half]
 
     first, second = run_threads(2, body)
     assert first == second

@@ -1,6 +1,7 @@
 """FSDP2 itself, on four gloo ranks: 2 replicas of 2 shards, and 1 of 4."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fnddp import StepFailedError, allreduce, error_feedback, fp16, powersgd
+from fnddp import Link, StepFailedError, allreduce, error_feedback, fp16, powersgd
+from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress_replicas
+from fnddp.run import choose as choosing
 from fnddp.run.step import Step
 from tests.peers import everyones
 from tests.ranks import on_ranks
@@ -242,3 +245,27 @@ def test_a_parameter_that_is_unfrozen_later_raises(rank: int) -> None:
         model(x)
     with pytest.raises(AttributeError):
         replicas.sync = SYNC  # type: ignore[misc]
+
+
+@on_ranks(4)
+def test_replicas_of_all_shards_take_one_measured_pipeline(rank: int, tmp_path: Path) -> None:
+    """One link is fast, and the other slow; the checkpoint of a run that has found slow ones keeps their pipeline."""
+    measured, shard = choosing.measure_link, rank % 2
+    try:
+        taken: list[Any] = []
+        for fast in (shard == 0, False, True):
+            choosing.measure_link = lambda *_, fast=fast, **__: Link(1e12 if fast else 1e2)
+            mesh = meshes(2)
+            model = sharded(mesh["shard"])
+            taken.append((model, compress_replicas(model, "auto", mesh["replicate"])))
+        first, slow, last = taken
+        everyone: list[Any] = [None] * 4
+        dist.all_gather_object(everyone, [repr(each.sync.over(None)) for _, each in (first, slow, last)])
+        assert everyone == [["allreduce", repr(slow[1].sync.over(None)), "allreduce"]] * 4
+        assert slow[1].sync.over(None) != allreduce
+        save(tmp_path, slow[0], sync=slow[1])
+        load(tmp_path, last[0], sync=last[1])
+        assert last[1].sync.over(None) == slow[1].sync.over(None)
+        train(last[0], batches(1))
+    finally:
+        choosing.measure_link = measured

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
+from fnddp.run import choose as choosing
 from tests.peers import everyones, launched, residual, weights
 from tests.ranks import on_ranks
 
@@ -134,6 +135,21 @@ def test_each_way_ends_with_the_same_parameters(rank: int, tmp_path: Path) -> No
         assert torch.equal(with_trainer(SYNC, tmp_path), expected)
         assert torch.equal(with_trainer("allreduce", tmp_path), with_trainer(None, tmp_path))
         assert not torch.equal(with_trainer(None, tmp_path), expected)
+
+
+@on_ranks(2)
+def test_accelerate_takes_a_measured_pipeline_and_its_checkpoints_keep_it(rank: int, tmp_path: Path) -> None:
+    measured, folder = choosing.measure_link, str(tmp_path / "state")
+    try:
+        with accelerated(rank):
+            choosing.measure_link = lambda *_, **__: fnddp.Link(1e2)
+            saved, _ = with_accelerate("auto", 1, save=folder)
+            choosing.measure_link = lambda *_, **__: fnddp.Link(1e12)
+            assert torch.equal(with_accelerate("auto", 1)[0], with_accelerate("allreduce", 1)[0])
+            assert torch.equal(with_accelerate("auto", 0, load=folder)[0], saved)
+            assert not torch.equal(with_accelerate("auto", 2)[0], with_accelerate("auto", 1, load=folder)[0])
+    finally:
+        choosing.measure_link = measured
 
 
 @on_ranks(2)

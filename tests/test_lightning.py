@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, parse, powersgd
+from fnddp.run import choose as choosing
 from tests.peers import everyones, launched, residual, weights
 from tests.ranks import on_ranks
 from tests.test_huggingface import data
@@ -257,6 +258,26 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
         assert torch.equal(residual(wrapped_in(resumed).sync_state), residual(wrapped_in(whole).sync_state))
         assert residual(wrapped_in(whole).sync_state).any()
         assert not torch.equal(weights(train("allreduce", 2)), weights(whole))
+
+
+@on_ranks(2)
+def test_a_measured_pipeline_outlives_fits_and_checkpoints(rank: int, tmp_path: Path) -> None:
+    measured = choosing.measure_link
+    try:
+        with launched(rank):
+            choosing.measure_link = lambda *_, **__: fnddp.Link(1e2)
+            model, ours = fitted(tmp_path, "auto", 1)
+            taken = ours.strategy.sync
+            assert taken != fnddp.allreduce
+            ours.save_checkpoint(tmp_path / "slow.ckpt")
+            choosing.measure_link = lambda *_, **__: fnddp.Link(1e12)
+            ours.fit_loop.max_epochs = 2
+            ours.fit(model, loader())
+            assert ours.strategy.sync == taken
+            assert fitted(tmp_path, "auto", 1)[1].strategy.sync == fnddp.allreduce
+            assert fitted(tmp_path, "auto", 2, tmp_path / "slow.ckpt")[1].strategy.sync == taken
+    finally:
+        choosing.measure_link = measured
 
 
 def test_a_hook_is_refused() -> None:

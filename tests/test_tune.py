@@ -135,7 +135,7 @@ def test_tune_trains_and_costs_everything_once() -> None:
     found = tune(
         line_problem(),
         ["sign(allgather)", "sign( allgather )", "fp16(allreduce)"],
-        link=Link.parse("1mbit"),
+        link=Link.parse("1kbit"),
         ranks=4,
         steps=3,
         seeds=(0, 1),
@@ -153,6 +153,7 @@ def test_tune_trains_and_costs_everything_once() -> None:
     assert gathered.link_bytes == 3 * gathered.wire_bytes
     assert all(len(each.losses) == 2 for each in found.outcomes)
     assert plain.losses[0] != plain.losses[1]
+    assert found.chosen == "bf16(allreduce)"  # of those with a loss that is known
     assert by_name["bf16(two_shot)"].loss == pytest.approx(plain.loss, rel=0.05)
 
 

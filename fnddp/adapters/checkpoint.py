@@ -1,6 +1,6 @@
 """A pipeline's state in checkpoints: torch's distributed ones, the first rank's file, or a file of each rank."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core.agreement import agree
+from fnddp.core.parse import parse
 from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
 from fnddp.core.tree import is_inexact
@@ -29,6 +30,12 @@ class HasSync(Protocol):
         ...
 
 
+class HasCheckpoint(Protocol):
+    """A `fnddp.DistributedDataParallel`, or the result of `register` or `compress_replicas`."""
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> "Checkpoint": ...
+
+
 class Checkpoint:
     """A `torch.distributed.checkpoint.stateful.Stateful` for the state of `owner`.
 
@@ -41,6 +48,7 @@ class Checkpoint:
         saved_world_size: The number of ranks that saved what is loaded; None for as many as there are.
         prefix: Prefix of all keys, where ranks outside of the group have states of their own.
         place: This rank and the number of ranks, where they are those of several groups.
+        adopt: Replaces the owner's pipeline, which was measured, by that of a checkpoint; None if it stays.
     """
 
     def __init__(
@@ -50,8 +58,9 @@ class Checkpoint:
         saved_world_size: int | None = None,
         prefix: str = "",
         place: tuple[int, int] | None = None,
+        adopt: Callable[[Sync], None] | None = None,
     ) -> None:
-        self._owner, self._prefix = owner, prefix
+        self._owner, self._prefix, self._adopt = owner, prefix, adopt
         rank, size = place or (groups.rank(group), groups.world_size(group))
         self._saved_size = saved_world_size or size
         self._shares = shares(rank, size, self._saved_size)
@@ -76,8 +85,18 @@ class Checkpoint:
         """Return the number of ranks that saved the checkpoint `saved`."""
         return saved[self._prefix + _WORLD_SIZE]
 
+    def adopt_pipeline(self, saved: Mapping[str, Any]) -> None:
+        """Continue with the pipeline of the checkpoint `saved`, if the owner's was measured. All ranks call it."""
+        if self._adopt is not None and self._differs(saved):
+            self._adopt(parse(saved[self._prefix + _PIPELINE]))
+
+    def _differs(self, saved: Mapping[str, Any]) -> bool:
+        return saved[self._prefix + _PIPELINE] != self._about([])[_PIPELINE]
+
     def require_fitting(self, saved: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the checkpoint `saved` is of another pipeline or other parameters."""
+        """Raise a ValueError if `saved` is of other parameters, or of another pipeline that is not adopted."""
+        if self._adopt is not None and self._differs(saved):
+            return
         have = saved[self._prefix + _PARTS]
         want = [part.key for part in parts(self._owner.sync_state)]
         if set(have) != set(want):
@@ -96,6 +115,7 @@ class Checkpoint:
                 f"sync_checkpoint: {saved_by} ranks have saved this checkpoint, and it is loaded as one of "
                 f"{self._saved_size}, which would lose residuals; pass sync_checkpoint(saved_world_size={saved_by})"
             )
+        self.adopt_pipeline(state_dict)
         self.require_fitting(state_dict)
         saved = {key.removeprefix(self._prefix): value for key, value in state_dict.items()}
         merged = {
@@ -161,13 +181,13 @@ def gathered(owner: HasSync, group: str | None) -> dict[str, Any]:
     return {key: value for each in everyone for key, value in each.items()}
 
 
-def load_gathered(owner: HasSync, group: str | None, saved: Mapping[str, Any]) -> None:
+def load_gathered(owner: HasCheckpoint, saved: Mapping[str, Any]) -> None:
     """Set the state of `owner` to the result of `gathered`, on as many ranks or on others: see `shares`.
 
     Raises:
         ValueError: `saved` is of another pipeline or other parameters.
     """
-    Checkpoint(owner, group, saved[_WORLD_SIZE]).load_state_dict(saved)
+    owner.sync_checkpoint(saved[_WORLD_SIZE]).load_state_dict(saved)
 
 
 def save_file(owner: HasSync, group: str | None, folder: str | Path, name: str) -> None:
@@ -176,7 +196,7 @@ def save_file(owner: HasSync, group: str | None, folder: str | Path, name: str) 
     torch.save(_on_cpu(owner, group), _path(folder, name, groups.rank(group)))
 
 
-def load_files(owner: HasSync, group: str | None, folder: str | Path, name: str) -> bool:
+def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name: str) -> bool:
     """Set the state of `owner` from the files of `save_file`, written by as many ranks or another number: see `shares`.
 
     All ranks must call it. As many ranks each read only their own file; another number of ranks reads all files.
@@ -195,14 +215,14 @@ def load_files(owner: HasSync, group: str | None, folder: str | Path, name: str)
         first = _read(mine if mine.exists() else _path(folder, name, 0))
         wanted = shares(groups.rank(group), groups.world_size(group), first[_WORLD_SIZE])
         saved.update({key: value for r in wanted for key, value in _read(_path(folder, name, r)).items()})
-        Checkpoint(owner, group).require_fitting(saved)
-        return {"the number of ranks that saved": str(first[_WORLD_SIZE])}
+        owner.sync_checkpoint().require_fitting(saved)
+        return {"the number of ranks that saved": str(first[_WORLD_SIZE]), "their pipeline": first[_PIPELINE]}
 
     found = any(Path(folder).glob(f"{name}-rank*.pt"))
     if b"\1" not in control.all_gather_bytes(bytes([found]), group):
         return False
     agree(read, group)  # before any state is set
-    load_gathered(owner, group, saved)
+    load_gathered(owner, saved)
     return True
 
 

@@ -16,9 +16,11 @@ from fnddp.adapters.hooks import WeakHook
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.sync import Sync, require_sync
+from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
+from fnddp.run.choose import AUTO, Auto, automatic
 from fnddp.run.engine import Engine
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
@@ -33,23 +35,25 @@ class Handle(PipelineHandle):
 
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
         group = group_name(model.process_group)
-        self._writes_all = model.find_unused_parameters and sync.gives_later
+        self._finds_unused = model.find_unused_parameters
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
-        named = model.module.named_parameters()
-        self._parameters = {name: p for name, p in named if p.requires_grad and name not in self._ignored}
+        self._parameters = parameters = _trained(model)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-        engine = Engine(
-            sync,
-            {name: LeafSpec.of(p) for name, p in self._parameters.items()},
-            state=sync.init(self._parameters),
-            donation=Donation(gradients="at_end", state=True),
-            learns_order=False,
-            groups=[group],
-            wire=wire,
-            backend=backend,
-        )
-        super().__init__(engine, group, wire)
+
+        def engine_of(sync: Sync) -> Engine:
+            return Engine(
+                sync,
+                {name: LeafSpec.of(p) for name, p in parameters.items()},
+                state=sync.init(parameters),
+                donation=Donation(gradients="at_end", state=True),
+                learns_order=False,
+                groups=[group],
+                wire=wire,
+                backend=backend,
+            )
+
+        super().__init__(engine_of, sync, group, wire)
         fix = "wrap the module and register the pipeline again"
         self._world = Membership(group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
@@ -122,6 +126,10 @@ class Handle(PipelineHandle):
         self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters if p in self._names])
         self._pending = []
 
+    @property
+    def _writes_all(self) -> bool:
+        return self._finds_unused and self.sync.gives_later
+
     def _write(self, mean_of: Mapping[Tensor, Tensor]) -> None:
         """Set `.grad` where DDP does not: None without an update, and means of parameters that no rank has used."""
         for parameter in self._names:
@@ -160,6 +168,11 @@ class Handle(PipelineHandle):
                 )
 
 
+def _trained(model: DistributedDataParallel) -> Leaves:
+    named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+    return {name: p for name, p in named if p.requires_grad and name not in ignored}
+
+
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
@@ -194,7 +207,9 @@ class _Bucket:
         self.future.set_result(result)
 
 
-def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> Handle:
+def register(
+    model: DistributedDataParallel, sync: Sync | Auto, *, wire: Wire = C10D, backend: str | None = None
+) -> Handle:
     """Make an existing DDP model synchronize its gradients with `sync`.
 
     Gradients are taken as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
@@ -214,7 +229,8 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
 
     Args:
         model: The wrapped module.
-        sync: The pipeline. Reducers that name no group use the model's.
+        sync: The pipeline. Reducers that name no group use the model's. "auto" measures which to take: see
+            `DistributedDataParallel`.
         wire, backend: See `value_and_grad`.
 
     Returns:
@@ -242,6 +258,7 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
             f"{type(model).__name__}; of a fnddp.DistributedDataParallel set `sync`"
         )
     group = group_name(model.process_group)
+    pipeline = automatic(lambda: _trained(model), group, wire) if sync == AUTO else sync
     handles: list[Handle] = []
 
     def set_up() -> dict[str, str]:
@@ -250,13 +267,14 @@ def register(model: DistributedDataParallel, sync: Sync, *, wire: Wire = C10D, b
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
-        require_sync("register: sync", sync)
-        handles.append(Handle(model, sync.over(group, unnamed_only=True), wire, backend))
+        named = require_sync("register: sync", pipeline)
+        handles.append(Handle(model, named.over(group, unnamed_only=True), wire, backend))
         parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
-        return {"the backend": str(backend), **description(sync, parameters, handles[0].state)}
+        return {"the backend": str(backend), **description(named, parameters, handles[0].state)}
 
     agree(set_up, group)
     (handle,) = handles
+    handle._is_measured = sync == AUTO  # pyright: ignore[reportPrivateUsage]
     handle._engine.connect()  # pyright: ignore[reportPrivateUsage]
     model.register_comm_hook(handle, fnddp_hook)
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]

@@ -1,5 +1,6 @@
 """The base classes of objects that own a pipeline and its state, and their numbers for a log."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from fnddp.adapters.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ class HasPipeline:
     _engine: Any  # an `Engine`
     _group: str | None  # name of the model's process group; None for the default one
     _wire: Wire
+    _is_measured = False  # "auto" has chosen the pipeline, and that of a checkpoint replaces it
 
     @property
     def sync(self) -> Sync:
@@ -60,7 +62,11 @@ class HasPipeline:
         Args:
             saved_world_size: To load what another number of ranks has saved.
         """
-        return Checkpoint(self, self._group, saved_world_size)
+        return Checkpoint(self, self._group, saved_world_size, adopt=self._adopt if self._is_measured else None)
+
+    def _adopt(self, sync: Sync) -> None:
+        """Continue with `sync`, from its initial state. All ranks call it, between steps."""
+        raise NotImplementedError
 
     def sync_stats(self) -> SyncStats:
         """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
@@ -80,9 +86,13 @@ class PipelineHandle(HasPipeline):
 
     state = HasPipeline.sync_state
 
-    def __init__(self, engine: Engine, group: str | None, wire: Wire = C10D) -> None:
-        self._engine, self._group, self._wire = engine, group, wire
-        self.group = group
+    def __init__(self, engine_of: Callable[[Sync], Engine], sync: Sync, group: str | None, wire: Wire = C10D) -> None:
+        self._engine_of, self._engine = engine_of, engine_of(sync)
+        self.group, self._group, self._wire = group, group, wire
+
+    def _adopt(self, sync: Sync) -> None:
+        self._engine = self._engine_of(sync.over(self._group, unnamed_only=True))
+        self._engine.connect()
 
 
 class Writer(Protocol):

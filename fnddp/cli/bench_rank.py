@@ -32,6 +32,7 @@ from fnddp.cli.models import Params, load
 from fnddp.cli.network import loopback_device, sent_bytes
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync
+from fnddp.run.choose import AUTO, Auto
 from fnddp.simulate.tune import Batch, Loss, standing_for, trained
 from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
@@ -57,7 +58,7 @@ class Setup:
     """The configuration of a benchmark."""
 
     model: str  # as `fnddp.cli.models.load` takes it
-    pipelines: list[Sync]  # ours
+    pipelines: list[Sync | Auto]  # ours
     peers: list[str]  # to compare with, of `PEERS`
     ranks: Ranks
     parameters: int  # elements that are trained
@@ -71,7 +72,7 @@ class Setup:
     @property
     def names(self) -> list[str]:
         """The arms, in order: ours, then the peers. One that occurs twice is numbered."""
-        texts = [*map(repr, self.pipelines), *self.peers]
+        texts = [*map(str, self.pipelines), *self.peers]
         return [f"{text} #{n}" if (n := texts[: i + 1].count(text)) > 1 else text for i, text in enumerate(texts)]
 
     @property
@@ -201,8 +202,8 @@ def make_arms(setup: Setup, device: torch.device) -> Iterator[Arm]:
         yield _peer(peer, setup, module(), problem.loss, batch)
 
 
-def _ours(sync: Sync, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
-    if setup.functional:
+def _ours(sync: Sync | Auto, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
+    if setup.functional and sync != AUTO:
         return _functional(setup, module, loss, batch, sync)
     if setup.engine == "ddp":
         return _module(fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend), loss, batch)

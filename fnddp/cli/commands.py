@@ -203,10 +203,11 @@ def bench(
 
     Runs real training steps (forward, loss, backward with synchronization), one arm after the other in each round, on
     ranks that it starts on this machine (or on those of torchrun, SLURM or MPI): each pipeline, and each peer. Compares
-    within rounds. With --link every rank gets a network of its own, joined by links of that rate (Linux, root). Writes
-    ratios.png and results.json.
+    within rounds. The pipeline "auto" is what sync="auto" takes there. With --link every rank gets a network of its
+    own, joined by links of that rate (Linux, root). Writes ratios.png and results.json.
     """
     from fnddp.cli import bench_codecs, bench_rank, bench_report, checks, launch, picture
+    from fnddp.run.choose import AUTO
 
     if codecs:
         flags = {str(each.name): each.opts[0] for each in context.command.params}
@@ -224,7 +225,12 @@ def bench(
     if backend is not None and compiled:
         raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
     parameters = checks.check_model(model)
-    syncs = checks.check_pipelines(pipelines, parameters)
+    known = iter(checks.check_pipelines([text for text in pipelines if text != AUTO], parameters))
+    syncs = [AUTO if text == AUTO else next(known) for text in pipelines]
+    if AUTO in syncs and (compiled or engine == "value_and_grad"):
+        raise WrongArgument(
+            "auto is for a module, and not for functional steps: fnddp.choose names a pipeline for them"
+        )
     peers, left_out = bench_rank.check_peers(against, here)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)

@@ -48,7 +48,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
         "loss": "at the end, simulated, the mean over seeds",
         "spread": "half the distance of the best and the worst seed",
         "mark": f"P: nothing else is as fast and as good; ok: loss within {tuned.within:.1%} of the plain mean's, "
-        f"{tuned.threshold:.4f}; <-: the fastest that is ok",
+        f'{tuned.threshold:.4f}; <-: the fastest that is ok; auto: what sync="auto" takes',
     }
     note = "Measured by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute."
     echo(f"{title(found)}\n")
@@ -58,7 +58,13 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
 
 
 def _marks(each: Outcome, tuned: Tuned) -> dict[str, bool]:
-    return {"P": each in tuned.pareto, "ok": each in tuned.good, "<-": bool(tuned.good) and each is tuned.winner}
+    is_winner = bool(tuned.good) and each is tuned.winner
+    return {
+        "P": each in tuned.pareto,
+        "ok": each in tuned.good,
+        "<-": is_winner,
+        "auto": each.pipeline == tuned.chosen,
+    }
 
 
 def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +74,7 @@ def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "within": tuned.within,
         "threshold": tuned.threshold,
+        "auto": tuned.chosen,
         "winner": tuned.winner.pipeline if tuned.good else None,
         "verdict": tuned.verdict,
         "doubt": tuned.doubt,

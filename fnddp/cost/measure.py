@@ -20,12 +20,13 @@ from fnddp.wire.kinds import ALL_REDUCE, waited
 
 _SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
 _MIN_SIZES = 3  # two unknowns, and one to disagree
-_SIZE_SECONDS = 0.25  # to spend on each size, within the bounds below
+SIZE_SECONDS = 0.25
+"""Seconds to spend on each size, within the bounds below."""
 _MIN_CALLS, _MAX_CALLS = 3, 200
 _SPREAD_FLOOR = 0.01  # the model itself is not better than that
 
 
-def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> Link:
+def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32, seconds: float = SIZE_SECONDS) -> Link:
     """Measure the link between the ranks of a process group: call it on all of them, before training or between steps.
 
     All_reduces of 4 KiB to 64 MiB are timed back to back (up to where one takes about 0.2 s), half a second to three
@@ -40,6 +41,8 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
     Args:
         group: A process group, its name, a device mesh, or None for the default group.
         dtype: The dtype of the payloads.
+        seconds: Seconds to spend on each size, of which there are at most 8. With less the time to measure is shorter,
+            and the largest payload smaller.
 
     Returns:
         The same link on every rank: "gloo" for payloads on the CPU, "ring" for payloads on accelerators.
@@ -60,12 +63,14 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32) -> 
         buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
         # The first call is slow in new memory, and decides how many there is time for: the slowest rank's, on all.
         first = max(control.all_gather_object(_timed(buffer, name), name))
-        calls = min(max(_MIN_CALLS, round(_SIZE_SECONDS / first)), _MAX_CALLS)
-        seconds = [_timed(buffer, name) for _ in range(calls)]
-        median = statistics.median(seconds)
-        spread = statistics.median(abs(each - median) for each in seconds) / median
-        samples.append(max(control.all_gather_object(Sample(size, median, spread), name)))
-        if len(samples) >= _MIN_SIZES and 4 * samples[-1].seconds > _SIZE_SECONDS:
+        calls = min(max(_MIN_CALLS, round(seconds / first)), _MAX_CALLS)
+        times = [_timed(buffer, name) for _ in range(calls)]
+        median = statistics.median(times)
+        spread = statistics.median(abs(each - median) for each in times) / median
+        everyone = control.all_gather_object((Sample(size, median, spread), min(times)), name)
+        samples.append(max(sample for sample, _ in everyone))
+        # By the fastest: a rank that once waits for the CPU is not a slow link.
+        if len(samples) >= _MIN_SIZES and 4 * max(fastest for _, fastest in everyone) > seconds:
             break
     link = fit_link(samples, n, "ring" if device_of(device).is_asynchronous else "gloo")
     return control.all_gather_object(link, name)[0]  # rank 0's: another machine may round in another way

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -14,17 +14,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
 from fnddp.torch_private import live_group
 from fnddp.wire.c10d import dedicated_to
 
 _MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more"
-
-
-class HasCheckpoint(Protocol):
-    """A `fnddp.DistributedDataParallel`, or the result of `register` or `compress_replicas`."""
-
-    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint: ...
 
 
 def save(
@@ -128,6 +122,7 @@ def load(
             f"number of shards ({error})"
         ) from error
     checkpoint.require_fitting(about[_SYNC])
+    checkpoint.adopt_pipeline(about[_SYNC])
     state = _state(model, optimizers, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))

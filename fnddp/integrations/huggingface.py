@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fnddp.adapters.checkpoint import load_files, save_file
 from fnddp.adapters.ddp import Handle, register
-from fnddp.core.parse import parse
 from fnddp.core.state import parts
 from fnddp.core.sync import State, Sync
+from fnddp.run.choose import Auto, resolved
 
 _NAME = "fnddp"
 _TRAINER_METHODS = (
@@ -27,8 +27,8 @@ _TRAINER_METHODS = (
 class Pipelines:
     """Pipelines of an accelerator, in the place of its `DistributedDataParallelKwargs`: see `prepare`."""
 
-    def __init__(self, sync: Sync, wrapping: DistributedDataParallelKwargs | None) -> None:
-        self.sync = sync
+    def __init__(self, sync: Sync | Auto, wrapping: DistributedDataParallelKwargs | None) -> None:
+        self.sync: Sync | Auto = sync
         self._wrapping = wrapping
         self._handles: weakref.WeakKeyDictionary[DistributedDataParallel, Handle] = weakref.WeakKeyDictionary()
 
@@ -58,7 +58,9 @@ class Pipelines:
         for name, handle in self._named(models):
             found = load_files(handle, handle.group, folder, name)
             if not found and list(parts(handle.state)):
-                get_logger(__name__).warning(f"{folder} has no fnddp state: {self.sync} starts from its initial state")
+                get_logger(__name__).warning(
+                    f"{folder} has no fnddp state: {handle.sync} starts from its initial state"
+                )
 
     def _named(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Handle]]:
         for index, model in enumerate(models):
@@ -82,7 +84,7 @@ def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
 
     Args:
         accelerator: One that has prepared no model yet.
-        sync: The pipeline, or its text.
+        sync: The pipeline, or its text. "auto" measures which to take for each model: see `fnddp.register`.
 
     Returns:
         An object whose `.handle(model)` has the pipeline and the state of each model.
@@ -117,7 +119,7 @@ def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
         raise RuntimeError(
             "prepare: call it before accelerator.prepare, which has wrapped a model without the pipeline"
         )
-    pipelines = Pipelines(parse(sync) if isinstance(sync, str) else sync, wrapping)
+    pipelines = Pipelines(resolved(sync), wrapping)
     accelerator.ddp_handler = pipelines  # pyright: ignore[reportAttributeAccessIssue]
     accelerator.register_save_state_pre_hook(pipelines.save)
     accelerator.register_load_state_pre_hook(pipelines.load)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fnddp.adapters.checkpoint import gathered, load_gathered
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import tree
-from fnddp.core.parse import parse
 from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import State, Sync
 from fnddp.device import device_of
+from fnddp.run.choose import AUTO, Auto, resolved
 
 KEY = "fnddp"
 """Key of the pipeline's state in a checkpoint of Lightning."""
@@ -31,7 +31,8 @@ class FnddpStrategy(DDPStrategy):
     into its memory. With `start_method="spawn"` or "fork", only a checkpoint keeps the state after `fit`.
 
     Args:
-        sync: The pipeline, or its text.
+        sync: The pipeline, or its text. "auto" measures which to take when `fit` begins, and keeps it: see
+            `fnddp.DistributedDataParallel`.
         **kwargs: Arguments of Lightning's `DDPStrategy`, including those for `fnddp.DistributedDataParallel`.
 
     Raises:
@@ -47,7 +48,7 @@ class FnddpStrategy(DDPStrategy):
     def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
         pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
-        self.sync = pipeline
+        self.sync: Any = pipeline  # "auto" until it is measured
         self._kept: tuple[nn.Module, State] | None = None
         self._loaded: Mapping[str, Any] | None = None
 
@@ -64,6 +65,7 @@ class FnddpStrategy(DDPStrategy):
             _restore(wrapped, self._loaded)
         elif self._kept is not None and self._kept[0] is model:
             wrapped.sync_state = load_state_dict(wrapped.sync_state, state_dict(self._kept[1]))
+        self.sync = wrapped.sync if self.sync == AUTO else self.sync
         return wrapped
 
     def _register_ddp_hooks(self) -> None:
@@ -105,7 +107,7 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
         pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
-        self.sync = pipeline
+        self.sync: Sync | Auto = pipeline
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _wrapped(module, self.sync, self._determine_ddp_device_ids(), self._ddp_kwargs)
@@ -137,7 +139,7 @@ def wrapped_in(model: nn.Module) -> DistributedDataParallel:
 
 
 def _wrapped(
-    module: nn.Module, sync: Sync, device_ids: list[int] | None, kwargs: Mapping[str, Any]
+    module: nn.Module, sync: Sync | Auto, device_ids: list[int] | None, kwargs: Mapping[str, Any]
 ) -> DistributedDataParallel:
     # On a side stream, as Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
     device = device_of(next(module.parameters()).device)
@@ -145,7 +147,7 @@ def _wrapped(
         return DistributedDataParallel(module, device_ids=device_ids, sync=sync, **kwargs)
 
 
-def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync:
+def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync | Auto:
     hooks = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
     given = [name for name in hooks if kwargs.get(name) is not None]
     if given:
@@ -153,11 +155,11 @@ def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync:
             f"the strategy takes no {given[0]}: its pipeline `sync` replaces it. For a communication hook of torch, "
             "give sync=fnddp.from_hook(hook, state)"
         )
-    return parse(sync) if isinstance(sync, str) else sync
+    return resolved(sync)
 
 
 def _restore(model: DistributedDataParallel, saved: Mapping[str, Any]) -> None:
     if saved:
-        load_gathered(model, None, saved)
+        load_gathered(model, saved)
     elif list(parts(model.sync_state)):
         rank_zero_warn(f"the checkpoint has no fnddp pipeline state, so {model.sync} starts from its initial state")

@@ -21,6 +21,7 @@ from fnddp.core.tree import Leaves
 from fnddp.cost.estimate import Links
 from fnddp.cost.step import Compute, MeanStep
 from fnddp.plan.period import period
+from fnddp.run.choose import choose
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.simulate.training import simulate_training
 
@@ -192,11 +193,13 @@ class Tuned:
         outcomes: Of each pipeline, the fastest first.
         compute: Forward and backward, as measured.
         within: Largest excess of a loss over the plain mean's, relative to it, that is good enough.
+        chosen: What `fnddp.choose` takes of these pipelines, with codecs as measured, and without their losses.
     """
 
     outcomes: tuple[Outcome, ...]
     compute: Compute
     within: float
+    chosen: str = MEAN
 
     @property
     def mean(self) -> Outcome:
@@ -333,7 +336,10 @@ def tune(
         with on_threads(1 if sum(map(Tensor.numel, leaves.values())) < SMALL else torch.get_num_threads()):
             losses[text].append(final_loss(problem, sync, ranks, seed, steps, tell_step))
     outcomes = [replace(each, losses=tuple(losses[each.pipeline])) for each in costs]
-    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within)
+    nbytes = sum(leaf.nbytes for leaf in leaves.values())
+    codecs = {each.pipeline: (each.step.encode_seconds + each.step.decode_seconds) / nbytes for each in costs}
+    chosen = repr(choose(leaves, link, world_size=ranks, codec_seconds=codecs))
+    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within, chosen)
 
 
 def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:

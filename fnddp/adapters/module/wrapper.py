@@ -26,10 +26,12 @@ from fnddp.core import state
 from fnddp.core.agreement import agree, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
+from fnddp.core.parse import parse
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.choose import AUTO, Auto, automatic
 from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -37,7 +39,7 @@ from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
 from fnddp.wire.weights import Weight
 
-_PREFIX, _SYNC_PREFIX = "module.", "sync_state."
+_PREFIX, _SYNC_PREFIX, _PIPELINE = "module.", "sync_state.", "pipeline"
 
 
 class DistributedDataParallel(TorchNames):
@@ -76,7 +78,9 @@ class DistributedDataParallel(TorchNames):
             They are not sent any more; a broken promise is an error on all ranks.
         bucket_cap_mb_list: Sizes of the first buckets in the order of arrival, the last one that of all others too.
         forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
-        sync: The pipeline.
+        sync: The pipeline. "auto" measures, in less than a second, the link between these ranks and what encoding costs
+            here, and takes what `fnddp.choose` does: the fastest pipeline that no loss shows, or the plain mean. One
+            line of the log says which, and why. A checkpoint that is loaded keeps its own. See docs/auto.md.
         wire: Moves gradients between ranks; torch.distributed by default. Another one must know the group of the
             pipeline. Buffers, and `join`, use torch.distributed in any case.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
@@ -124,7 +128,7 @@ class DistributedDataParallel(TorchNames):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        sync: Sync = allreduce,
+        sync: Sync | Auto = allreduce,
         wire: Wire = C10D,
         backend: str | None = None,
     ) -> None:
@@ -142,6 +146,7 @@ class DistributedDataParallel(TorchNames):
             parameters = [p for name, p in module.named_parameters() if name not in ignored]
             devices = arguments.checked_devices(module, parameters, device_ids, output_device)
             caps = arguments.bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+            arguments.with_wire_dtype(sync, mixed_precision)  # before anything is measured
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module, self.parameters_to_ignore, self._trained = module, ignored, trained
@@ -161,6 +166,7 @@ class DistributedDataParallel(TorchNames):
         self._promises = Promises(
             list(trained.parameters), static_graph=static_graph, skips_unused=skip_all_reduce_unused_params
         )
+        self._is_measured = sync == AUTO
         self._set_up(*self._agreed(sync, verify=init_sync))
         self._engine.connect()
         if init_sync:
@@ -184,11 +190,16 @@ class DistributedDataParallel(TorchNames):
         return self._engine.sync
 
     @sync.setter
-    def sync(self, sync: Sync) -> None:
+    def sync(self, sync: Sync | Auto) -> None:
         if self._engine.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
         self._use(*self._agreed(sync, verify=True))
+        self._is_measured = sync == AUTO
+
+    def _adopt(self, sync: Sync) -> None:
+        self._steps.settle()
+        self._use(*self._agreed(sync, verify=False))
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -289,12 +300,14 @@ class DistributedDataParallel(TorchNames):
         Args:
             *args, **kwargs: Arguments of `torch.nn.Module.state_dict`.
             sync_state: Add the pipeline's state, under `sync_state.`. What is local in it is this rank's own, so each
-                rank must save its own then.
+                rank must save its own then. If "auto" has chosen the pipeline, its text is there too.
         """
         saved = super().state_dict(*args, **kwargs)
         if sync_state:
             prefix = kwargs.get("prefix", "") + _SYNC_PREFIX
             saved.update({prefix + key: value for key, value in state.state_dict(self.sync_state).items()})
+            if self._is_measured:
+                saved[prefix + _PIPELINE] = repr(self.sync.over(None))
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -317,6 +330,9 @@ class DistributedDataParallel(TorchNames):
             self._use(self.sync, self.sync_state)
             if self._engine.take_over_from(before):  # other ranks need not do this, and learn nothing anew
                 vars(self._promises).update(promises)
+        pipeline = synced.pop(_PIPELINE, None)
+        if self._is_measured and pipeline is not None:
+            self._adopt(parse(pipeline))
         if synced:
             self.sync_state = state.load_state_dict(self.sync_state, synced)
         return loaded
@@ -405,9 +421,12 @@ class DistributedDataParallel(TorchNames):
 
     # Set-up
 
-    def _agreed(self, sync: Sync, *, verify: bool) -> tuple[Sync, State]:
+    def _agreed(self, sync: Sync | Auto, *, verify: bool) -> tuple[Sync, State]:
         """Return the pipeline as it will run, and its initial state."""
         made: list[tuple[Sync, State]] = []
+        if sync == AUTO:
+            with device_of(self.device).selected():
+                sync = automatic(self._trained.gradients, self._group, self._wire)
 
         def begin() -> dict[str, str]:
             require_sync("DistributedDataParallel: sync", sync)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +15,8 @@ from fnddp.core.buckets import MB
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.transforms.cast import cast
+
+T = TypeVar("T")
 
 
 def checked_group(
@@ -88,13 +90,13 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | Non
     return tuple(int(size * MB) for size in sizes)
 
 
-def with_wire_dtype(sync: Sync, mixed_precision: Any) -> Sync:
+def with_wire_dtype(sync: T, mixed_precision: Any) -> T | Sync:
     """Return the pipeline under `mixed_precision`: a plain mean travels in its `reduce_dtype`, as in torch."""
     if mixed_precision is None:
         return sync
     if sync == allreduce:
         dtype = mixed_precision.reduce_dtype or mixed_precision.param_dtype
-        return sync if dtype is None else cast(sync, dtype)
+        return sync if dtype is None else cast(allreduce, dtype)
     if mixed_precision.reduce_dtype is not None:
         raise ValueError(
             f"{OWNER}: mixed_precision has reduce_dtype={mixed_precision.reduce_dtype}, but the pipeline {sync!r} says "

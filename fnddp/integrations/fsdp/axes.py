@@ -91,6 +91,10 @@ class Checkpoints(Checkpoint):
         for axis in self._axes:
             axis.require_fitting(saved)
 
+    def adopt_pipeline(self, saved: Mapping[str, Any]) -> None:
+        for axis in self._axes:
+            axis.adopt_pipeline(saved)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for axis in self._axes:
             axis.load_state_dict(state_dict)

@@ -1,7 +1,7 @@
 """FSDP2: any pipeline between the replicas of a sharded model, where HSDP has an all-reduce of its own."""
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,10 +19,12 @@ from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
+from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.reductions import Ending, Ends, Reductions, Weights, reductions_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
+from fnddp.run.choose import AUTO, automatic
 from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.weights import NO_WEIGHT
@@ -52,17 +54,20 @@ class Replicas(PipelineHandle):
         model: nn.Module,
     ) -> None:
         self._frozen, self._shards, self._parameters = frozen, shards, parameters
-        local = {name: p.to_local() for name, p in parameters.items()}
-        engine = Engine(
-            sync,
-            {name: LeafSpec.of(part) for name, part in local.items()},
-            state=sync.init(local),
-            donation=Donation(gradients="at_end", state=True),
-            learns_order=True,
-            groups=[group],
-            beside=[group_name((shards, dim)) for dim in range(shards.ndim)],
-        )
-        super().__init__(engine, group)
+        local = _local(parameters)
+
+        def engine_of(sync: Sync) -> Engine:
+            return Engine(
+                sync,
+                {name: LeafSpec.of(part) for name, part in local.items()},
+                state=sync.init(local),
+                donation=Donation(gradients="at_end", state=True),
+                learns_order=True,
+                groups=[group],
+                beside=_groups(shards),
+            )
+
+        super().__init__(engine_of, sync, group)
         self._synchronizes = self._is_armed = True
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # that `.grad` holds
         self._before: dict[str, DTensor] = {}  # such, while others are made
@@ -80,7 +85,8 @@ class Replicas(PipelineHandle):
             saved_world_size: The number of replicas that saved it. The number of shards must be the same.
         """
         index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
-        return Checkpoint(self, self.group, saved_world_size, f"shard{index}of{self._shards.size()}/")
+        adopt = self._adopt if self._is_measured else None
+        return Checkpoint(self, self.group, saved_world_size, f"shard{index}of{self._shards.size()}/", adopt=adopt)
 
     def prepare(self) -> Plan | None:
         """Return the plan of the next step; None for a pipeline that cannot be lowered."""
@@ -252,7 +258,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
     Args:
         model: A model to which, as a whole too, `fully_shard(..., mesh=mesh["shard"])` has been applied.
-        sync: The pipeline, or its text. Reducers that name no group use the replicas'.
+        sync: The pipeline, or its text. Reducers that name no group use the replicas'. "auto" measures which to take,
+            the same for all shards: see `fnddp.DistributedDataParallel`.
         replicate: One dimension of the mesh: `mesh["replicate"]`.
 
     Raises:
@@ -275,23 +282,39 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     """
     group = group_name(replicate)
     made: list[Replicas] = []
+    beside: list[str | None] = []
+
+    def leaves() -> Leaves:
+        parameters, shards = _sharded(model, replicate)
+        beside.extend(_groups(shards))
+        return _local(parameters)
+
+    given = automatic(leaves, group, beside=beside) if sync == AUTO else sync
 
     def set_up() -> dict[str, str]:
         parameters, shards = _sharded(model, replicate)
-        pipeline = (parse(sync) if isinstance(sync, str) else sync).over(group, unnamed_only=True)
+        pipeline = (parse(given) if isinstance(given, str) else given).over(group, unnamed_only=True)
         frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model), model))
-        local = {name: p.to_local() for name, p in parameters.items()}
-        return description(pipeline, local, made[-1].state)
+        return description(pipeline, _local(parameters), made[-1].state)
 
     agree(set_up, group)
     (replicas,) = made
+    replicas._is_measured = sync == AUTO  # pyright: ignore[reportPrivateUsage]
     replicas._engine.connect()  # pyright: ignore[reportPrivateUsage]
     control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)
     for name, parameter in replicas._parameters.items():  # pyright: ignore[reportPrivateUsage]
         parameter.register_post_accumulate_grad_hook(WeakHook(replicas, Replicas._feed, name))  # pyright: ignore[reportPrivateUsage]
     model.register_forward_hook(replicas._after_forward)  # pyright: ignore[reportPrivateUsage]
     return replicas
+
+
+def _local(parameters: Mapping[str, DTensor]) -> Leaves:
+    return {name: p.to_local() for name, p in parameters.items()}
+
+
+def _groups(shards: DeviceMesh) -> list[str | None]:
+    return [group_name((shards, dim)) for dim in range(shards.ndim)]
 
 
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:

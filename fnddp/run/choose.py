@@ -1,0 +1,262 @@
+"""The fastest pipeline for a link: as a pure function, and measured by the ranks that will use it."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Final, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from fnddp import cost
+from fnddp.core import tree
+from fnddp.core.agreement import agree, description
+from fnddp.core.parse import parse
+from fnddp.core.sync import Sync, all_in
+from fnddp.core.tree import Leaves, Tree
+from fnddp.cost.estimate import Links
+from fnddp.cost.link import duration
+from fnddp.cost.measure import measure_link
+from fnddp.plan.lower import lower
+from fnddp.plan.plan import Plan
+from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.measure import measure_segments
+from fnddp.transforms.powersgd import powersgd
+from fnddp.wire import control
+from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import live_rank, world_size
+from fnddp.wire.protocol import Wire
+
+AUTO: Final = "auto"
+Auto: TypeAlias = Literal["auto"]
+Loss: TypeAlias = Literal["none", "some"]
+
+MARGIN = 0.1
+"""A pipeline must win by this fraction: two predictions, each within 5 % on two hosts (docs/cost.md)."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of leaves for which losses were measured, or that have less to lose; others keep the plain mean."""
+
+CODEC_SECONDS = {
+    "allreduce": 0.1e-9,
+    "bf16(allreduce)": 0.4e-9,
+    "bf16(two_shot)": 0.55e-9,
+    "bucketize(quantize(two_shot))": 1.4e-9,
+    "bucketize(quantize(two_shot, bits=4))": 1.3e-9,
+    "error_feedback(bucketize(quantize(two_shot, bits=4)))": 3.1e-9,
+    "error_feedback(powersgd(bf16(allreduce), rank=8))": 1.15e-9,
+}
+"""Seconds to encode and decode a byte of float32 gradients, by pipeline: on one core of an Intel Xeon, eight ranks."""
+
+SHARE_BYTES = 8 * 2**20  # of the leaves, to measure with
+CALLS = 3  # whose median counts
+SIZE_SECONDS = 0.03  # for each size of a message
+
+_log = logging.getLogger("fnddp")
+
+
+@cache
+def candidates(loss: Loss) -> tuple[str, ...]:
+    """Return the pipelines of the study that `loss` allows behind any optimizer, the plain mean first."""
+    rows = json.loads(Path(cost.__file__).with_name("losses.json").read_text())
+    texts = [row["pipeline"] for row in rows if row["optimizer"] is None and (row["safe"] or loss == "some")]
+    return tuple(dict.fromkeys([repr(allreduce), *texts]))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a pipeline adds to the computation of a step.
+
+    Attributes:
+        pipeline: The pipeline, as text.
+        wire_seconds: Time of its collectives, one after the other.
+        codec_seconds: Time to encode and decode.
+    """
+
+    pipeline: str
+    wire_seconds: float
+    codec_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The longest that it adds: nothing hides behind backward."""
+        return self.wire_seconds + self.codec_seconds
+
+    def step(self, backward_seconds: float) -> float:
+        """Return the time of a step in which collectives hide behind backward, and forward takes half its time."""
+        return 0.5 * backward_seconds + max(backward_seconds, self.wire_seconds) + self.codec_seconds
+
+
+def choose(
+    params: Tree | nn.Module,
+    links: Links,
+    loss: Loss = "none",
+    *,
+    world_size: int | None = None,
+    codec_seconds: Mapping[str, float] = CODEC_SECONDS,
+    backward_seconds: float | None = None,
+) -> Sync:
+    """Return the pipeline with the shortest step on a link: a pure function, for ranks that need not be there.
+
+    Whether a link is slow depends on how much of it hides behind backward. Where that time is unknown, this returns the
+    pipeline whose step is never far from the best one's, however long backward takes: its largest ratio to the best is
+    the least. The plain mean stays unless another wins by `MARGIN`. The wrong choice for a model whose loss you can
+    measure: `fnddp tune` trains with each pipeline.
+
+    Args:
+        params: Parameters or gradients, which may be on the meta device. A leaf that is not float32, bfloat16 or
+            float16 keeps the plain mean for all.
+        links: The link of the ranks.
+        loss: "none" for pipelines whose loss no seed distinguishes from the plain mean's; "some" for all of
+            docs/convergence.md that need no optimizer of their own.
+        world_size: Number of ranks; None for those that run.
+        codec_seconds: Seconds to encode and decode a byte of gradients, by pipeline. Those not in it are not taken.
+        backward_seconds: Time of backward; None if unknown.
+
+    Raises:
+        ValueError: `loss` is neither.
+
+    >>> from fnddp import Link
+    >>> params = {"w": torch.empty(4096, 4096, device="meta")}
+    >>> for rate in ("100mbit", "1gbit", "100gbit"):
+    ...     print(choose(params, Link.parse(rate), world_size=2))
+    bucketize(quantize(two_shot))
+    bf16(allreduce)
+    allreduce
+    """
+    if loss not in ("none", "some"):
+        raise ValueError(f'choose: loss must be "none" or "some", got {loss!r}')
+    named = params.named_parameters() if isinstance(params, nn.Module) else tree.flatten(params)[0].items()
+    leaves = {path: leaf for path, leaf in named if leaf.requires_grad or not isinstance(params, nn.Module)}
+    shares = _shares(leaves, loss, world_size, torch.device("meta"))
+    return parse(_best(_costs(shares, links, codec_seconds), backward_seconds))
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The plan of a pipeline for a share of the leaves: all of them have `times` its bytes, and its costs."""
+
+    plan: Plan
+    times: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.plan.leaves.values())
+
+
+def _shares(leaves: Leaves, loss: Loss, n: int | None, device: torch.device) -> dict[str, _Share]:
+    """Return a share for each pipeline that may be taken, the plain mean's first: lowering all leaves takes seconds."""
+    nbytes = sum(leaf.nbytes for leaf in leaves.values())
+    if not nbytes or any(leaf.dtype not in DTYPES for leaf in leaves.values()):
+        return {}
+    dtype = max(leaves.values(), key=lambda leaf: leaf.nbytes).dtype
+    part = {"part": torch.empty(max(1, min(nbytes, SHARE_BYTES) // dtype.itemsize), dtype=dtype, device=device)}
+    shares: dict[str, _Share] = {}
+    for text in candidates(loss):
+        sync = parse(text)
+        # The cost of PowerSGD depends on the shapes of matrices, that of others on the number of elements.
+        sample = leaves if any(isinstance(each, powersgd) for each in all_in(sync)) else part
+        plan = lower(sync, sample, world_size=n)
+        shares[text] = _Share(plan, 1.0 if sample is leaves else nbytes / part["part"].nbytes)
+    return shares
+
+
+def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[str, float]) -> list[Cost]:
+    return [
+        Cost(
+            text,
+            each.times * each.plan.estimate(links).communication_seconds,
+            each.times * each.nbytes * codec_seconds.get(text, 0.0),
+        )
+        for text, each in shares.items()
+        if text in codec_seconds or text == repr(allreduce)
+    ]
+
+
+def _best(costs: Sequence[Cost], backward_seconds: float | None = None) -> str:
+    """Return the pipeline to take; `costs` begins with the plain mean's, or is empty where no other may be taken."""
+    if not costs:
+        return repr(allreduce)
+    # Ratios are largest where backward takes no time, or as long as somebody's collectives.
+    backwards = [0.0, *(each.wire_seconds for each in costs)] if backward_seconds is None else [backward_seconds]
+    least = [(backward, min(each.step(backward) for each in costs)) for backward in backwards]
+
+    def regret(each: Cost) -> float:
+        return max((each.step(backward) / best for backward, best in least if best), default=1.0)
+
+    plain, taken = costs[0], min(costs, key=regret)
+    return (plain if regret(plain) <= (1 + MARGIN) * regret(taken) else taken).pipeline
+
+
+def resolved(sync: str | Sync) -> Sync | Auto:
+    """Return the pipeline, that of a text; "auto" as it is."""
+    if sync == AUTO:
+        return AUTO
+    return parse(sync) if isinstance(sync, str) else sync
+
+
+def automatic(
+    leaves: Callable[[], Leaves], group: str | None, wire: Wire = C10D, beside: Sequence[str | None] = ()
+) -> Sync:
+    """Measure the link between the ranks of `group` and their codecs, and return the pipeline to use, on all alike.
+
+    A rank that cannot measure leaves the plain mean for all. What was measured and chosen is logged on the first rank.
+
+    Args:
+        leaves: Returns the leaves to synchronize; if it raises on a rank, the others raise a RankMismatchError.
+        beside: Further groups, whose ranks measure at the same time and take the same pipeline.
+    """
+    begun = perf_counter()
+    held: Leaves = {}
+
+    def describe() -> dict[str, str]:
+        if wire is not C10D:
+            raise ValueError(f'sync="auto" measures torch.distributed, and not {wire!r}; name a pipeline')
+        held.update(leaves())
+        return {**description(allreduce, held, None), "pipeline": AUTO}
+
+    agree(describe, group, wire)
+    n = world_size(group)
+    costs, found = _measured(held, group, n) if n > 1 else ([], "one rank")
+    texts = candidates("none")
+    taken = texts.index(_best(costs))
+    for other in beside:
+        taken = min(control.all_gather_object(taken, other))
+    if not any(live_rank(each) for each in (group, *beside)):
+        _log.warning("%s", _line(texts[taken], costs, found, perf_counter() - begun))
+    return parse(texts[taken])
+
+
+def _measured(leaves: Leaves, group: str | None, n: int) -> tuple[list[Cost], str]:
+    """Return the costs on the link of `group`, with the codecs of its slowest rank, and what was found in words."""
+    shares: dict[str, _Share] = {}
+    try:
+        shares = _shares(leaves, "none", n, next(iter(leaves.values())).device)
+        mine: dict[str, float] | str = {
+            text: sum(measure_segments(each.plan, calls=CALLS)) / each.nbytes for text, each in shares.items()
+        }
+    except Exception as error:
+        mine = f"{type(error).__name__}: {error}"
+    everyone: list[dict[str, float] | str] = control.all_gather_object(mine, group)
+    for rank, each in enumerate(everyone):
+        if isinstance(each, str):
+            return [], f"rank {rank} could not measure, {each}"
+    if not shares:
+        return [], "not all leaves are of float32, bfloat16 or float16"
+    slowest = {text: max(each[text] for each in everyone if isinstance(each, dict)) for text in shares}
+    link = measure_link(group, seconds=SIZE_SECONDS)
+    return _costs(shares, link, slowest), f"{n} ranks, {link}"
+
+
+def _line(taken: str, costs: Sequence[Cost], found: str, seconds: float) -> str:
+    worth = {each.pipeline: f"{duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in costs}
+    over = f"; collectives and codec take at most {worth[taken]} a step" if worth else ""
+    over += f", those of the plain mean {worth[repr(allreduce)]}" if taken != repr(allreduce) and worth else ""
+    return (
+        f'sync="auto" takes {taken}, measured in {duration(seconds)}: {found}{over}. '
+        f"To pin it: sync=fnddp.parse({taken!r})"
+    )

@@ -1,0 +1,239 @@
+"""`choose` on links that are written down, and `sync="auto"` on ranks that take theirs from a test."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fnddp
+from fnddp import Link, choose
+from fnddp.adapters.checkpoint import gathered, load_files, load_gathered, save_file
+from fnddp.integrations.checkpoint import load, save
+from fnddp.run import choose as choosing
+from fnddp.simulate.ranks import RankFailed, run_threads
+from tests.ranks import on_ranks
+
+PARAMS = {"w": torch.empty(2**21, device="meta"), "b": torch.empty(77, device="meta")}
+SLOW, FAST = Link(1e5), Link(1e12)
+FAR = "bucketize(quantize(two_shot))"  # what slow links take
+SAFE = ("allreduce", "bf16(allreduce)", "bf16(two_shot)", FAR)
+LOSSY = ("bucketize(quantize(two_shot, bits=4))", "error_feedback(powersgd(bf16(allreduce), rank=8))")
+
+REAL = choosing.candidates
+
+
+@pytest.fixture(autouse=True)
+def _known_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose from these, whatever the study's table says today."""
+    monkeypatch.setattr(choosing, "candidates", _candidates)
+
+
+def _candidates(loss: str) -> tuple[str, ...]:
+    return SAFE if loss == "none" else (*SAFE, *LOSSY)
+
+
+def test_the_table_of_the_study() -> None:
+    safe, some = REAL("none"), REAL("some")
+    assert safe[0] == "allreduce"
+    assert set(safe) < set(some) <= set(choosing.CODEC_SECONDS)
+    assert [repr(fnddp.parse(text)) for text in some] == [*some]
+
+
+@pytest.mark.parametrize(
+    ("rate", "loss", "taken"),
+    [
+        ("1mbit", "none", FAR),
+        ("2gbit", "none", "bf16(allreduce)"),
+        ("100gbit", "none", "allreduce"),
+        ("1mbit", "some", LOSSY[0]),  # of leaves that are no matrices
+    ],
+)
+def test_known_links_have_known_choices(rate: str, loss: Any, taken: str) -> None:
+    assert repr(choose(PARAMS, Link.parse(rate), loss, world_size=2)) == taken
+
+
+@pytest.mark.parametrize(("ranks", "loss"), [(2, "none"), (8, "some")])
+def test_slower_links_never_take_more_bytes(ranks: int, loss: Any) -> None:
+    sent = [
+        fnddp.lower(
+            choose(PARAMS, Link(1e10 / 4**i, 1e-6), loss, world_size=ranks), PARAMS, world_size=ranks
+        ).link_bytes
+        for i in range(8)
+    ]
+    assert sent == sorted(sent, reverse=True)
+    assert len(set(sent)) >= 3
+
+
+def test_the_plain_mean_stays_where_it_is_not_beaten_by_the_margin() -> None:
+    def taken(codec: float) -> str:
+        return repr(
+            choose(PARAMS, Link(1e6), world_size=2, codec_seconds={"bf16(allreduce)": codec}, backward_seconds=0)
+        )
+
+    per_byte = 1e-6  # of the plain mean
+    assert taken(per_byte * (0.49 - choosing.MARGIN)) == "bf16(allreduce)"
+    assert taken(per_byte * 0.49) == "allreduce"
+
+
+def test_a_backward_that_hides_the_link_keeps_the_plain_mean() -> None:
+    link = Link.parse("1gbit")
+    assert repr(choose(PARAMS, link, world_size=2, backward_seconds=0.0)) != "allreduce"
+    assert repr(choose(PARAMS, link, world_size=2, backward_seconds=10.0)) == "allreduce"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64])
+def test_leaves_for_which_no_loss_was_measured_keep_the_plain_mean(dtype: torch.dtype) -> None:
+    assert repr(choose({**PARAMS, "own": torch.empty(2, dtype=dtype)}, SLOW, world_size=2)) == "allreduce"
+
+
+def test_a_module_counts_what_it_trains() -> None:
+    module = nn.Sequential(nn.Linear(500, 500), nn.Linear(2, 2).double().requires_grad_(False))
+    assert repr(choose(module, SLOW, world_size=2)) == FAR
+    assert repr(choose(module.requires_grad_(False), SLOW, world_size=2)) == "allreduce"
+
+
+def test_an_unknown_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match='loss must be "none" or "some", got \'little\''):
+        choose(PARAMS, SLOW, "little", world_size=2)  # pyright: ignore[reportArgumentType]
+
+
+# On ranks
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ranks find a slow link, in no time."""
+    monkeypatch.setattr(choosing, "measure_link", lambda *_, **__: SLOW)
+    monkeypatch.setattr(choosing, "CALLS", 1)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(64, 33)
+
+
+def _step(model: nn.Module, rank: int) -> None:
+    model(torch.ones(2, 64) * (rank + 1)).sum().backward()
+
+
+def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int) -> list[str]:
+        model = fnddp.DistributedDataParallel(_net(), sync="auto")
+        _step(model, rank)
+        return [repr(model.sync), repr(model.plan and model.plan.sync)]
+
+    assert run_threads(2, body) == [[FAR, FAR]] * 2
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "fnddp"]
+    assert f'sync="auto" takes {FAR}, measured in ' in line
+    assert ": 2 ranks, 800 kbit/s, 0 s a message; " in line
+    assert "those of the plain mean 85.8 ms + " in line
+    assert line.endswith(f"sync=fnddp.parse('{FAR}')")
+
+
+def test_one_rank_takes_the_plain_mean_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "_measured", None)
+    assert repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync) == "allreduce"
+
+
+def test_a_rank_that_cannot_measure_leaves_the_plain_mean_for_all(
+    monkeypatch: pytest.MonkeyPatch, slow: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    measure = choosing.measure_segments
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("no room")
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(choosing, "measure_segments", fails)
+    taken = run_threads(2, lambda rank: repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync))
+    assert taken == ["allreduce"] * 2
+    assert "rank 1 could not measure, MemoryError: no room" in caplog.text
+
+
+def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch, slow: None) -> None:
+    def seconds(plan: fnddp.Plan, **_: int) -> tuple[float]:
+        return (1e3 if dist.get_rank() == 1 and plan.sync != fnddp.allreduce else 1e-6,)
+
+    monkeypatch.setattr(choosing, "measure_segments", seconds)
+    taken = run_threads(2, lambda rank: repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync))
+    assert taken == ["allreduce"] * 2
+
+
+def test_ranks_that_do_not_all_ask_for_it_raise(slow: None) -> None:
+    with pytest.raises(RankFailed, match="ranks disagree about"):
+        run_threads(2, lambda rank: fnddp.DistributedDataParallel(_net(), sync=("auto", fnddp.allreduce)[rank]))
+
+
+def test_the_pipeline_can_be_measured_anew(slow: None) -> None:
+    def body(rank: int) -> list[str]:
+        model = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
+        model.sync = "auto"
+        return [repr(model.sync)]
+
+    assert run_threads(2, body) == [[FAR]] * 2
+
+
+@pytest.mark.parametrize("text", ["automatic", "bf16(allreduce)"])
+def test_no_other_text_is_a_pipeline_of_a_module(text: Any) -> None:
+    with pytest.raises(TypeError, match="must be a pipeline such as allreduce, got .*; read its text with fnddp.parse"):
+        fnddp.DistributedDataParallel(_net(), sync=text)
+
+
+class Run:
+    """A model whose pipeline is chosen on `link`, in one of two classes."""
+
+    def __init__(self, kind: str, link: Link) -> None:
+        choosing.candidates = _candidates  # pyright: ignore[reportAttributeAccessIssue]
+        choosing.measure_link = lambda *_, **__: link  # pyright: ignore[reportPrivateImportUsage]
+        net = _net()
+        if kind == "register":
+            self.model: Any = nn.parallel.DistributedDataParallel(net)
+            self.keeper: Any = fnddp.register(self.model, "auto")
+        else:
+            self.model = self.keeper = fnddp.DistributedDataParallel(net, sync="auto")
+
+    @property
+    def taken(self) -> str:
+        return repr(self.keeper.sync.over(None))
+
+
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tmp_path: Path) -> None:
+    measured = choosing.measure_link
+    try:
+        run, other = Run(kind, SLOW), Run(kind, FAST)
+        assert (run.taken, other.taken) == (FAR, "allreduce")
+        _step(run.model, rank)
+        save(tmp_path / "dcp", run.model, sync=run.keeper)
+        load(tmp_path / "dcp", other.model, sync=other.keeper)
+        assert other.taken == FAR
+        _step(other.model, rank)
+        expected = [p.grad for p in run.model.parameters()]
+        assert all(map(torch.equal, [p.grad for p in other.model.parameters()], expected))
+
+        other = Run(kind, FAST)
+        save_file(run.keeper, None, tmp_path, "files")
+        dist.barrier()
+        assert load_files(other.keeper, None, tmp_path, "files")
+        assert other.taken == FAR
+
+        other, held = Run(kind, FAST), [gathered(run.keeper, None)]
+        dist.broadcast_object_list(held)
+        load_gathered(other.keeper, held[0])
+        assert other.taken == FAR
+        _step(other.model, rank)
+
+        if kind == "module":
+            other = Run(kind, FAST)
+            other.model.load_state_dict(run.model.state_dict(sync_state=True))
+            assert other.taken == FAR
+            pinned = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
+            pinned.load_state_dict(run.model.state_dict(sync_state=True))
+            assert repr(pinned.sync) == "allreduce"
+    finally:
+        choosing.candidates, choosing.measure_link = REAL, measured
