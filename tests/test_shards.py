@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 import fnddp
 from fnddp import Link, RankMismatchError, StepFailedError, WireCounter
 from fnddp.integrations.checkpoint import load, save
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, plan_axes
 from tests.peers import everyones
 from tests.ranks import on_ranks
 from tests.test_fsdp import Net, batches, train
@@ -551,6 +551,13 @@ def test_one_handle_for_all_axes(rank: int) -> None:
     lines = handle.plan.show({name: Link.parse("1gbit:1ms") for name in ("gradients", "weights", "replicas")})
     assert [line.split()[0] for line in lines.splitlines()] == ["axis", "gradients", "weights", "replicas"]
     handle.state = handle.state
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, p in Net().named_parameters():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = p
+    options = {"gradients": ALL_AXES["shards"], "weights": ALL_AXES["weights"], "sync": ALL_AXES["replicas"]}
+    live = compress(sharded(mesh["shard"]), mesh, **ALL_AXES).plan
+    planned = str(plan_axes(groups, shards=2, replicas=2, **options))  # without any rank, as the first ones of a node
+    assert (planned == str(live)) == (mesh.get_local_rank("shard") == 0)
 
     resumed = sharded(mesh["shard"])
     again = compress(resumed, mesh, **ALL_AXES)
@@ -566,6 +573,22 @@ def test_one_handle_for_all_axes(rank: int) -> None:
         compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")
     with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], and the last dimension"):
         compress(sharded(), mesh, shards="two_shot")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("weights", [None, "quantize(allgather)", "ef21(quantize(allgather, bits=4))"])
+@on_ranks(4)
+def test_plans_count_what_backward_gathers_again(rank: int, weights: str | None) -> None:
+    """As whole steps send: weights that are sharded again after the forward, over as many ranks or over fewer."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    (x,) = batches(1)
+    for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
+        model = sharded(mesh["shard"], **options)
+        handle = compress(model, mesh, shards="quantize(two_shot, bits=4)", weights=weights)
+        loss(model, x).backward()
+        with WireCounter() as counter:
+            loss(model, x).backward()
+        assert counter.wire_bytes == sum(axis.wire_bytes for axis in handle.plan.axes), options
 
 
 def _saves(rank: int, folder: str) -> Tensor:

@@ -29,6 +29,26 @@ def plan(
             "once for each link to compare; no latency unless given (default: 1gbit)",
         ),
     ] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="plan a model sharded by FSDP2 over N ranks instead: its axes, and PIPELINE between its replicas; "
+            "--link shards=100GB/s,replicas=25gbit gives each a link",
+        ),
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="with --shards, the number of replicas of the sharded model")
+    ] = 1,
+    gradients: Annotated[
+        str | None,
+        typer.Option(metavar="PIPELINE", help="with --shards, of gradients between them, such as 'quantize(two_shot)'"),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="PIPELINE", help="with --shards, of weights between them, such as 'quantize(allgather)'"),
+    ] = None,
     step: Annotated[
         int | None,
         typer.Option(
@@ -72,6 +92,18 @@ def plan(
     from fnddp.cost.step import Compute
     from fnddp.wire.groups import World, within
 
+    if shards is not None or gradients or weights or replicas > 1:
+        others = {"--ranks": ranks != "8", "--step": step is not None, "--backward": backward, "--show": show}
+        others |= {"--svg": svg, "--trace": trace, "--bucket-cap-mb": bucket_cap_mb != 25}
+        unfit = [option for option, given in others.items() if given]
+        if shards is None or unfit:
+            fix = f"leave {', '.join(unfit)} out" if unfit else "give --shards N, or --shards 1"
+            raise WrongArgument(f"the plan of a model's axes is for --shards and --replicas: {fix}")
+        from fnddp.cli import plan_axes  # with FSDP2, which takes a second to import
+
+        checks.check_imports(imports)
+        plan_axes.show(model, (shards, replicas), (gradients, weights), pipelines or [], link or ["1gbit"], as_json)
+        return 0
     texts, links = pipelines or DEFAULT_PIPELINES, link or ["1gbit"]
     files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
     if show and as_json:

@@ -1,6 +1,6 @@
 """Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.core.agreement import agree, agree_on_state
-from fnddp.core.group import group_name
+from fnddp.core.agreement import agree_on_state, agree_over
+from fnddp.core.group import Group, group_name
 from fnddp.core.parse import parse
 from fnddp.core.state import require_like
 from fnddp.core.sync import State, Sync, require_sync
@@ -65,6 +65,8 @@ class Shards:
     def state(self, state: State) -> None:
         agree_on_state(self.sync, self.state, state, self.group)
         self._reductions.states = dict(require_like(repr(self.sync), state, self.state))
+        for unit in self._reductions.units:  # weights may have been loaded, too
+            unit.forget()
 
     @property
     def sync_state(self) -> State:
@@ -179,10 +181,17 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
     >>> model(torch.ones(1, 8)).sum().backward()
     >>> dist.destroy_process_group()
     """
+    return set_up_shards(model, gradients, weights)
+
+
+def set_up_shards(
+    model: nn.Module, gradients: str | Sync | None, weights: str | Sync | None, others: Sequence[Group] = ()
+) -> Shards:
+    """Do what `compress_shards` does; an error on one rank is one in the groups `others`, too."""
     made: list[tuple[Shards, Reductions]] = []
 
     def set_up() -> dict[str, str]:
-        read = [_read(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
+        read = [fitting(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
         if read == [None, None]:
             raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
         units = [Unit(name, names, fsdp, *read) for name, (names, fsdp) in _sharded(model, weights is not None).items()]
@@ -193,9 +202,9 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
         return {"gradients": repr(read[0]), "weights": repr(read[1]), **dict(lines)}
 
     modules = fsdp_groups(model)
-    groups = [group_name(group.shards) for _, groups in modules.values() for group in groups]
-    for group in dict.fromkeys(groups) or [None]:
-        agree(set_up, group)
+    every = [group for _, groups in modules.values() for group in groups]
+    groups = [of for group in every for of in (group.shards, group.replicas) if of is not None]
+    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others)
     shards, reductions = made[-1]
     for unit in reductions.units:
         module = modules[unit.name][0]
@@ -209,7 +218,8 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
     return shards
 
 
-def _read(what: str, sync: str | Sync | None) -> Sync | None:
+def fitting(what: str, sync: str | Sync | None) -> Sync | None:
+    """Return the pipeline of "gradients" or "weights"; a TypeError if shards have no place for it."""
     if sync is None:
         return None
     sync = require_sync(f"compress_shards: {what}", parse(sync) if isinstance(sync, str) else sync)
