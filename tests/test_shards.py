@@ -1,7 +1,7 @@
 """Codecs on what FSDP2 sends between shards, on gloo ranks, against FSDP2 itself and one process with all batches."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -270,6 +270,21 @@ def test_error_feedback_loses_nothing(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_parameter_that_is_unfrozen_later_has_memory_from_then_on(rank: int) -> None:
+    ours = sharded(frozen=True)
+    handle = compress_shards(ours, "error_feedback(sign(two_shot))")
+    (x,) = batches(1)
+    loss(ours, x).backward()
+    parameter = ours.layers[1].weight
+    parameter.requires_grad_(True)
+    loss(ours, x).backward()
+    kept = handle.state["layers.1"].residual["layers.1.weight"]
+    mean = sum(everyones(kept)) / dist.get_world_size()
+    want = sum(everyones(local_grads(x)["layers.1.weight"])) / dist.get_world_size()
+    torch.testing.assert_close(parameter.grad.full_tensor() + mean, want, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
 def test_padding_counts_in_no_average(rank: int) -> None:
     """The scale of signs is the mean magnitude of an owner's rows of a parameter, not of the zeros behind them."""
     (x,) = batches(1)
@@ -443,6 +458,27 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
     assert torch.equal(everyone[0], everyone[2])
     assert torch.equal(everyone[1], everyone[3])
     assert not torch.equal(everyone[rank], local_shards(native))
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> None:
+    """Also on ranks that share no process group with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def attempts() -> Iterator[tuple[int, Callable[[], Any]]]:
+        """The rank that fails, and what all do."""
+        yield 3, lambda: compress_shards(sharded(mesh), "allreduce" if rank == 3 else "two_shot")
+        yield 2, lambda: compress_shards(sharded(mesh), "bf16(two_shot)" if rank > 1 else "two_shot")
+        for who, key, text in ((3, "shards", "two_sho"), (1, "replicas", "sign(allreduce)")):
+            texts = {"shards": "two_shot", "replicas": "allreduce", **({key: text} if rank == who else {})}
+            yield who, lambda: compress(sharded(mesh["shard"]), mesh, **texts)  # noqa: B023
+        text = "bf16(allreduce)" if rank == 0 else "allreduce"
+        yield 0, lambda: compress_replicas(sharded(mesh["shard"]), text, mesh["replicate"])
+
+    for who, attempt in attempts():
+        with pytest.raises((TypeError, ValueError) if rank == who else RankMismatchError):
+            attempt()
 
 
 @pytest.mark.thorough

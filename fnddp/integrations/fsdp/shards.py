@@ -107,13 +107,19 @@ class Shards:
 
         Raises:
             RuntimeError: At the end: no backward that synchronizes began within it.
-            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline.
+            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline; or parts of the model,
+                such as experts, are sharded over other ranks.
             ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none.
         """
         if self.gradients is None or any(unit.fsdp.replicas is not None for unit in self._reductions.units):
             raise TypeError(
                 "weight: FSDP itself averages gradients here, and knows no weights; give compress_shards a pipeline of "
                 "gradients, gradients='two_shot' at least, and HSDP's replicas to compress_replicas"
+            )
+        if len({unit.group for unit in self._reductions.units}) > 1:
+            raise TypeError(
+                "weight: parts of the model are sharded over other ranks, which see other tokens; divide the loss by "
+                "the tokens of all ranks instead, and call set_gradient_divide_factor(1.0) on all parts"
             )
         is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
         with nullcontext() if is_alone else self._reductions.weights.block(count):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fnddp.core import collectives
-from fnddp.core.codec import Carrier, Code, Key, Layer
+from fnddp.core.codec import Carrier, Code, Key, Layer, wide_zeros
 from fnddp.core.group import group_name
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
@@ -119,8 +119,10 @@ class Unit:
         if not isinstance(sync, error_feedback):
             done = sync.exchange({"": buffer}, state)
             return self._divided(done.mean[""]), done.state
-        residual = {name: state.residual[name] for name in rows.shapes}
-        done = sync.exchange(rows.unpack(buffer), replaced(state, residual=residual))
+        leaves = rows.unpack(buffer)
+        known = {name: state.residual[name] for name in leaves.keys() & state.residual.keys()}
+        residual = wide_zeros(leaves) | known  # of a parameter that was frozen before, nothing is lost yet
+        done = sync.exchange(leaves, replaced(state, residual=residual))
         return self._divided(done.mean[""]), replaced(done.state, residual={**state.residual, **done.state.residual})
 
     def reduce_nothing(self, buffer: Tensor) -> None:
