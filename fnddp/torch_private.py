@@ -256,6 +256,15 @@ def live_group(name: str | None) -> dist.ProcessGroup:
     return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
+def is_torchcomms(group: dist.ProcessGroup) -> bool:
+    """Return whether torchcomms carries `group` (TORCH_DISTRIBUTED_USE_TORCHCOMMS=1), whatever its backend is called.
+
+    Messages between two ranks have no tags there, and a work cannot be waited for with a timeout.
+    """
+    wrapper: Any = getattr(c10d, "_BackendWrapper", None)  # where torchcomms is installed, from torch 2.13
+    return wrapper is not None and isinstance(group._get_backend(torch.device("cpu")), wrapper)
+
+
 def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Make another gloo process group, called `name`, of the ranks of `group`; block until all ranks have joined.
 
@@ -564,15 +573,18 @@ class FSDPGroup:
         shards: The process group of the shards; None for `replicate`, which has none.
         replicas: That of HSDP's replicas; None without any.
         device: Where FSDP computes.
+        regathering: The group of ranks over which weights are gathered again in backward; None where they stay whole.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, is_of_root: bool = False) -> None:
         self._group = group
         self.shapes: list[torch.Size] = [each._orig_size for each in group.fsdp_params]
         self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]
         self.shards: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
         self.replicas: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
         self.device: torch.device = group.device
+        again = None if is_of_root else group.post_forward_mesh_info
+        self.regathering: dist.ProcessGroup | None = getattr(again, "shard_process_group", None)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -653,7 +665,11 @@ def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
     for name, module in model.named_modules():
         if hasattr(module, "_get_fsdp_state"):
             found.setdefault(cast("Any", module)._get_fsdp_state(), (name, module))
-    return {name: (module, [FSDPGroup(each) for each in _groups_of(state)]) for state, (name, module) in found.items()}
+    groups: dict[str, tuple[Any, list[FSDPGroup]]] = {}
+    for state, (name, module) in found.items():
+        is_root = module is model and state._auto_reshard_after_forward  # which the first forward will see
+        groups[name] = module, [FSDPGroup(each, is_root) for each in _groups_of(state)]
+    return groups
 
 
 def after_reductions(model: nn.Module, callback: Callable[[], object]) -> None:

@@ -1,6 +1,7 @@
 """Pipelines and gradient trees for the laws: one per registered name, and nestings drawn by hypothesis."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -16,7 +17,7 @@ EXAMPLES = {
     "allreduce": "allreduce",
     "all_reduce": "all_reduce(op='sum')",
     "hierarchical": "hierarchical(fp16(none))",  # a node alone; several are in test_hierarchical.py
-    "cast": "cast(allreduce, 'float64')",
+    "cast": "cast(powersgd(allreduce, rank=2), 'bfloat16', rounding='stochastic')",
     "fp16": "fp16(allreduce)",
     "bf16": "bf16(allreduce)",
     "bucketize": "bucketize(allreduce, cap_mb=0.001, first_cap_mb=0.0001)",
@@ -71,6 +72,7 @@ CARRIERS = [allgather, two_shot, two_shot(server_memory=True)]
 INNER_CODECS: list[Callable[[Sync], Sync]] = [
     lambda inner: inner,
     fnddp.bf16,
+    lambda inner: fnddp.cast(inner, "float16", rounding="stochastic", seed=3),
     lambda inner: fnddp.topk(inner, ratio=0.3),
     lambda inner: fnddp.topk(inner, k=3, chunk=16),
     lambda inner: fnddp.quantize(inner, bits=4, block=10),
@@ -117,7 +119,10 @@ def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
         kinds += ["shared_momentum"]
     match draw(st.sampled_from(kinds)):
         case "cast":
-            return draw(st.sampled_from([fnddp.fp16, fnddp.bf16, lambda s: fnddp.cast(s, "float32")]))(inner)
+            at_random = partial(fnddp.cast, dtype="bfloat16", rounding="stochastic")
+            return draw(st.sampled_from([fnddp.fp16, fnddp.bf16, partial(fnddp.cast, dtype="float32"), at_random]))(
+                inner
+            )
         case "bucketize":
             return fnddp.bucketize(inner, cap_mb=draw(st.sampled_from([0.0005, 25])), first_cap_mb=0.0002)
         case "squared":

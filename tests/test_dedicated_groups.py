@@ -99,6 +99,25 @@ def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(
 
 
 @on_ranks(2, seconds=SECONDS)
+def test_torchcomms_gets_plain_collectives(rank: int) -> None:
+    """Its wrapper of gloo drops tags: neither messages between two ranks, nor groups of our own, but the same means."""
+    leaves = {"w": torch.randn(2**18, generator=torch.Generator().manual_seed(rank))}
+    syncs = [fnddp.parse(text) for text in ("fp16(allreduce)", "two_shot", "allgather")]
+    expected = [fnddp.jit(sync)(leaves, ())[0]["w"] for sync in syncs]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a message with a tag, or a group of our own")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.distributed_c10d._BackendWrapper", dist.ProcessGroupGloo, raising=False)
+        for name in ("direct", "ring", "connect_again"):
+            patch.setattr(f"fnddp.wire.c10d.{name}", refuse)
+        group = dist.new_group()
+        for sync, want in zip(syncs, expected, strict=True):
+            assert torch.equal(fnddp.jit(sync.over(group))(leaves, ())[0]["w"], want)
+
+
+@on_ranks(2, seconds=SECONDS)
 def test_a_rank_that_does_not_set_up(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=3))
     sync = fnddp.jit(fnddp.two_shot.over(group))

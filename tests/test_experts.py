@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fnddp
 from fnddp import all_reduce, none, partition
+from fnddp.integrations.fsdp import compress_shards
 from tests.peers import everyones
 from tests.ranks import on_ranks
 
@@ -82,3 +84,36 @@ def test_experts_and_the_rest_are_those_of_one_process(rank: int, copies: int) -
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, want[name.replace("expert.0", f"expert.{own}")], rtol=1e-4, atol=1e-6)
     assert not torch.equal(*everyones(module.expert[0].weight.detach())[:2])
+
+
+@pytest.mark.parametrize("text", ["two_shot", "error_feedback(quantize(two_shot))"])
+@on_ranks(4)
+def test_experts_of_fsdp_have_shards_of_their_own(rank: int, text: str) -> None:
+    """Two experts, each sharded over two ranks, and the rest over four; losses are divided by all ranks' tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_shard", "expert"))
+    own = mesh.get_local_rank("expert")
+    model: Any = Mixture(2, mesh["expert"])
+    fully_shard(model.expert[0], mesh=mesh["expert_shard"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    handle = compress_shards(model, text, "allgather")
+    assert sorted(each.ranks for each in handle.traffic) == [2, 4]
+    plain = Mixture(2, None)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x = torch.randn(3 + 2 * rank, WIDTH, generator=generator)
+        pooled = torch.cat(everyones(x))
+        (model(x).square().sum() / (len(pooled) * WIDTH)).backward()
+        plain(pooled).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    want, lossy = plain.state_dict(), text != "two_shot"
+    for name, p in model.named_parameters():
+        expected = want[name.replace("expert.0", f"expert.{own}")]
+        torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=5e-3 if lossy else 1e-6)
+    with pytest.raises(TypeError, match=r"divide the loss by the tokens of all ranks"), handle.weight(3):
+        pass

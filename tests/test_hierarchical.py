@@ -29,8 +29,9 @@ SHAPES = [(2, 2), (1, 2), (2, 1)]  # nodes, ranks in each
 LOSSY = [
     "hierarchical(fp16(all_reduce(group='across')), intra='inside')",
     "hierarchical(error_feedback(powersgd(all_reduce(group='across'), min_compression_rate=0)), intra='inside')",
-    "bf16(hierarchical(powersgd(all_gather('across')), intra='inside', shard=False))",
+    "cast(hierarchical(powersgd(all_gather('across')), 'inside', shard=False), 'bfloat16', rounding='stochastic')",
     "error_feedback(hierarchical(sign(all_gather('across')), intra='inside'))",
+    "hierarchical(cast(all_reduce('across'), 'float16', rounding='stochastic'), intra='inside', shard=False)",
 ]
 EXACT = [
     "hierarchical(all_reduce(group='across'), intra='inside')",

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -121,6 +122,58 @@ def gathered(model: Any, name: str) -> Tensor:
     for block in model:
         block.reshard()
     return torch.cat(seen)
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of a sequence of all ranks: `[*, rank, part, width]`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, over: DeviceMesh) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.over = over
+        return torch.stack(everyones_in(part, over), 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return sum(everyones_in(grad, ctx.over))[:, :, ctx.over.get_local_rank()], None
+
+
+def everyones_in(x: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+    parts = [torch.empty_like(x) for _ in range(mesh.size())]
+    dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
+    return parts
+
+
+class Attention(nn.Module):
+    """Attention over a sequence of which each rank of `over` has a part, as context parallelism divides it."""
+
+    def __init__(self, over: DeviceMesh | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.over = nn.Linear(8, 24), nn.Linear(8, 8), over
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.over is not None:
+            everyones_parts = _Gathered.apply(torch.stack((k, v)), self.over)
+            k, v = everyones_parts.flatten(2, 3)
+        return x + self.out((q @ k.mT).softmax(-1) @ v)
+
+
+@on_ranks(4)
+def test_shards_over_the_ranks_of_context_parallel_too(rank: int) -> None:
+    """2 shards x 2 parts of a sequence, which FSDP shards over as one dimension: one process with whole sequences."""
+    mesh = meshes(2, 2, names="shard cp")
+    both = mesh._flatten("shard_cp")
+    x = torch.cat([inputs(1, source)[0].view(1, 4, 8) for source in range(2)])
+    plain = Attention(None)
+    plain(x).square().mean().backward()
+    for text, tolerance in (("two_shot", 1e-6), ("quantize(two_shot)", 5e-3)):
+        ours: Any = fully_shard(Attention(mesh["cp"]), mesh=both)
+        handle = compress(ours, both, shards=text, weights="allgather")
+        assert {axis.ranks for axis in handle.plan.axes} == {4}
+        ours(x[rank // 2].view(1, 4, 8).chunk(2, 1)[rank % 2]).square().mean().backward()
+        for p, want in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), want.grad, rtol=1e-4, atol=tolerance)
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])

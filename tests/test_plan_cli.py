@@ -129,6 +129,34 @@ def test_a_picture_and_a_trace(printed: Any, tmp_path: Path) -> None:
     assert {"fnddp slot 0 encode", "fnddp c0 all_reduce", "fnddp c1 all_reduce", "fnddp c1 wait"} <= set(taken)
 
 
+def test_axes_of_a_sharded_model(planned: Any, printed: Any) -> None:
+    """Two groups of parameters, one for each numbered module, on 4 shards in 3 replicas."""
+    pipelines = ("fp16(allreduce)", "--gradients", "quantize(two_shot, bits=4)", "--weights", "quantize(allgather)")
+    links = ("--link", "1gbit", "--link", "shards=8gbit,replicas=2gbit")
+    said = planned(*pipelines, "--shards", "4", "--replicas", "3", *links)
+    assert (said["parameters"], said["groups"]) == (PARAMETERS, 2)
+    gradients, weights, replicas = said["axes"]
+    rows = 8 * 64 + 8, 3 * 32 + 3  # elements of an owner, padded
+    blocks = [(-(-row // 128), min(row, 128)) for row in rows]
+    sent = 4 * sum(count * (-(-size // 2) + 4) for count, size in blocks)
+    gathered = 2 * sum(count * (size + 4) for count, size in blocks)  # again in backward
+    half = 2 * sum(rows)
+    assert [each["wire_bytes"] for each in said["axes"]] == [sent, gathered, half]
+    assert [(each["axis"], each["ranks"]) for each in said["axes"]] == [
+        ("gradients", 4),
+        ("weights", 4),
+        ("replicas", 3),
+    ]
+    on = "shards=8gbit,replicas=2gbit"
+    assert gradients["links"][on] == pytest.approx(3 / 4 * sent / 1e9)
+    assert weights["links"][on] == pytest.approx(3 * gathered / 1e9)
+    assert replicas["links"][on] == pytest.approx(2 * 2 / 3 * half / 250e6)
+    said = printed("--shards", "4", *links[:2])
+    for expected in ("2,410 parameters in 2 groups", "4 shards in 1 replica", "FSDP's own", "1gbit"):
+        assert expected in said
+    assert "allreduce" not in said
+
+
 def test_each_group_has_a_size_and_a_link(planned: Any) -> None:
     sizes, links = "12,node=4,across=3", "1gbit,node=8gbit,across=2gbit"
     said = planned(TWO_LEVELS, "allreduce", "--ranks", sizes, "--link", links)

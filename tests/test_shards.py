@@ -1,7 +1,7 @@
 """Codecs on what FSDP2 sends between shards, on gloo ranks, against FSDP2 itself and one process with all batches."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 import fnddp
 from fnddp import Link, RankMismatchError, StepFailedError, WireCounter
 from fnddp.integrations.checkpoint import load, save
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, plan_axes
 from tests.peers import everyones
 from tests.ranks import on_ranks
 from tests.test_fsdp import Net, batches, train
@@ -249,6 +249,12 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
     with WireCounter() as counter:
         value.backward()
     assert counter.wire_bytes == sum(each.gradients for each in handle.traffic)
+    with torch.no_grad():
+        for model in (ours, plain):
+            for p in model.parameters():
+                p.mul_(-3)
+    handle.state = handle.state  # as when a checkpoint is loaded, with other weights
+    assert torch.equal(loss(ours, x), loss(plain, x))
 
 
 @on_ranks(2)
@@ -267,6 +273,21 @@ def test_error_feedback_loses_nothing(rank: int) -> None:
         assert kept[name].shape == out.shape
         mean = sum(everyones(kept[name])) / dist.get_world_size()
         torch.testing.assert_close(out + mean, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_unfrozen_later_has_memory_from_then_on(rank: int) -> None:
+    ours = sharded(frozen=True)
+    handle = compress_shards(ours, "error_feedback(sign(two_shot))")
+    (x,) = batches(1)
+    loss(ours, x).backward()
+    parameter = ours.layers[1].weight
+    parameter.requires_grad_(True)
+    loss(ours, x).backward()
+    kept = handle.state["layers.1"].residual["layers.1.weight"]
+    mean = sum(everyones(kept)) / dist.get_world_size()
+    want = sum(everyones(local_grads(x)["layers.1.weight"])) / dist.get_world_size()
+    torch.testing.assert_close(parameter.grad.full_tensor() + mean, want, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
@@ -448,6 +469,27 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
 
 @pytest.mark.thorough
 @on_ranks(4)
+def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> None:
+    """Also on ranks that share no process group with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def attempts() -> Iterator[tuple[int, Callable[[], Any]]]:
+        """The rank that fails, and what all do."""
+        yield 3, lambda: compress_shards(sharded(mesh), "allreduce" if rank == 3 else "two_shot")
+        yield 2, lambda: compress_shards(sharded(mesh), "bf16(two_shot)" if rank > 1 else "two_shot")
+        for who, key, text in ((3, "shards", "two_sho"), (1, "replicas", "sign(allreduce)")):
+            texts = {"shards": "two_shot", "replicas": "allreduce", **({key: text} if rank == who else {})}
+            yield who, lambda: compress(sharded(mesh["shard"]), mesh, **texts)  # noqa: B023
+        text = "bf16(allreduce)" if rank == 0 else "allreduce"
+        yield 0, lambda: compress_replicas(sharded(mesh["shard"]), text, mesh["replicate"])
+
+    for who, attempt in attempts():
+        with pytest.raises((TypeError, ValueError) if rank == who else RankMismatchError):
+            attempt()
+
+
+@pytest.mark.thorough
+@on_ranks(4)
 def test_weights_of_tokens_on_both_axes(rank: int) -> None:
     """The mean over all tokens of 2 replicas of 2 shards; also where a replica has none, and with one shard each."""
     tokens = [1, 4, 2, 3]
@@ -552,6 +594,13 @@ def test_one_handle_for_all_axes(rank: int) -> None:
     lines = handle.plan.show({name: Link.parse("1gbit:1ms") for name in ("gradients", "weights", "replicas")})
     assert [line.split()[0] for line in lines.splitlines()] == ["axis", "gradients", "weights", "replicas"]
     handle.state = handle.state
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, p in Net().named_parameters():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = p
+    options = {"gradients": ALL_AXES["shards"], "weights": ALL_AXES["weights"], "sync": ALL_AXES["replicas"]}
+    live = compress(sharded(mesh["shard"]), mesh, **ALL_AXES).plan
+    planned = str(plan_axes(groups, shards=2, replicas=2, **options))  # without any rank, as the first ones of a node
+    assert (planned == str(live)) == (mesh.get_local_rank("shard") == 0)
 
     resumed = sharded(mesh["shard"])
     again = compress(resumed, mesh, **ALL_AXES)
@@ -567,6 +616,22 @@ def test_one_handle_for_all_axes(rank: int) -> None:
         compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")
     with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], and the last dimension"):
         compress(sharded(), mesh, shards="two_shot")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("weights", [None, "quantize(allgather)", "ef21(quantize(allgather, bits=4))"])
+@on_ranks(4)
+def test_plans_count_what_backward_gathers_again(rank: int, weights: str | None) -> None:
+    """As whole steps send: weights that are sharded again after the forward, over as many ranks or over fewer."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    (x,) = batches(1)
+    for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
+        model = sharded(mesh["shard"], **options)
+        handle = compress(model, mesh, shards="quantize(two_shot, bits=4)", weights=weights)
+        loss(model, x).backward()
+        with WireCounter() as counter:
+            loss(model, x).backward()
+        assert counter.wire_bytes == sum(axis.wire_bytes for axis in handle.plan.axes), options
 
 
 def _saves(rank: int, folder: str) -> Tensor:

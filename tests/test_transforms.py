@@ -116,6 +116,9 @@ BAD_OPTIONS = {
     "warmup(allreduce, 3, before=None)": "warmup: before must be a pipeline",
     "warmup(allreduce, steps=2.5)": "warmup: steps must be an int, got 2.5",
     "warmup(allreduce, -1)": "steps must be at least 0, got -1",
+    "cast(allreduce, 'float16', rounding='up')": "cast: rounding must be one of nearest, stochastic, got 'up'",
+    "cast(allreduce, 'float32', rounding='stochastic')": "is for float16 and bfloat16, got torch.float32",
+    "cast(allreduce, 'float16', seed=3)": "cast: seed=3 has no effect without rounding='stochastic'",
     "cast(allreduce, 'load')": "dtype must be one of float16, bfloat16, float32, float64, got 'load'",
     "bucketize(allreduce, cap_mb=0)": "cap_mb must be positive",
     "bucketize(allreduce, cap_mb=1e999)": "bucketize: cap_mb must be a finite number, got inf",
@@ -248,6 +251,52 @@ def test_what_cannot_be_lowered_says_so_however_deep_it_is(wrap):
             lower(sync, grads)
 
 
+# cast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_stochastic_rounding_is_unbiased(dtype: torch.dtype) -> None:
+    """To one of the two neighbours, up as often as the distances say: of 4,000 draws, 6 standard deviations allowed."""
+    draws, tiny = 4000, torch.finfo(dtype).smallest_normal
+    x = torch.tensor([1.0, 1 / 3, -1.7, 3.0001, 700.3, -tiny * 1.001, tiny / 3, tiny * 0.77, 65504.0])
+    sync = cast(allreduce, dtype, rounding="stochastic")
+    leaf = {"w": x.expand(draws, -1), "z": torch.complex(x, -x)}
+    read, state = sync(leaf, sync.init(leaf))
+    nearest = x.to(dtype)
+    step = torch.where((x - nearest.float()) * x.sign() > 0, 1, -1).to(torch.int16)  # of sign and magnitude
+    other = (nearest.view(torch.int16) + step).view(dtype).float()
+    up = (read["w"] == other).double().mean(0)
+    assert ((read["w"] == nearest) | (read["w"] == other)).all()
+    expected = ((x - nearest.float()) / (other - nearest.float())).double()
+    assert ((up - expected).abs() <= 6 * (expected * (1 - expected) / draws).sqrt()).all()
+    again, _ = sync(leaf, state)
+    assert not torch.equal(again["w"], read["w"])  # each step draws anew
+    assert torch.equal(sync(leaf, sync.init(leaf))[0]["w"], read["w"])
+
+
+def test_what_is_not_finite_stays_so_in_stochastic_rounding() -> None:
+    whole = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, -0x800000, 0x7F7FFFFF], dtype=torch.int32).view(torch.float32)
+    for dtype in "float16", "bfloat16":
+        sync = cast(allreduce, dtype, rounding="stochastic")
+        mean, _ = sync({"w": whole}, sync.init({"w": whole}))
+        assert mean["w"].isnan().tolist() == [True, True, False, False, False]
+        assert mean["w"][2:].tolist() == [float("inf"), -float("inf"), float("inf")]
+
+
+@pytest.mark.parametrize("inner", ["allreduce", "two_shot"])
+def test_ranks_draw_different_numbers(inner: str) -> None:
+    sync = fnddp.parse(f"cast({inner}, 'bfloat16', rounding='stochastic')")
+    leaf = {"w": torch.full((1000,), 1.001)}
+
+    def body(rank: int) -> list[torch.Tensor]:
+        done = sync.exchange(leaf, sync.init(leaf))
+        return [done.mean["w"], done.sent["w"]]
+
+    (mean, one), (same, other) = run_threads(2, body)
+    assert torch.equal(mean, same)
+    assert not torch.equal(one, other)
+
+
 AS_GIVEN = {  # and what follows from defaults, which users run
     "bucketize(allreduce)": "bucketize(allreduce, cap_mb=25, first_cap_mb=1)",
     "error_feedback(allreduce)": "error_feedback(allreduce, decay=1)",
@@ -257,7 +306,7 @@ AS_GIVEN = {  # and what follows from defaults, which users run
     "powersgd(allreduce)": "powersgd(allreduce, 1, True, 2, 'cholesky', 1e-6, seed=0, alternate=False, refresh=0)",
     "random_k(allreduce, 0.5)": "random_k(allreduce, ratio=0.5, k=None, unbiased=False, seed=0)",
     "random_block(allreduce, 0.5)": "random_block(allreduce, ratio=0.5, block=None, unbiased=False, seed=0)",
-    "fp16(allreduce)": "cast(allreduce, 'float16', check=False)",
+    "fp16(allreduce)": "cast(allreduce, 'float16', check=False, rounding='nearest', seed=0)",
     "bf16(allreduce)": "cast(allreduce, 'bfloat16', check=False)",
 }
 AT_THE_END_OF_THEIR_RANGE = [

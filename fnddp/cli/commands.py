@@ -90,6 +90,26 @@ def plan(
             "once for each link to compare; no latency unless given (default: 1gbit)",
         ),
     ] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="plan a model sharded by FSDP2 over N ranks instead: its axes, and PIPELINE between its replicas; "
+            "--link shards=100GB/s,replicas=25gbit gives each a link",
+        ),
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="with --shards, the number of replicas of the sharded model")
+    ] = 1,
+    gradients: Annotated[
+        str | None,
+        typer.Option(metavar="PIPELINE", help="with --shards, of gradients between them, such as 'quantize(two_shot)'"),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="PIPELINE", help="with --shards, of weights between them, such as 'quantize(allgather)'"),
+    ] = None,
     step: Annotated[
         int | None,
         typer.Option(
@@ -133,6 +153,18 @@ def plan(
     from fnddp.cost.step import Compute
     from fnddp.wire.groups import World, within
 
+    if shards is not None or gradients or weights or replicas > 1:
+        others = {"--ranks": ranks != "8", "--step": step is not None, "--backward": backward, "--show": show}
+        others |= {"--svg": svg, "--trace": trace, "--bucket-cap-mb": bucket_cap_mb != 25}
+        unfit = [option for option, given in others.items() if given]
+        if shards is None or unfit:
+            fix = f"leave {', '.join(unfit)} out" if unfit else "give --shards N, or --shards 1"
+            raise WrongArgument(f"the plan of a model's axes is for --shards and --replicas: {fix}")
+        from fnddp.cli import plan_axes  # with FSDP2, which takes a second to import
+
+        checks.check_imports(imports)
+        plan_axes.show(model, (shards, replicas), (gradients, weights), pipelines or [], link or ["1gbit"], as_json)
+        return 0
     texts, links = pipelines or DEFAULT_PIPELINES, link or ["1gbit"]
     files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
     if show and as_json:
@@ -207,7 +239,8 @@ def bench(
     own, joined by links of that rate (Linux, root). Writes ratios.png and results.json.
     """
     from fnddp.cli import bench_codecs, bench_rank, bench_report, checks, launch, picture
-    from fnddp.run.choose import AUTO
+    from fnddp.core.sync import Sync
+    from fnddp.run.choose import AUTO, Auto
 
     if codecs:
         flags = {str(each.name): each.opts[0] for each in context.command.params}
@@ -226,11 +259,9 @@ def bench(
         raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
     parameters = checks.check_model(model)
     known = iter(checks.check_pipelines([text for text in pipelines if text != AUTO], parameters))
-    syncs = [AUTO if text == AUTO else next(known) for text in pipelines]
+    syncs: list[Sync | Auto] = [AUTO if text == AUTO else next(known) for text in pipelines]
     if AUTO in syncs and (compiled or engine == "value_and_grad"):
-        raise WrongArgument(
-            "auto is for a module, and not for functional steps: fnddp.choose names a pipeline for them"
-        )
+        raise WrongArgument("auto is for modules, not for functional steps: fnddp.choose names a pipeline for them")
     peers, left_out = bench_rank.check_peers(against, here)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)

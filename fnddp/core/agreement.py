@@ -68,6 +68,25 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
     raise RankMismatchError(first_difference(everyone)) if failure is None else failure
 
 
+def agree_over(
+    describe_rank: Callable[[], dict[str, str]], groups: Iterable[Group], others: Iterable[Group] = ()
+) -> None:
+    """Do what `agree` does over several groups; where it fails in one of them, or of `others`, raise in all."""
+    failure: Exception | None = None
+    lines: dict[str, str] = {}
+    try:
+        lines = describe_rank()
+    except Exception as error:
+        failure = error
+    for group, compared in [*((group, lines) for group in groups), *((group, dict[str, str]()) for group in others)]:
+        try:
+            agree(partial(_raise, failure) if failure is not None else compared.copy, group)
+        except Exception as error:  # ranks of the next group must learn of it
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
 def agree_on_state(sync: Expression, before: State, after: State, group: Group, wire: Wire = C10D) -> None:
     """Raise on all ranks unless they set the same replicated parts of a state: counters decide which collectives run.
 

@@ -265,12 +265,16 @@ class Codec(Sync):
         return self.carry((), leaves, state)
 
     def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
-        if not self.draws:
-            return self.inner.carry((*code, Layer(self)), leaves, state)
-        require_state(type(self).__name__, state, CodecState)
-        seed: int = getattr(self, "seed", 0)
-        inner = self.inner.carry((*code, Layer(self, seed, state.step)), leaves, state.inner)
-        return replaced(inner, state=CodecState(state.step + 1, inner.state))
+        return carried(self, code, leaves, state)
+
+
+def carried(codec: Any, code: Code, leaves: Leaves, state: State) -> Exchange:
+    """Exchange `leaves`, encoded by `code` and then by `codec`, over what is inside of it."""
+    if not codec.draws:
+        return codec.inner.carry((*code, Layer(codec)), leaves, state)
+    require_state(type(codec).__name__, state, CodecState)
+    inner = codec.inner.carry((*code, Layer(codec, getattr(codec, "seed", 0), state.step)), leaves, state.inner)
+    return replaced(inner, state=CodecState(state.step + 1, inner.state))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,19 +1,33 @@
 """Low-precision wires: cast, exchange, cast back."""
 
+import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fnddp.core import tree
-from fnddp.core.codec import Code, Layer, Payload
-from fnddp.core.sync import Exchange, State, Sync, registry, require_agreement, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact
+from fnddp.core import collectives, tree
+from fnddp.core.codec import Code, CodecState, Key, Payload, carried
+from fnddp.core.options import one_of
+from fnddp.core.sync import (
+    Exchange,
+    State,
+    Sync,
+    groups_of,
+    registry,
+    require_agreement,
+    require_state,
+    transform,
+)
+from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+from fnddp.torch_private import reinterpreted
 
 # Dtypes that every backend can add up.
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+MANTISSA, LOWEST = 23, -126  # bits of float32, and the exponent of its smallest normal number
 
 
 @transform
@@ -30,6 +44,11 @@ class cast(Sync):
         dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
         check: After each exchange, raise a FloatingPointError, on all ranks, that names the leaves of the mean that are
             not finite. It reads values, so it cannot be traced: for debugging.
+        rounding: "nearest" (ties to even), or "stochastic", to float16 and bfloat16: to one of the two numbers around
+            an element, so that the expected one is the element (of float64, to float32 first). Around a carrier, which
+            adds in float32, means are unbiased; an `allreduce` still rounds its own sums to the nearest. Ranks draw
+            different numbers, but for those that do the same exchange over other groups.
+        seed: Of the random numbers.
 
     >>> from fnddp import allreduce
     >>> cast(allreduce, torch.float64), cast(allreduce, "bfloat16")
@@ -47,7 +66,10 @@ class cast(Sync):
     inner: Sync
     dtype: torch.dtype | str
     check: bool = False
+    rounding: str = "nearest"
+    seed: int = 0
 
+    limits: ClassVar = {"rounding": one_of("nearest", "stochastic")}
     wraps_skipping: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -56,17 +78,34 @@ class cast(Sync):
         if dtype not in DTYPES.values():
             raise ValueError(f"cast: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "dtype", dtype)
+        if self.draws and dtype not in SHORT:
+            raise ValueError(f"cast: rounding='stochastic' is for float16 and bfloat16, got {self.dtype!r}")
+        if self.seed and not self.draws:
+            raise ValueError(f"cast: seed={self.seed} has no effect without rounding='stochastic'; leave it out")
         if self.check:
             require_agreement(SHORT.get(self._wire_dtype, "cast"), self.inner)
 
+    @property
+    def draws(self) -> bool:
+        return self.rounding == "stochastic"
+
     def init(self, grads: Tree) -> State:
-        return self.inner.init(grads if self.carries else tree.map_leaves(self._spec, grads))
+        inner = self.inner.init(grads if self.carries else tree.map_leaves(self._spec, grads))
+        return CodecState(0, inner) if self.draws else inner
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         if self.carries:  # cast only the payload, not the mean
             return self.carry((), leaves, state)
-        wires = {path: self._encode(leaf) for path, leaf in leaves.items()}
-        inner = self.inner.exchange(wires, state)
+        if self.draws:
+            require_state("cast", state, CodecState)
+            rank = 0  # within the ranks that the groups connect
+            for group in groups_of(self.inner):
+                rank = rank * collectives.world_size(group) + collectives.rank(group)
+            wires = {path: self._encode(leaf, Key(path, rank, self.seed, state.step)) for path, leaf in leaves.items()}
+            inner = self.inner.exchange(wires, state.inner)
+            inner = replaced(inner, state=CodecState(state.step + 1, inner.state))
+        else:
+            inner = self.inner.exchange({path: self._encode(leaf) for path, leaf in leaves.items()}, state)
         done = inner.decoded(lambda wires: {path: _decode(wire, leaves[path]) for path, wire in wires.items()})
         if self.check:
             self._raise_if_not_finite(done.mean, leaves)
@@ -79,14 +118,13 @@ class cast(Sync):
     def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
         if not self.carries:
             return super().carry(code, leaves, state)
-        return self.inner.carry((*code, Layer(self)), leaves, state)
+        return carried(self, code, leaves, state)
 
     # Called by a codec around this cast, to send floating-point parts of its payload in the dtype of the wire.
-    draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 
-    def encode(self, x: Tensor) -> Payload:
-        return {"": x.to(self._wire_dtype)}
+    def encode(self, x: Tensor, key: Key | None = None) -> Payload:
+        return {"": x.to(self._wire_dtype) if key is None else _rounded_at_random(x, self._wire_dtype, key)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"": length}
@@ -106,8 +144,8 @@ class cast(Sync):
     def _spec(self, leaf: Tensor) -> Tensor:
         return torch.empty_like(_real(leaf.detach()), dtype=self._wire_dtype) if is_inexact(leaf) else leaf
 
-    def _encode(self, leaf: Tensor) -> Tensor:
-        return _real(leaf).to(self._wire_dtype) if is_inexact(leaf) else leaf
+    def _encode(self, leaf: Tensor, key: Key | None = None) -> Tensor:
+        return self.encode(_real(leaf), key)[""] if is_inexact(leaf) else leaf
 
     def _raise_if_not_finite(self, mean: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
         largest, dtype = torch.finfo(self._wire_dtype).max, str(self._wire_dtype).removeprefix("torch.")
@@ -123,7 +161,7 @@ class cast(Sync):
 
     def __repr__(self) -> str:
         short = SHORT.get(self._wire_dtype)
-        if short is None:
+        if short is None or self.draws:
             return super().__repr__()
         return f"{short}({self.inner!r}{', check=True' if self.check else ''})"
 
@@ -158,6 +196,17 @@ registry.add("bf16", bf16)
 
 def _real(leaf: Tensor) -> Tensor:
     return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+
+
+def _rounded_at_random(x: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
+    # The carry of random bits into those that are kept is as likely as the bits that are cut are large. Scaled by a
+    # power of two, the numbers between which float32 and `dtype` have less bits begin at the same place.
+    kept = torch.finfo(dtype)
+    scale, cut = kept.smallest_normal / 2.0**LOWEST, MANTISSA + round(math.log2(kept.eps))
+    wide = x.float() / scale
+    raised = reinterpreted(wide, torch.int32) + key.integers(x.shape, bits=cut, like=x)
+    rounded = reinterpreted(raised & -(1 << cut), torch.float32) * scale
+    return torch.where(wide.isnan(), x, rounded).to(dtype)  # the carry of a NaN may be a zero
 
 
 def _decode(wire: Tensor, leaf: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.device import device_of
-from fnddp.torch_private import connect_again, without_modes
+from fnddp.torch_private import connect_again, is_torchcomms, without_modes
 from fnddp.wire.groups import World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, waited
 from fnddp.wire.protocol import CollectiveError, Wire
@@ -64,8 +64,8 @@ class Messages:
 
 
 def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
-    """Return whether `group` has several ranks, and uses gloo for tensors on the CPU."""
-    return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group)
+    """Return whether `group` has several ranks, and uses torch's gloo for tensors on the CPU, not torchcomms's."""
+    return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group) and not is_torchcomms(group)
 
 
 def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Steps | None:

@@ -6,15 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.core.agreement import agree_over
+from fnddp.core.group import group_name
+from fnddp.core.parse import parse
 from fnddp.core.sync import State, Sync
 from fnddp.cost.estimate import columns
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
-from fnddp.integrations.fsdp.shards import Shards, compress_shards, unsynchronized
+from fnddp.integrations.fsdp.rows import Rows
+from fnddp.integrations.fsdp.shards import Shards, fitting, set_up_shards, unsynchronized
+from fnddp.integrations.fsdp.unit import Traffic, traffic_of
+from fnddp.plan.period import period
+from fnddp.plan.plan import Plan
+from fnddp.reducers.all_reduce import allreduce
 from fnddp.torch_private import fsdp_groups
 
 
@@ -26,30 +34,29 @@ class Axis:
         name: "gradients", "weights" or "replicas".
         pipeline: What it is sent through, as text.
         ranks: Of the axis.
-        messages: Its collectives: the kind of each, and the payload of one rank in bytes.
+        messages: Its collectives: the kind of each, the payload of one rank in bytes, and the number of its ranks.
     """
 
     name: str
     pipeline: str
     ranks: int
-    messages: tuple[tuple[str, int], ...]
+    messages: tuple[tuple[str, int, int], ...]
 
     @property
     def wire_bytes(self) -> int:
         """What a rank gives to its collectives."""
-        return sum(nbytes for _, nbytes in self.messages)
+        return sum(nbytes for _, nbytes, _ in self.messages)
 
     def seconds(self, link: Link) -> float:
         """Return the time of all messages on `link`, one after the other."""
-        return sum(link.seconds(kind, nbytes, self.ranks) for kind, nbytes in self.messages)
+        return sum(link.seconds(*message) for message in self.messages)
 
 
 @dataclass(frozen=True)
 class AxesPlan:
-    """What a step of a model sends along its axes: each group of parameters once. Printed, it is a table.
+    """What a step of a model sends along its axes: one forward, and a backward that synchronizes all gradients.
 
-    Weights that are sharded again after the forward are gathered twice, but for those of the model itself, and but for
-    differences.
+    Printed, it is a table.
     """
 
     axes: tuple[Axis, ...]
@@ -113,7 +120,12 @@ class Compressed:
         self.shards, self.replicas, self._model, self._mesh = shards, replicas, model, mesh
         every: dict[str, Any] = {"shards": shards, "replicas": replicas}
         self._handles = {name: handle for name, handle in every.items() if handle is not None}
-        self.plan = AxesPlan(tuple(_axes(shards, replicas, mesh)))
+        axes: list[Axis] = []
+        if shards is not None:
+            axes += _of_shards(shards.traffic, shards.gradients, shards.weights)
+        if replicas is not None:
+            axes.append(_of_replicas(replicas.sync, replicas.prepare(), mesh.size(0)))
+        self.plan = AxesPlan(tuple(axes))
 
     @property
     def state(self) -> dict[str, State]:
@@ -161,19 +173,72 @@ class Compressed:
         return unsynchronized(self._model)
 
 
-def _axes(shards: Shards | None, replicas: Replicas | None, mesh: DeviceMesh) -> Iterator[Axis]:
-    if shards is not None:
-        ranks, kind = mesh.size(mesh.ndim - 1), "reduce_scatter" if shards.gradients is None else "all_to_all"
-        for name, sync, of, sent in (
-            ("gradients", shards.gradients, kind, [each.reduced for each in shards.traffic]),
-            ("weights", shards.weights, "all_gather", [each.gathered for each in shards.traffic]),
-        ):
-            text = "FSDP's own" if sync is None else repr(sync)
-            yield Axis(name, text, ranks, tuple((of, nbytes) for group in sent for nbytes in group))
-    if replicas is not None:
-        plan = replicas.prepare()
-        sends = () if plan is None else tuple((each.kind.name, each.wire_bytes) for each in plan.collectives)
-        yield Axis("replicas", repr(replicas.sync.over(None)), mesh.size(0), sends)
+def plan_axes(
+    groups: Mapping[str, Mapping[str, Tensor]],
+    *,
+    shards: int = 1,
+    replicas: int = 1,
+    gradients: str | Sync | None = None,
+    weights: str | Sync | None = None,
+    sync: str | Sync = allreduce,
+) -> AxesPlan:
+    """Return what `compress` would send on a cluster that need not exist: nothing is run, and no rank is needed.
+
+    The wrong function where gradients are reduced in another dtype than their own, or weights gathered in one: ask
+    the `plan` of `compress`.
+
+    Args:
+        groups: The parameters of each `fully_shard` by name, of which shapes and dtypes count; `""` is the model
+            itself, whose weights stay whole between forward and backward.
+        shards: The number of ranks over which parameters are sharded, along their first dimension.
+        replicas: The number of replicas of those.
+        gradients: The pipeline of gradients between shards: see `compress_shards`; None for FSDP's own reduce-scatter.
+        weights: That of weights; None for FSDP's own all-gather.
+        sync: The pipeline between replicas, whose largest step after all warm-ups is planned.
+
+    Raises:
+        TypeError: A pipeline has no place there: see `compress_shards`.
+
+    >>> import torch
+    >>> model = {"": {"weight": torch.empty(512, 512, device="meta"), "bias": torch.empty(512, device="meta")}}
+    >>> print(plan_axes(model, shards=8, replicas=4, gradients="quantize(two_shot, bits=4)").show(Link.parse("1gbit")))
+    axis       pipeline                    ranks  messages   payload      time
+    gradients  quantize(two_shot, bits=4)      8         2  139.8 kB  978.7 us
+    weights    FSDP's own                      8         1  131.3 kB  7.354 ms
+    replicas   allreduce                       4         1  131.3 kB  1.576 ms
+    """
+    of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
+    traffic: list[Traffic] = []
+    local: dict[str, Tensor] = {}
+    for name, parameters in groups.items():
+        like = next(iter(parameters.values()))
+        rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), shards)
+        again = shards if name else None
+        traffic.append(traffic_of(name, rows, rows, of_gradients, of_weights, (like.dtype, like.dtype), again))
+        # Of the first rank, which has most.
+        local |= {path: p.new_empty(-(-p.shape[0] // shards), *p.shape[1:]) for path, p in parameters.items()}
+    axes = [*_of_shards(traffic, of_gradients, of_weights)]
+    if replicas > 1:
+        pipeline = parse(sync) if isinstance(sync, str) else sync
+        plans = [each.plan for each in period(pipeline, local, world_size=replicas)]
+        axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), replicas))
+    return AxesPlan(tuple(axes))
+
+
+def _of_shards(traffic: Sequence[Traffic], gradients: Sync | None, weights: Sync | None) -> Iterator[Axis]:
+    reduce = "reduce_scatter" if gradients is None else "all_to_all"
+    n = traffic[0].ranks
+    reduced = [(reduce, nbytes, n) for each in traffic for nbytes in each.reduced]
+    gathered = [("all_gather", nbytes, n) for each in traffic for nbytes in each.gathered]
+    again = [("all_gather", nbytes, each.regathering) for each in traffic for nbytes in each.regathered]
+    for name, sync, messages in (("gradients", gradients, reduced), ("weights", weights, gathered + again)):
+        yield Axis(name, "FSDP's own" if sync is None else repr(sync), n, tuple(messages))
+
+
+def _of_replicas(sync: Sync, plan: Plan | None, ranks: int) -> Axis:
+    collectives = () if plan is None else plan.collectives
+    messages = tuple((each.kind.name, each.wire_bytes, ranks) for each in collectives)
+    return Axis("replicas", repr(sync.over(None)), ranks, messages)
 
 
 def compress(
@@ -214,27 +279,35 @@ def compress(
     replicas   bf16(allreduce)         1         1    144 B
     >>> dist.destroy_process_group()
     """
-    if shards is None and weights is None and replicas is None:
-        raise TypeError("compress: give a pipeline of shards, of weights, or of replicas")
-    names = mesh.mesh_dim_names
-    if replicas is not None and (mesh.ndim != 2 or names is None):
-        raise TypeError(
-            f"compress: replicas={replicas!r} wants a mesh of two dimensions, replicas and shards, with names, and got "
-            f"{mesh}; make it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
-        )
-    given = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-    for name, (_, groups) in fsdp_groups(model).items():
-        for group in groups:
-            ranks = [] if group.shards is None else dist.get_process_group_ranks(group.shards)
-            if ranks != given:
-                raise TypeError(
-                    f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, and the last "
-                    f"dimension of the mesh has {given}; give the mesh that fully_shard has got, with the replicas in "
-                    "front of it"
-                )
+    names, has_replicas = mesh.mesh_dim_names, replicas is not None and mesh.ndim == 2
+    across = [group_name(mesh.get_group(0))] if has_replicas else []
+    modules = fsdp_groups(model)
+    of_model = [group.shards for _, groups in modules.values() for group in groups if group.shards is not None]
+
+    def check() -> dict[str, str]:
+        if shards is None and weights is None and replicas is None:
+            raise TypeError("compress: give a pipeline of shards, of weights, or of replicas")
+        if replicas is not None and (mesh.ndim != 2 or names is None):
+            raise TypeError(
+                f"compress: replicas={replicas!r} wants a mesh of two dimensions, replicas and shards, with names, and "
+                f"got {mesh}; make it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+            )
+        given = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+        for name, (_, groups) in modules.items():
+            for group in groups:
+                ranks = [] if group.shards is None else dist.get_process_group_ranks(group.shards)
+                if ranks != given:
+                    raise TypeError(
+                        f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, and the "
+                        f"last dimension of the mesh has {given}; give the mesh that fully_shard has got, with the "
+                        "replicas in front of it"
+                    )
+        return {}  # the functions below compare pipelines
+
+    agree_over(check, [*dict.fromkeys(map(group_name, of_model)), *across])
     of_shards = of_replicas = None
     if not (shards is None and weights is None):
-        of_shards = compress_shards(model, shards, weights)
+        of_shards = set_up_shards(model, shards, weights, across)
     if replicas is not None:
         assert names is not None
         of_replicas = compress_replicas(model, replicas, mesh[names[0]])

@@ -15,7 +15,7 @@ from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.hooks import WeakHook, end_with_backward
-from fnddp.core.agreement import agree, description
+from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
@@ -298,7 +298,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model), model))
         return description(pipeline, _local(parameters), made[-1].state)
 
-    agree(set_up, group)
+    shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
+    agree_over(set_up, [group], dict.fromkeys(group_name(each) for each in shards if each is not None))
     (replicas,) = made
     replicas._is_measured = sync == AUTO  # pyright: ignore[reportPrivateUsage]
     replicas._engine.connect()  # pyright: ignore[reportPrivateUsage]

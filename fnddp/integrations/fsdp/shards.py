@@ -1,6 +1,6 @@
 """Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.core.agreement import agree, agree_on_state
-from fnddp.core.group import group_name
+from fnddp.core.agreement import agree_on_state, agree_over
+from fnddp.core.group import Group, group_name
 from fnddp.core.parse import parse
 from fnddp.core.state import require_like
 from fnddp.core.sync import State, Sync, require_sync
@@ -65,6 +65,8 @@ class Shards:
     def state(self, state: State) -> None:
         agree_on_state(self.sync, self.state, state, self.group)
         self._reductions.states = dict(require_like(repr(self.sync), state, self.state))
+        for unit in self._reductions.units:  # weights may have been loaded, too
+            unit.forget()
 
     @property
     def sync_state(self) -> State:
@@ -105,13 +107,19 @@ class Shards:
 
         Raises:
             RuntimeError: At the end: no backward that synchronizes began within it.
-            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline.
+            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline; or parts of the model,
+                such as experts, are sharded over other ranks.
             ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none.
         """
         if self.gradients is None or any(unit.fsdp.replicas is not None for unit in self._reductions.units):
             raise TypeError(
                 "weight: FSDP itself averages gradients here, and knows no weights; give compress_shards a pipeline of "
                 "gradients, gradients='two_shot' at least, and HSDP's replicas to compress_replicas"
+            )
+        if len({unit.group for unit in self._reductions.units}) > 1:
+            raise TypeError(
+                "weight: parts of the model are sharded over other ranks, which see other tokens; divide the loss by "
+                "the tokens of all ranks instead, and call set_gradient_divide_factor(1.0) on all parts"
             )
         is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
         with nullcontext() if is_alone else self._reductions.weights.block(count):
@@ -179,10 +187,17 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
     >>> model(torch.ones(1, 8)).sum().backward()
     >>> dist.destroy_process_group()
     """
+    return set_up_shards(model, gradients, weights)
+
+
+def set_up_shards(
+    model: nn.Module, gradients: str | Sync | None, weights: str | Sync | None, others: Sequence[Group] = ()
+) -> Shards:
+    """Do what `compress_shards` does; an error on one rank is one in the groups `others`, too."""
     made: list[tuple[Shards, Reductions]] = []
 
     def set_up() -> dict[str, str]:
-        read = [_read(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
+        read = [fitting(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
         if read == [None, None]:
             raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
         units = [Unit(name, names, fsdp, *read) for name, (names, fsdp) in _sharded(model, weights is not None).items()]
@@ -193,9 +208,9 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
         return {"gradients": repr(read[0]), "weights": repr(read[1]), **dict(lines)}
 
     modules = fsdp_groups(model)
-    groups = [group_name(group.shards) for _, groups in modules.values() for group in groups]
-    for group in dict.fromkeys(groups) or [None]:
-        agree(set_up, group)
+    every = [group for _, groups in modules.values() for group in groups]
+    groups = [of for group in every for of in (group.shards, group.replicas) if of is not None]
+    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others)
     shards, reductions = made[-1]
     for unit in reductions.units:
         module = modules[unit.name][0]
@@ -209,7 +224,8 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
     return shards
 
 
-def _read(what: str, sync: str | Sync | None) -> Sync | None:
+def fitting(what: str, sync: str | Sync | None) -> Sync | None:
+    """Return the pipeline of "gradients" or "weights"; a TypeError if shards have no place for it."""
     if sync is None:
         return None
     sync = require_sync(f"compress_shards: {what}", parse(sync) if isinstance(sync, str) else sync)

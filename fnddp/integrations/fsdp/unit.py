@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fnddp.core import collectives
-from fnddp.core.codec import Carrier, Code, Key, Layer
+from fnddp.core.codec import Carrier, Code, Key, Layer, wide_zeros
 from fnddp.core.group import group_name
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
@@ -27,12 +27,16 @@ class Traffic(NamedTuple):
         ranks: The number of owners.
         reduced: Bytes of each message of a reduce-scatter.
         gathered: Bytes of each message of an all-gather.
+        regathered: Those of the one in backward, where weights have been sharded again after the forward.
+        regathering: The number of ranks of that.
     """
 
     name: str
     ranks: int
     reduced: tuple[int, ...]
     gathered: tuple[int, ...]
+    regathered: tuple[int, ...]
+    regathering: int
 
     @property
     def gradients(self) -> int:
@@ -74,8 +78,7 @@ class Unit:
         self._are_apart = len(layouts) > 1
         self._gradients, self._rows = gradients, self._rows_of(self._present)
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
-        self._code = () if weights is None else code_of(weights)
-        self._keeps_seen = isinstance(weights, ef21)
+        self._weights, self._code = weights, code_of(weights)
         self._seen: Tensor | None = None
 
     @property
@@ -101,16 +104,10 @@ class Unit:
 
     def traffic(self) -> Traffic:
         """Return what it sends, of codecs that are tried on zeros."""
-        gradients = () if self._gradients is None else code_of(self._gradients)
-        reduced = self._sent(gradients, self._rows_of(self.trained), self.fsdp.reduced_dtype, None)
-        return Traffic(self.name, self.n, reduced, self._sent(self._code, self._rows, self.fsdp.gathered_dtype, 0))
-
-    def _sent(self, code: Code, rows: Rows, dtype: torch.dtype, row: int | None) -> tuple[int, ...]:
-        if not (self.n > 1 and rows.width):
-            return ()
-        zeros = torch.zeros(self.n if row is None else 1, rows.width, dtype=dtype, device=self.fsdp.device)
-        encoded = rows.encode(code, zeros, Key(self.name, 0), row)
-        return tuple(part.nbytes for each in encoded.values() for part in each.payload.values())
+        again = None if self.fsdp.regathering is None else self.fsdp.regathering.size()
+        dtypes = self.fsdp.reduced_dtype, self.fsdp.gathered_dtype
+        trained = self._rows_of(self.trained)
+        return traffic_of(self.name, trained, self._rows, self._gradients, self._weights, dtypes, again)
 
     def note(self, positions: list[int]) -> None:
         """Note which parameters have a gradient in the reduction that comes next."""
@@ -122,8 +119,10 @@ class Unit:
         if not isinstance(sync, error_feedback):
             done = sync.exchange({"": buffer}, state)
             return self._divided(done.mean[""]), done.state
-        residual = {name: state.residual[name] for name in rows.shapes}
-        done = sync.exchange(rows.unpack(buffer), replaced(state, residual=residual))
+        leaves = rows.unpack(buffer)
+        known = {name: state.residual[name] for name in leaves.keys() & state.residual.keys()}
+        residual = wide_zeros(leaves) | known  # of a parameter that was frozen before, nothing is lost yet
+        done = sync.exchange(leaves, replaced(state, residual=residual))
         return self._divided(done.mean[""]), replaced(done.state, residual={**state.residual, **done.state.residual})
 
     def reduce_nothing(self, buffer: Tensor) -> None:
@@ -134,13 +133,17 @@ class Unit:
 
     def gather(self, row: Tensor) -> Tensor:
         """Return the rows of all owners, `[n, width]`, as all ranks see them, of this rank's `row: [width]`."""
-        if not self._keeps_seen:
+        if not isinstance(self._weights, ef21):
             return self._gathered(row, self._code)
         if self._seen is None:
             self._seen = self._gathered(row, ())
         elif not is_within_backward():  # there the weights are those of the forward
             self._seen += self._gathered(row - self._seen[collectives.rank(self.group)], self._code)
         return self._seen
+
+    def forget(self) -> None:
+        """Have the next gather send weights as they are, also those of which all ranks have seen others."""
+        self._seen = None
 
     def _gathered(self, row: Tensor, code: Code) -> Tensor:
         return to_all(code, row, self._rows, self.name, self.group)
@@ -195,8 +198,46 @@ def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> 
         )
 
 
-def code_of(sync: Sync) -> Code:
+def traffic_of(
+    name: str,
+    trained: Rows,
+    rows: Rows,
+    gradients: Sync | None,
+    weights: Sync | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    again: int | None,
+) -> Traffic:
+    """Return what a group of parameters sends, of codecs that are tried without values.
+
+    Args:
+        name: Of the group.
+        trained: The layout of its gradients.
+        rows: That of its weights.
+        gradients, weights: The pipelines; None for FSDP's own collective.
+        dtypes: In which FSDP reduces gradients, and gathers weights.
+        again: The number of ranks over which backward gathers weights; None if they stay whole.
+    """
+
+    def sent(code: Code, rows: Rows, dtype: torch.dtype, row: int | None = None) -> tuple[int, ...]:
+        if not (rows.n > 1 and rows.width):
+            return ()
+        like = torch.empty(rows.n if row is None else 1, rows.width, dtype=dtype, device="meta")
+        encoded = rows.encode(code, like, Key(name, 0), row)
+        return tuple(part.nbytes for each in encoded.values() for part in each.payload.values())
+
+    reduced, gathered = sent(code_of(gradients), trained, dtypes[0]), sent(code_of(weights), rows, dtypes[1], 0)
+    regathered = ()
+    if again == rows.n and not isinstance(weights, ef21):
+        regathered = gathered
+    elif again not in (None, 1, rows.n):  # fewer ranks have a larger part each
+        regathered = (rows.n // again * rows.width * dtypes[1].itemsize,)
+    return Traffic(name, rows.n, reduced, gathered, regathered, again or 1)
+
+
+def code_of(sync: Sync | None) -> Code:
     """Return the codecs of a pipeline, as in its first exchange."""
+    if sync is None:
+        return ()
     inner: Any = sync.inner if isinstance(sync, ef21 | error_feedback) else sync
     code: list[Layer] = []
     while not isinstance(inner, Carrier):
