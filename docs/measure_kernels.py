@@ -25,7 +25,7 @@ PIPELINES = [
     "bucketize(quantize(two_shot))",
     "quantize(two_shot)",
 ]
-NOTHING = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.lift_fresh")
+NOTHING = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._unsafe_view")
 
 
 class Launching(device.Accelerator):
@@ -62,13 +62,26 @@ class Launches(TorchDispatchMode):
     counts, number, nbytes = False, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-        if self.counts and not is_view and not str(func).startswith((*NOTHING, "c10d.", "_c10d_functional.")):
-            self.number += 1
-            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(t, Tensor)]
-            self.nbytes += sum(t.numel() * t.element_size() for t in tensors)
+        if not self.counts or is_view or str(func).startswith((*NOTHING, "c10d.", "_c10d_functional.")):
+            return made
+        arguments = func._schema.arguments
+        given = [(each, kwargs.get(each.name, args[i] if i < len(args) else None)) for i, each in enumerate(arguments)]
+        written = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+        read = [value for each, value in given if each.alias_info is None or not each.alias_info.is_write]
+        if written and func._overloadname != "out" and "copy_" not in str(func):  # in place
+            read += written
+        # An operation of ours, which adds one row after the other.
+        self.number += sum(len(each) for each in read[:1]) - 1 if "sum_in_rank_order" in str(func) else 1
+        self.nbytes += _nbytes(read) + _nbytes(written or made)
         return made
+
+
+def _nbytes(values: Any) -> int:
+    tensors = [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Tensor)]
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 class Leaves(nn.Module):

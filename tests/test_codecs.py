@@ -13,7 +13,7 @@ import fnddp
 from fnddp import allgather, two_shot
 from fnddp.codecs.packing import pack_indices, unpack_indices
 from fnddp.codecs.topk import cosines
-from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode
+from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode, unit_of
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 
@@ -117,6 +117,22 @@ def test_a_row_does_not_depend_on_others(text, x):
     others = torch.cat([x[:1], 3 * x[1:].flip(1)])
     one, other = encoded(codec, x), encoded(codec, others)
     assert all(torch.equal(one[name][0], other[name][0]) for name in one)
+
+
+@given(text=st.sampled_from(CODECS), x=rows_of)
+@settings(max_examples=300)
+def test_what_is_encoded_by_itself_does_not_depend_on_the_rest_of_its_row(text, x):
+    """Pieces of one row after the other have the bytes of the rows."""
+    codec, n = codec_of(text), x.shape[1]
+    unit = unit_of((Layer(codec),), n)
+    if unit is None:
+        return
+    pieces = torch.nn.functional.pad(x, (0, -n % unit)).unflatten(1, (-1, unit))
+    whole, apart = encoded(codec, x), encoded(codec, pieces)
+    assert {name: part.reshape(len(x), -1).tolist() for name, part in apart.items()} == {
+        name: part.reshape(len(x), -1).tolist() for name, part in whole.items()
+    }
+    assert torch.equal(codec.decode(apart, unit).flatten(1)[:, :n], codec.decode(whole, n))
 
 
 @pytest.mark.parametrize("text", CODECS)

@@ -14,7 +14,12 @@ from fnddp import Exchange, Replicated, State, Sync, allreduce, laws
 from fnddp.core import collectives, tree
 from fnddp.core.tree import Leaves, Tree
 from fnddp.device import Device
+from fnddp.ir.program import LeafSpec
+from fnddp.laws import bits
+from fnddp.plan.draft import Donation
+from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.simulate.ranks import run_threads
+from fnddp.wire.groups import World
 from tests.pipelines import EXAMPLES, TREES
 from tests.traces import TracesOfThreads
 
@@ -141,6 +146,61 @@ def test_many_small_leaves_are_each_their_own(name):
             assert any(operation.count > 1 for segment in step.plan.segments for operation in segment.operations)
 
     run_threads(2, body)
+
+
+# Leaves of a bucket whose parts a codec encodes by themselves are encoded together.
+
+TOGETHER = [
+    "quantize(two_shot)",
+    "error_feedback(quantize(two_shot(server_memory=True), bits=4, block=8))",
+    "error_feedback(quantize(bf16(two_shot), bits=2))",
+    "error_feedback(quantize(fp8(allgather, block=2), block=8))",
+    "error_feedback(fp8(two_shot, block=32))",
+    "sign(allgather, scale='max', chunk=16)",
+    "majority_vote(two_shot)",
+    "bf16(two_shot)",
+]
+
+
+@pytest.mark.parametrize("text", TOGETHER)
+@pytest.mark.parametrize("converts", [False, True])
+def test_leaves_that_are_encoded_together_are_each_their_own(monkeypatch, text, converts):
+    monkeypatch.setattr(Device, "converts_in_place", converts)
+    sync, sizes = fnddp.parse(text), [64, 64, 300, 300, 7, 7, 7, 2, 2]
+
+    def body(rank: int) -> None:
+        step, kept = fnddp.jit(sync), []
+        generator = torch.Generator().manual_seed(rank)
+        leaves = {f"leaf {i}": torch.zeros(size) for i, size in enumerate(sizes)}
+        state = expected = sync.init(leaves)
+        for _ in range(3):
+            grads = {path: torch.randn(leaf.shape, generator=generator) for path, leaf in leaves.items()}
+            want, expected = sync(grads, expected)
+            got, state = step(grads, state)
+            kept.append(((want, expected), (got, state)))
+        for want, got in kept:  # which later steps leave alone
+            assert bits(got) == bits(want)
+        assert step.plan is not None
+        labels = {payload.label for collective in step.plan.collectives for payload in collective.payloads}
+        assert len(labels) < len(sizes)
+
+    run_threads(3, body)
+
+
+def test_leaves_of_other_buckets_and_dropped_ones_are_encoded_apart():
+    """Or a bucket would wait for the next one."""
+    sync = fnddp.parse("quantize(allgather)")
+    leaves = {f"leaf {i}": LeafSpec.of(torch.zeros(256)) for i in range(6)}
+    traces = Traces()
+    options = {"world": World(size=2), "donation": Donation(), "traces": traces}
+
+    def labels(caps: list[float], dropped: set[str]) -> list[str]:
+        plan = lower_leaves(sync, leaves, (), bucket_caps=caps, dropped=dropped, **options)
+        return [payload.label for collective in plan.collectives for payload in collective.payloads]
+
+    assert labels([1e6], set()) == ["leaf 5..leaf 0"] * 2
+    assert labels([3000], set()) == ["leaf 5..leaf 3"] * 2 + ["leaf 2..leaf 0"] * 2
+    assert labels([1e6], {"leaf 0", "leaf 5"}) == ["leaf 4..leaf 1"] * 2
 
 
 # No result is written over what it is still computed from.

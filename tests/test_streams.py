@@ -14,11 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fnddp
-from fnddp import DistributedDataParallel, Sync
+from fnddp import DistributedDataParallel, Sync, outer
 from fnddp.core import tree
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engine
+from fnddp.run.engine import MAX_PHASES, Engine
 from fnddp.wire.c10d import over
 from fnddp.wire.protocol import CollectiveError
 from tests.pipelines import EXAMPLES, nestings
@@ -252,10 +252,26 @@ def registered(text: str, found: Checker) -> None:
     del model, handle
 
 
+def exchanging_parameters(text: str, found: Checker) -> None:
+    """`outer`: exchanges of fragments are under way while the model trains."""
+    sync = fnddp.parse(text)
+    if sync.skips:
+        return  # outer steps have a period of their own
+    model = net()
+    optimizer = sgd(model)
+    step = outer.streaming_diloco(sync, every=4, fragments=2, delay=3)
+    outer.attach(model, optimizer, step, wire=StreamWire(), init_sync=False)
+    for i in range(18):
+        optimizer.zero_grad()
+        with found.training(i if i > 8 else 0):  # each fragment has made its plans
+            loss(model).backward()
+            optimizer.step()
+
+
 SCENARIOS = [
     *(with_the_module, accumulating, with_a_model_beside, with_the_optimizer_on_another_stream, failing, weighted),
     *(with_backward_on_several_streams, with_a_leaf_that_is_missing, with_the_state_replaced),
-    *(functional, compiled, registered, reading_old_means_late, eagerly),
+    *(functional, compiled, registered, reading_old_means_late, eagerly, exchanging_parameters),
 ]
 
 
@@ -325,12 +341,12 @@ def test_every_wait_and_keep_is_needed(site):
 class FailingWire(StreamWire):
     """Another rank votes that it has failed, in the step of that number."""
 
-    def __init__(self, fails_at: int) -> None:
-        self.fails_at, self.votes = fails_at, 0
+    def __init__(self, fails_at: int, leaves: int = 6) -> None:
+        self.fails_at, self.leaves, self.votes = fails_at, leaves, 0
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         gathered, work = super().vote(flags, group)
-        if flags.dtype == torch.uint8 and flags.numel() == 3 + 6:
+        if flags.dtype == torch.uint8 and flags.numel() == 3 + self.leaves:
             with _disable_current_modes():
                 gathered[1, 0] = self.votes == self.fails_at
             self.votes += 1
@@ -349,6 +365,56 @@ def test_a_failure_of_another_rank_is_noticed_one_step_later():
             loss(model).backward()
         with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
             loss(model).backward()
+
+
+LATE = "another rank failed in the step before this one"
+
+
+def test_a_failure_is_noticed_by_a_call_for_other_leaves():
+    wire = FailingWire(1)
+    step, other = fnddp.jit(fnddp.allreduce, wire=wire), {"other": torch.ones(2)}
+    leaves = {name: p.detach() for name, p in net().named_parameters()}
+    with checking():
+        for _ in range(2):
+            step(leaves, ())
+        with pytest.raises(CollectiveError, match=LATE):
+            step(other, ())
+        for n in range(MAX_PHASES + 1):  # more engines than are kept
+            with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+                step({str(n): torch.ones(2)}, ())
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+            step(leaves, ())
+
+
+def test_a_rank_that_failed_refuses_further_steps_after_other_parameters_are_assigned():
+    with checking():
+        model = module("fp16(allreduce)")
+        loss(model).backward()
+        model.module[2].register_full_backward_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            loss(model).backward()
+        model.load_state_dict({name: value.clone() for name, value in net().state_dict().items()}, assign=True)
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+            loss(model).backward()
+
+
+def test_a_failure_of_an_exchange_of_parameters_is_noticed_before_they_are_saved():
+    with checking():
+        model = net()
+        optimizer = sgd(model)
+        step = outer.streaming_diloco(fnddp.allreduce, every=4, fragments=2)
+        attached = outer.attach(model, optimizer, step, wire=FailingWire(1, leaves=3), init_sync=False)
+        for i in range(4):  # of the fragments, one after the other
+            _ = attached.state
+            loss(model).backward()
+            optimizer.step()
+        for save in (attached.state_dict, attached.replicated_state_dict, lambda: attached.state):
+            with pytest.raises(CollectiveError, match=LATE):
+                save()
+        with pytest.raises(CollectiveError, match=LATE):  # of the other fragment
+            for _ in range(2):
+                loss(model).backward()
+                optimizer.step()
 
 
 def test_ranks_without_a_failure_go_on():

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fnddp.codecs.packing import blocks_of, in_blocks, inverse, is_negative, pack_bits, unpack_bits
+from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, is_negative, pack_bits, unpack_bits
 from fnddp.core.codec import Codec, Key, Payload, wide
 from fnddp.core.options import at_least, one_of
 from fnddp.core.sync import Sync, transform
@@ -55,12 +55,15 @@ class fp8(Codec):
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.block, n)}
 
+    def unit(self, n: int) -> int:
+        return block_size(self.block, n)
+
     def decode(self, payload: Payload, n: int) -> Tensor:
         scale = payload["scale"] * (256 if self.format == "e4m3" else 1)
         # A float16 has the bits of both and zeros behind: converting that is many times as fast as converting a byte.
         signed = reinterpreted(payload["q"], torch.int8).to(torch.int16)
         half = signed * 128 & ~(1 << 14) if self.format == "e4m3" else signed * 256  # e4m3's bias is less by 8
-        return (reinterpreted(half, torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(1)[:, :n]
+        return (reinterpreted(half, torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(-2)[..., :n]
 
 
 BIAS, MANTISSA = 127, 23  # of float32

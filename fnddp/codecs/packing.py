@@ -41,15 +41,15 @@ def blocks_of(length: Tensor, block: int | None, n: int) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int | None) -> Tensor:
-    """Return rows in blocks, the last one padded with zeros: `[rows, n]` becomes `[rows, blocks, block]`.
+    """Return rows in blocks, the last one padded with zeros: `[..., n]` becomes `[..., blocks, block]`.
 
     >>> in_blocks(torch.tensor([[1, 2, 3]]), 2)
     tensor([[[1, 2],
              [3, 0]]])
     """
-    size = block_size(block, x.shape[1])
-    missing = -x.shape[1] % size
-    return (pad(x, (0, missing)) if missing else x).unflatten(1, (-1, size))
+    size = block_size(block, x.shape[-1])
+    missing = -x.shape[-1] % size
+    return (pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, size))
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def inverse(scale: Tensor) -> Tensor:
     >>> inverse(torch.tensor([4.0, 0.0]))
     tensor([0.2500, 0.0000])
     """
-    return torch.where(scale < torch.finfo(scale.dtype).tiny, 0, 1 / scale)
+    return torch.where(scale < torch.finfo(scale.dtype).tiny, 0, scale.reciprocal())
 
 
 def pack(q: Tensor, bits: int) -> Tensor:

@@ -63,6 +63,9 @@ class quantize(Codec):
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.block, n)}
 
+    def unit(self, n: int) -> int:
+        return block_size(self.block, n)
+
     def decode(self, payload: Payload, n: int) -> Tensor:
         q = unpack(payload["q"], self.bits, block_size(self.block, n))
         return _decoded(q.to(payload["scale"].dtype), payload["scale"], n)
@@ -176,7 +179,7 @@ def _rounded_at_random(q: Tensor, key: Key, largest: int) -> Tensor:
 
 
 def _decoded(q: Tensor, scale: Tensor, n: int) -> Tensor:
-    return (q * scale.unsqueeze(-1)).flatten(1)[:, :n]
+    return (q * scale.unsqueeze(-1)).flatten(-2)[..., :n]
 
 
 def _spread(x: Tensor, length: Tensor | None) -> Tensor:

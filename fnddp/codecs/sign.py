@@ -36,11 +36,14 @@ class sign(Codec):
     scale: str = "mean"
     chunk: int | None = None
 
-    averages = True
     limits: ClassVar = {
         "scale": one_of("mean", "max", "none"),
         "chunk": Limit(lambda chunk: chunk > 0 and chunk % 8 == 0, "a positive multiple of 8"),
     }
+
+    @property
+    def averages(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.scale == "mean"
 
     @property
     def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -48,7 +51,7 @@ class sign(Codec):
 
     def encode(self, x: Tensor, length: Tensor | None = None) -> Payload:
         chunks = in_blocks(x, self.chunk)
-        chunk = chunks.shape[2]
+        chunk = chunks.shape[-1]
         payload = {"bits": pack_bits(is_negative(chunks))}
         if self.scale == "max":
             payload["scale"] = torch.maximum(chunks.amax(-1), -chunks.amin(-1)).to(wide(x.dtype))
@@ -61,12 +64,15 @@ class sign(Codec):
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.chunk, n)}
 
+    def unit(self, n: int) -> int:
+        return block_size(self.chunk, n)
+
     def decode(self, payload: Payload, n: int) -> Tensor:
         negative = unpack_bits(payload["bits"], block_size(self.chunk, n))  # [rows, chunks, chunk]
         if self.scale == "none":
-            return (1 - 2.0 * negative).flatten(1)[:, :n]
+            return (1 - 2.0 * negative).flatten(-2)[..., :n]
         scale = payload["scale"].unsqueeze(-1)
-        return (negative.to(scale.dtype) * (-2 * scale) + scale).flatten(1)[:, :n]
+        return (negative.to(scale.dtype) * (-2 * scale) + scale).flatten(-2)[..., :n]
 
 
 NOT_FINITE = -2  # the fourth number of two bits
@@ -109,6 +115,9 @@ class majority_vote(Codec):
 
     def encode(self, x: Tensor) -> Payload:
         return {"votes": pack(torch.where(x.isfinite(), x.sign(), NOT_FINITE).to(torch.int8), bits=2)}
+
+    def unit(self, n: int) -> int:
+        return n
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         votes = unpack(payload["votes"], 2, n)

@@ -18,6 +18,8 @@ from fnddp.core import collectives, layout, random
 from fnddp.core.group import group_name
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+from fnddp.device import device_of
+from fnddp.wire.groups import current
 
 Payload: TypeAlias = dict[str, Tensor]
 """Encoded rows: tensors whose first dimension is rows."""
@@ -69,7 +71,7 @@ class Encoded(NamedTuple):
 
 
 def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Encoded:
-    """Return `x: [rows, n]` encoded by the codecs of `code` in turn.
+    """Return `x: [rows, n]`, or `[rows, pieces, n]`, encoded by the codecs of `code` in turn.
 
     `length` is how many numbers of each row are not padding, `[rows, 1]`; None for all of them.
     """
@@ -77,7 +79,7 @@ def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Enc
         return Encoded({"": x}, _only)
     layer, inner = code[0], code[1:]
     codec: Any = layer.codec
-    n = x.shape[1]
+    n = x.shape[-1]
     lengths: dict[str, Tensor] = {}
     if any(each.codec.averages for each in inner):
         lengths = codec.lengths(n, torch.full((1, 1), n, device=x.device) if length is None else length)
@@ -86,7 +88,9 @@ def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Enc
     parts: Payload = codec.encode(x, *drawn, **counted)
     encoded: dict[str, Encoded] = {}
     for name, part in parts.items():
-        encoded[name] = _encode_part(inner, part, replace(key, name=f"{key.name}/{name}"), lengths.get(name))
+        encoded[name] = _encode_part(
+            inner, part, x.ndim - 1, replace(key, name=f"{key.name}/{name}"), lengths.get(name)
+        )
     payload = {f"{name}/{of}": part for name, each in encoded.items() for of, part in each.payload.items()}
 
     def decode(payload: Payload) -> Tensor:
@@ -96,6 +100,86 @@ def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Enc
         return codec.decode(read, n)
 
     return Encoded(payload, decode)
+
+
+def unit_of(code: Code, n: int) -> int | None:
+    """Return how many elements of a row of `n` are encoded by themselves: see `Codec.unit`; 1 without a codec."""
+    units = [None if each.codec.draws or each.codec.averages else each.codec.unit(n) for each in code]
+    if None in units:
+        return None
+    return units[0] if code and all(unit == 1 for unit in units[1:]) else n if code else 1
+
+
+class Batch:
+    """Rows of leaves that are encoded together, in pieces of one size: `[rows, pieces, unit]`.
+
+    A leaf has one or more pieces, the last one padded with zeros. One that is encoded alone is `[rows, n]`.
+
+    Args:
+        rows: Those of each leaf by its path, `[rows, n]`.
+        unit: The elements of a piece; None for one leaf that is encoded alone.
+
+    Attributes:
+        x: The rows, or the pieces of all leaves.
+        paths: The leaves.
+        is_one: Whether it is a leaf that is encoded alone.
+    """
+
+    def __init__(self, rows: Leaves, unit: int | None) -> None:
+        self._widths = {path: each.shape[1] for path, each in rows.items()}
+        self.paths, self.is_one, self._unit = list(rows), unit is None, unit or 1
+        self._pieces = [-(-width // self._unit) for width in self._widths.values()]
+        self.x = self.join(rows)
+
+    def join(self, rows: Leaves) -> Tensor:
+        """Return what `x` is, of `[rows, n]` of each leaf; fewer numbers are padded with zeros."""
+        if self.is_one:
+            return rows[self.paths[0]]
+        parts: list[Tensor] = []
+        zero = rows[self.paths[0]].new_zeros(1)
+        for path, pieces in zip(self.paths, self._pieces, strict=True):
+            missing = pieces * self._unit - rows[path].shape[1]
+            parts += [rows[path], zero.expand(rows[path].shape[0], missing)] if missing else [rows[path]]
+        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).unflatten(1, (-1, self._unit))
+
+    def split(self, x: Tensor) -> Leaves:
+        """Return `[rows, n]` of each leaf, of what has the dimensions of `x`."""
+        if self.is_one:
+            return {self.paths[0]: x}
+        parts = zip(self._widths.items(), x.split(self._pieces, 1), strict=True)
+        return {path: part.flatten(1)[:, :width] for (path, width), part in parts}
+
+    def cleared(self, x: Tensor, lengths: Mapping[str, int]) -> Tensor:
+        """Return `x` with zeros behind the first numbers of the row of each leaf."""
+        if all(n * self._unit == lengths[path] for path, n in zip(self.paths, self._pieces, strict=True)):
+            return x
+        return self.join({path: row[:, : lengths[path]] for path, row in self.split(x).items()})
+
+
+def batches_of(code: Code, rows: Leaves) -> dict[str, Batch]:
+    """Return `rows` of leaves in batches that are encoded together, by the path of their first leaf.
+
+    In a plan they are those of a bucket, up to a size from which joining them costs more than it saves; else each leaf
+    is alone. The bits are the same.
+    """
+    bucket_of = current().bucket_of
+    found: list[tuple[Leaves, int | None]] = []
+    last: dict[Any, tuple[Leaves, int]] = {}  # of those alike the last batch, and its bytes
+    for path, row in rows.items():
+        bucket = None if bucket_of is None else bucket_of(path)
+        unit = None if bucket is None else unit_of(code, row.shape[1])
+        nbytes = row.numel() * row.element_size()
+        if unit is None or nbytes > device_of(row.device).light_bytes:
+            found.append(({path: row}, None))
+            continue
+        alike = bucket, unit, row.dtype, row.device
+        members, size = last.get(alike, ({}, 0))
+        if not members or size + nbytes > device_of(row.device).light_bytes:
+            members, size = {}, 0
+            found.append((members, unit))
+        members[path] = row
+        last[alike] = members, size + nbytes
+    return {next(iter(members)): Batch(members, unit) for members, unit in found}
 
 
 def exchanged(
@@ -132,10 +216,11 @@ def takes_averages(inner: Any) -> bool:
     return not isinstance(inner, Carrier) and (inner.averages or takes_averages(inner.inner))
 
 
-def _encode_part(code: Code, part: Tensor, key: Key, length: Tensor | None) -> Encoded:
+def _encode_part(code: Code, part: Tensor, dims: int, key: Key, length: Tensor | None) -> Encoded:
+    """Return a part, whose first `dims` dimensions are of rows, encoded by the codecs inside."""
     if not part.is_floating_point() or not code:
         return Encoded({"": part}, _only)
-    inner = encode(code, part.reshape(part.shape[0], -1), key, length)
+    inner = encode(code, part.reshape(*part.shape[:dims], -1), key, length)
 
     def decode(payload: Payload) -> Tensor:
         return inner.decode(payload).to(part.dtype).reshape(-1, *part.shape[1:])
@@ -252,6 +337,15 @@ class Codec(Sync):
             length: How many of them are not padding: `[rows, 1]`, or `[1, 1]` if all rows have the same, in int64.
         """
         return {}
+
+    def unit(self, n: int) -> int | None:
+        """Return how many elements of a row of `n` are encoded by themselves, so that plans may encode leaves together.
+
+        `encode` and `decode` must then take `[rows, pieces, unit]` too, and give for a row and for its pieces, the last
+        one padded with zeros, the same bytes and bits, whatever other rows there are. `n` if only whole rows do; None,
+        as here, if not even those: sums over a row, or choices between ties, may depend on how many rows there are.
+        """
+        return None
 
     @abc.abstractmethod
     def decode(self, payload: Payload, n: int) -> Tensor:

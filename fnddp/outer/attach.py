@@ -42,6 +42,14 @@ class Overlapped(Exchanges):
         """Names of the open exchanges, in the order of their starts."""
         return tuple(self._open)
 
+    def require_noticed(self) -> None:
+        """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
+        for engine in self._ended():
+            engine.require_noticed()
+
+    def _ended(self) -> list[Engine]:
+        return [engines.last for engines in self._engines.values() if engines.last is not None]
+
     def poll(self) -> None:
         """Advance open exchanges without waiting. Errors are raised where they end."""
         for each in self._open.values():
@@ -53,6 +61,8 @@ class Overlapped(Exchanges):
         if (name, sync) not in self._engines:
             self._engines[name, sync] = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
         engine = self._engines[name, sync].of(leaves, state)
+        for other in self._ended():
+            engine.follow(other)
         step = engine.begin(state)
         self._open[name] = _Open(engine, step, leaves)
         self._open[name].advance(self._check)
@@ -185,7 +195,12 @@ class Attached:
 
     @property
     def state(self) -> State:
-        """The outer step's state, which later steps do not write over. Set it on all ranks, to continue from it."""
+        """The outer step's state, which later steps do not write over. Set it on all ranks, to continue from it.
+
+        Raises:
+            CollectiveError: On an accelerator: another rank has failed in the last exchange.
+        """
+        self._exchanges.require_noticed()
         return self._state
 
     @state.setter
@@ -229,7 +244,7 @@ class Attached:
 
         It holds the input of each open exchange, which is exchanged again after loading.
         """
-        return state_dict(self._state)
+        return state_dict(self.state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
@@ -237,7 +252,7 @@ class Attached:
 
     def replicated_state_dict(self) -> dict[str, Any]:
         """Return the part of `state_dict` that is equal on all ranks, for a rank that joins."""
-        return {part.key: part.value for part in parts(self._state) if part.kind == REPLICATED}
+        return {part.key: part.value for part in parts(self.state) if part.kind == REPLICATED}
 
     def load_replicated_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load another rank's `replicated_state_dict`; this rank's own part, such as residuals, is reset."""

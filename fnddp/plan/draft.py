@@ -102,6 +102,7 @@ class Draft:
         graph: Computes means and the next state from leaves, parts of the state and numbers of ranks.
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: Names of the inputs of the graph, and of the tensors it holds.
+        is_by_bucket: Whether the graph holds for these buckets and dropped leaves only.
         cuts: The graph in order, with the `batches` of operations that run as one, by the first of them.
     """
 
@@ -110,6 +111,7 @@ class Draft:
     held: dict[str, Tensor]
     names: dict[fx.Node, Name]
     phase: Phase
+    is_by_bucket: bool = False
     cuts: list[Cut] = field(default_factory=list[Cut])
     placement: Placement = field(default_factory=Placement)
     batches: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
@@ -125,4 +127,4 @@ def copied(traced: Draft, request: Request) -> Draft:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(traced.graph, copies))
     names = {copies[node]: name for node, name in traced.names.items()}
-    return Draft(request, graph, traced.held, names, traced.phase)
+    return Draft(request, graph, traced.held, names, traced.phase, traced.is_by_bucket)

@@ -150,8 +150,11 @@ class Traces:
 
     def of(self, request: Request) -> Draft:
         """Return a trace for `request`, which passes may change."""
-        sizes = sizes_of(request)
-        if self._last is None or sizes != self._sizes or not self._last.phase.holds_for(request.state, sizes):
+        sizes, last = sizes_of(request), self._last
+        is_for = last is not None and sizes == self._sizes and last.phase.holds_for(request.state, sizes)
+        if last is not None and last.is_by_bucket:
+            is_for &= (request.buckets, request.dropped) == (last.request.buckets, last.request.dropped)
+        if not is_for:
             made = trace(request)
             self._last = replace(made, request=replace(request, state=None))  # or it would keep tensors alive
             self._sizes = sizes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, tree
-from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, encode, exchanged, wide
+from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, batches_of, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Local, State, registry, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
@@ -33,12 +33,18 @@ class all_gather(Carrier):
     def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         rank = collectives.rank(group)
-        encoded = {path: encode(code, x.unsqueeze(0), Key(path, rank)) for path, x in leaves.items()}
+        batches = batches_of(code, {path: x.unsqueeze(0) for path, x in leaves.items()})
+        encoded = {name: encode(code, each.x, Key(name, rank)) for name, each in batches.items()}
         everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
         n, ranks = collectives.world_size(group), collectives.ranks(group)
-        mean = {path: added_up(encoded[path], everyone[path], n, x) / ranks for path, x in leaves.items()}
-        sent = {path: each.decode(each.payload)[0] for path, each in encoded.items()} if code else leaves
-        return mean, sent, state
+        mean: Leaves = {}
+        sent: Leaves = {}
+        for name, batch in batches.items():
+            each = encoded[name]
+            total = added_up(each, everyone[name], n, batch.x[0]) / ranks  # [n] or [pieces, unit]
+            mean |= {path: row[0] for path, row in batch.split(total.unsqueeze(0)).items()}
+            sent |= {path: row[0] for path, row in batch.split(each.decode(each.payload)).items()} if code else {}
+        return mean, sent if code else leaves, state
 
     def __repr__(self) -> str:
         return "allgather" if self == allgather else super().__repr__()
@@ -111,41 +117,50 @@ class two_shot_mean(Carrier):
     def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
-        rows = {path: layout.in_rows(x, n) for path, x in leaves.items()}  # [n, chunk]
-        lengths = {path: _lengths(x, n) for path, x in leaves.items()} if code else dict.fromkeys(leaves)  # [n, 1]
-        own = {path: None if length is None else length[rank] for path, length in lengths.items()}
-        first = {path: encode(code, x, Key(path, rank), lengths[path]) for path, x in rows.items()}
+        batches = batches_of(code, {path: layout.in_rows(x, n) for path, x in leaves.items()})
+        # How much of each row is no padding, of a leaf that is encoded alone: [n, 1].
+        lengths = {name: _lengths(leaves[name], n) if code and each.is_one else None for name, each in batches.items()}
+        first = {name: encode(code, each.x, Key(name, rank), lengths[name]) for name, each in batches.items()}
         received = exchanged(first, lambda parts: collectives.all_to_all_leaves(parts, group))
-        total: Leaves = {}
-        for path, each in first.items():
-            decoded = each.decode(received[path])
-            total[path] = collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks
-            length = own[path]
-            if length is not None:  # a codec may have decoded padding to any values
-                is_padding = torch.arange(decoded.shape[1], device=decoded.device) >= length
-                total[path] = torch.where(is_padding, 0, total[path])
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
-            shapes = {path: chunk.shape for path, chunk in total.items()}
+            shapes = {path: (_chunk(x.numel(), n),) for path, x in leaves.items()}
             check_entries("two_shot", state.residual, shapes, "another tree or another number of ranks")
-            total = {path: chunk + state.residual[path] for path, chunk in total.items()}
         second: dict[str, Encoded] = {}
-        for path, chunk in total.items():
-            length, row = own[path], chunk.to(leaves[path].dtype).unsqueeze(0)
-            counted = None if length is None else length.unsqueeze(0)
-            second[path] = encode(code, row, Key(f"{path} again", rank), counted)
-        lost = {path: each.decode(each.payload)[0] - total[path] for path, each in second.items()}
+        lost: Leaves = {}
+        for name, batch in batches.items():
+            decoded = first[name].decode(received[name])  # [n, chunk], or [n, pieces, unit]
+            total = (collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks).unsqueeze(0)
+            length = lengths[name]
+            own = None if length is None else length[rank].unsqueeze(0)
+            if own is not None:  # a codec may have decoded padding to any values
+                total = torch.where(torch.arange(decoded.shape[1], device=decoded.device) >= own, 0, total)
+            elif code and not batch.is_one:
+                total = batch.cleared(total, {path: _own(leaves[path], n, rank) for path in batch.paths})
+            if self.server_memory:
+                total = total + batch.join({path: state.residual[path].unsqueeze(0) for path in batch.paths})
+            second[name] = encode(code, total.to(batch.x.dtype), Key(f"{name} again", rank), own)
+            lost[name] = second[name].decode(second[name].payload) - total
         everyone = exchanged(second, lambda parts: collectives.all_gather_leaves(parts, group))
 
-        sent = {path: each.decode(each.payload) for path, each in first.items()}  # [n, chunk]
+        mean: Leaves = {}
+        sent: Leaves = {}
+        residual: Leaves = {}
+        for name, batch in batches.items():
+            mine = first[name].decode(first[name].payload)
+            if self.server_memory:
+                for path, row in batch.split(-lost[name]).items():  # each in memory of its own
+                    kept = row[0].to(state.residual[path].dtype)
+                    residual[path] = kept if batch.is_one else kept.clone()
+            else:
+                owned = torch.arange(n, device=mine.device).view(n, *[1] * (mine.ndim - 1)) == rank
+                mine = mine + torch.where(owned, ranks * lost[name], 0)
+            mean |= batch.split(second[name].decode(everyone[name]))
+            sent |= batch.split(mine)
         if self.server_memory:
-            state = TwoShotState({path: (-lost[path]).to(chunk.dtype) for path, chunk in state.residual.items()})
-        else:
-            owned = {path: torch.arange(n, device=x.device).unsqueeze(1) == rank for path, x in leaves.items()}
-            sent = {path: mine + torch.where(owned[path], ranks * lost[path], 0) for path, mine in sent.items()}
-        means = {path: each.decode(everyone[path]) for path, each in second.items()}
-        mean = {path: means[path].reshape(-1)[: x.numel()] for path, x in leaves.items()}
-        return mean, {path: sent[path].reshape(-1)[: x.numel()] for path, x in leaves.items()}, state
+            state = TwoShotState({path: residual[path] for path in state.residual})
+        flat = [{path: rows[path].reshape(-1)[: x.numel()] for path, x in leaves.items()} for rows in (mean, sent)]
+        return flat[0], flat[1], state
 
     def __repr__(self) -> str:
         options = super().__repr__().removeprefix("two_shot_mean")
@@ -162,6 +177,12 @@ def _lengths(x: Tensor, n: int) -> Tensor | None:
     if n * chunk == x.numel():
         return None
     return (x.numel() - chunk * torch.arange(n, device=x.device)).clamp(0, chunk).unsqueeze(1)
+
+
+def _own(x: Tensor, n: int, rank: int) -> int:
+    """Return how many elements of `x` are in the row of `rank`."""
+    chunk = _chunk(x.numel(), n)
+    return min(max(x.numel() - rank * chunk, 0), chunk)
 
 
 two_shot = two_shot_mean()

@@ -67,7 +67,10 @@ class Engine:
         step: The step that is open; None as soon as it has ended.
         begun, steps, failed_steps: Numbers of steps that have begun, succeeded, and failed.
         broken: The error after which ranks may be desynchronized.
+        ranks: What tells its process groups from those that are made later by the same names, if there may be some.
     """
+
+    ranks: Any = None
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Engine:
         self._current: Program | None = None
         self._exchanges_weights = False  # from the first step with weights on
         self._epoch = 0  # epoch of an elastic wire in which this rank was last consistent with the others
-        self._notice: Callable[[], bool] | None = None  # `Step.notice` of the last step, on an accelerator
+        self._notices: tuple[Callable[[], bool], ...] = ()  # `Step.notice` of the last step, on an accelerator
         self._is_connected = False
 
     @property
@@ -128,7 +131,7 @@ class Engine:
         Raises:
             CollectiveError: On an accelerator: another rank has failed in the last step.
         """
-        require_noticed(self._notice)
+        self.require_noticed()
         state = self._own_state()
         # An open step may write to parts that only the engine held when it began.
         return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
@@ -138,6 +141,10 @@ class Engine:
         if self.step is not None:
             raise RuntimeError("the state cannot be set while a step is open, which would write over it")
         self._parts, self._structure = tree.flatten_any(require_like(repr(self.sync), state, self._own_state()))
+
+    def require_noticed(self) -> None:
+        """Raise a CollectiveError if another rank has failed in the last step, for whose outcome nobody waited."""
+        require_noticed(self._notices)
 
     def release_state(self) -> State:
         """Return the state and keep no reference to it: the next `begin` must be given one."""
@@ -210,7 +217,7 @@ class Engine:
             exchanges_weights=self._exchanges_weights,
             learns_order=self.learns_order,
             ahead=list(ahead),
-            before=self._notice,
+            before=self._notices,
             observer=self._observer,
         )
         self.begun += 1
@@ -225,7 +232,8 @@ class Engine:
         self.broken = step.broken or self.broken
         self._exchanges_weights = step.exchanges_weights
         if step.is_done:
-            self._parts, self.learns_order, self._notice = step.parts, False, step.notice
+            self._parts, self.learns_order = step.parts, False
+            self._notices = () if step.notice is None else (step.notice,)
         if step.arrival is not None:
             self.expect(step.arrival)
 
@@ -292,15 +300,24 @@ class Engine:
         if leaves:
             self._dropped, self._programs = leaves, []
 
+    def follow(self, before: "Engine") -> None:
+        """Learn of the failures of `before`, another engine, if its steps are for the same ranks."""
+        if before is self or before.ranks != self.ranks:
+            return
+        if self._epoch != before._epoch:
+            self._epoch, self._exchanges_weights = before._epoch, False
+        self.broken = before.broken or self.broken
+        self._notices = tuple(dict.fromkeys([*before._notices, *self._notices]))
+
     def take_over_from(self, before: "Engine") -> bool:
-        """Copy what the steps of `before` have learnt, and return True; return False if its leaves differ.
+        """Call `follow`, copy what the steps of `before` have learnt, and return True; False if its leaves differ.
 
         If only one rank replaces its engine, it then still sends what the other ranks send.
         """
+        self.follow(before)
         if list(self.leaves) != list(before.leaves):
             return False
-        self.number, self._epoch = before.number, before._epoch
-        self._order, self._dropped, self._notice = before._order, before._dropped, before._notice
+        self.number, self._order, self._dropped = before.number, before._order, before._dropped
         self.learns_order &= before.learns_order
         self._exchanges_weights = before._exchanges_weights
         return True
@@ -403,6 +420,9 @@ class Engines:
             # empty_like gives a layout in which no two elements share memory: later gradients are copied into it.
             engine = self._make({path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()})
             engine.connect()
+            engine.ranks = key[-1]
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
+        if self.last is not None:
+            engine.follow(self.last)
         self.last = engine
         return engine

@@ -44,9 +44,9 @@ class Synchronized(NamedTuple):
         return {path: self.mean.get(path) for path in leaves}
 
 
-def require_noticed(notice: Callable[[], bool] | None) -> None:
+def require_noticed(notices: Iterable[Callable[[], bool]]) -> None:
     """Raise a CollectiveError if a rank failed in the last step, for whose outcome the host did not wait."""
-    if notice is not None and notice():
+    if any(notice() for notice in notices):
         raise CollectiveError(
             "another rank failed in the step before this one, or had no weight there, and its gradients counted as "
             "zeros: parameters and the pipeline's state are wrong since then. See its own error, and restart from a "
@@ -76,7 +76,7 @@ class Step:
         weight: The weight of this rank's gradients; `scale` is the factor for them in a step without weights.
         learns_order: True to learn the order in which gradients arrive, for later steps.
         ahead: Open steps on the same process groups, which go first.
-        before: The `notice` of the previous step, on an accelerator.
+        before: The `notice` of the previous step, on an accelerator, and of other engines' steps.
         observer: Names the pieces of the step in profiles, and measures them if that is on.
 
     Attributes:
@@ -101,7 +101,7 @@ class Step:
         exchanges_weights: bool = False,
         learns_order: bool = False,
         ahead: Sequence["Step"] = (),
-        before: Callable[[], bool] | None = None,
+        before: Iterable[Callable[[], bool]] = (),
         observer: Observer,
     ) -> None:
         self._program, self._vote, self._ended, self.parts = program, vote, ended, parts

@@ -129,6 +129,9 @@ class cast(Sync):
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"": length}
 
+    def unit(self, n: int) -> int:
+        return 1
+
     def decode(self, payload: Payload, n: int) -> Tensor:
         return payload[""]  # the codec around this restores the dtype
 

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ class World:
         size: Numbers of ranks of the groups that a plan is made for, which need not exist.
         ranks: Divisors of means, by group, if other than the size: numbers that a graph takes as inputs.
         simulated: The ranks of a simulation.
+        bucket_of: Returns the bucket of a leaf in the plan that is made: those of one bucket may be encoded together.
     """
 
     wire: Wire | None = None
@@ -48,6 +49,7 @@ class World:
     size: WorldSize | None = None
     ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
     simulated: Ranks | None = None
+    bucket_of: Callable[[str], int | None] | None = None
 
     def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:
         """Return the part of `size` that is about `groups`; all of it for None."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnddp.device import device_of
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import is_tensor, is_view, output_nodes, placeholders, remove_dead, tensor_nodes, value
 from fnddp.plan.passes.combine import reaches
@@ -36,14 +37,29 @@ def drop(draft: Draft) -> Draft:
 
 
 def simplify(draft: Draft) -> Draft:
-    """Remove views whose shape and strides are those of what they view, and zeros that memory subtracts."""
+    """Remove views whose shape and strides are those of what they view, and zeros that memory subtracts.
+
+    Where devices convert what a product reads, copies of small integers as floats go, too: they are exact.
+    """
     for node in list(tensor_nodes(draft.graph)):
+        if node.target is aten.mul.Tensor and all(map(is_tensor, node.args)):
+            _multiply_integers(node)
         source: Any = node.args[0] if node.args else None
         changes_nothing = is_view(node) or _subtracts_zeros(node)
         if changes_nothing and is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node):
             node.replace_all_uses_with(source)
     remove_dead(draft.graph)
     return draft
+
+
+def _multiply_integers(node: fx.Node) -> None:
+    copy, other = (arg for arg in node.args if isinstance(arg, fx.Node))
+    if copy.target is not aten._to_copy.default or set(copy.kwargs) != {"dtype"}:
+        return
+    (source,) = copy.all_input_nodes
+    is_exact = value(source).dtype in (torch.int8, torch.uint8) and value(other).dtype == value(copy).dtype
+    if is_exact and value(other).ndim and device_of(value(node).device).converts_in_place:
+        node.replace_input_with(copy, source)
 
 
 def _subtracts_zeros(node: fx.Node) -> bool:

@@ -236,7 +236,14 @@ def trace(request: Request) -> Draft:
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
     divisors = [fakes.number(size) for size in sizes.values()]
     recorder = Recorder(fakes, [*grads, *state, *divisors])
-    world = World(request.world.wire, True, request.world.size, dict(zip(sizes, divisors, strict=True)))
+    asked: list[str] = []
+
+    def bucket_of(path: str) -> int | None:
+        asked.append(path)
+        return None if path in request.dropped else request.buckets.get(path)
+
+    ranks = dict(zip(sizes, divisors, strict=True))
+    world = World(request.world.wire, True, request.world.size, ranks, bucket_of=bucket_of)
     try:
         # Without modes such as a WireCounter, which sees what is sent.
         with (
@@ -268,7 +275,8 @@ def trace(request: Request) -> Draft:
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
-    return Draft(request, graph, recorder.held, names, Phase(counters, tuple(sizes), fakes.holds()))
+    phase = Phase(counters, tuple(sizes), fakes.holds())
+    return Draft(request, graph, recorder.held, names, phase, is_by_bucket=bool(asked))
 
 
 def sizes_of(request: Request) -> dict[str | None, int]:

@@ -1,13 +1,12 @@
-"""On a CUDA device: the numbers of the CPU, and over NCCL, with several ranks on one GPU, plans and adapters.
+"""On the accelerator that torch finds: the numbers of the CPU, and over its backend, plans and adapters.
 
 Plans give the same bits as the pipelines themselves, from a side stream, without a wait on the host. Nothing here waits
 for the device before the end of a test, so that a stream that does not wait for another shows. Collected everywhere,
-skipped where there is no GPU. Run alone: `python -m pytest tests/gpu`.
+skipped where there is no accelerator. Run alone: `python -m pytest tests/gpu`.
 """
 
 import copy
 import json
-import os
 import random
 import time
 from collections.abc import Callable
@@ -21,10 +20,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function, supported_activities
 
 import fnddp
 from fnddp import Sync
+from fnddp import device as devices
 from fnddp.core import tree
 from fnddp.laws import bits, engine_step, make_engine
 from fnddp.plan.draft import Donation
@@ -32,36 +32,37 @@ from tests.pipelines import EXAMPLES, grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
+KIND = devices.accelerator() or "cpu"
 STEPS = 6
-CYCLES = 2_000_000  # about a millisecond, in which the host and the side stream run ahead of the main stream
+BUSY = 4096  # of the side of a matrix whose square takes about a millisecond, in which other streams run ahead
 # float32 products in another order than the CPU's, three exchanges deep; half-precision leaves round once more
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.complex64: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
-SECONDS = 200  # of ranks over NCCL
+SECONDS = 200  # of ranks
 
 
-def run_nccl(n: int, fn: Callable[..., None], *arguments: Any) -> None:
-    """Run `fn(rank, *arguments)` on `n` ranks, all on the first GPU."""
+def run_ranks(n: int, fn: Callable[..., None], *arguments: Any) -> None:
+    """Run `fn(rank, *arguments)` on `n` ranks, over the accelerator's backend. On CUDA they may share one."""
+    if KIND not in ("cpu", "cuda") and n > torch.accelerator.device_count():
+        pytest.skip(f"{n} ranks need as many accelerators of kind {KIND}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.spawn(_rank, args=(n, store.port, fn, arguments), nprocs=n, join=False)
     try:
         deadline = time.monotonic() + SECONDS
         while not context.join(timeout=max(0.0, deadline - time.monotonic())):  # one call ends with one process
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{n} ranks over NCCL did not finish in {SECONDS} s")
+                raise TimeoutError(f"{n} ranks did not finish in {SECONDS} s")
     finally:
         for process in context.processes:
             process.kill()
 
 
 def _rank(rank: int, n: int, port: int, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    # Newer NCCL allows several ranks on one GPU; older ones only refuse ranks of one host.
-    several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": str(rank)}
-    os.environ.update(several, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-    torch.cuda.set_device(0)
+    devices.select(KIND, rank, n)
+    backend = devices.device_of(devices.current(KIND)).backend
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("nccl", rank=rank, world_size=n, store=store)
+    dist.init_process_group(backend, rank=rank, world_size=n, store=store)
     try:
         fn(rank, *arguments)
     finally:
@@ -74,40 +75,41 @@ def on(device: str, grads: Any) -> Any:
 
 
 @pytest.mark.parametrize("text", EXAMPLES.values())
-def test_cuda_gives_what_the_cpu_gives(text):
+def test_the_accelerator_gives_what_the_cpu_gives(text):
     sync = fnddp.parse(text)
     name = "model" if "*weight" in text else "mixed"
-    states = {device: sync.init(on(device, grads(name, 0, 0))) for device in ("cpu", "cuda")}
+    states = {device: sync.init(on(device, grads(name, 0, 0))) for device in ("cpu", KIND)}
     for step in range(3):
         means = {}
         for device in states:
             means[device], states[device] = sync(on(device, grads(name, 0, step)), states[device])
         for path, want in tree.flatten(means["cpu"])[0].items():
-            got = tree.flatten(means["cuda"])[0][path]
-            assert got.is_cuda
+            got = tree.flatten(means[KIND])[0][path]
+            assert got.device.type == KIND
             tolerance = CLOSE.get(want.dtype, 0)
             torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
 def copied(value: Any) -> Any:
     """Return a copy that is made late, of memory that may be given back to its owner before."""
-    torch.cuda._sleep(CYCLES)
+    matrix = torch.ones(BUSY, BUSY, device=KIND)
+    torch.mm(matrix, matrix)
     return tree.map_tensors(Tensor.clone, value)
 
 
-# NCCL reduces every dtype of both trees: integers and bools travel as int64, complex numbers as pairs of real ones.
+# Backends reduce every dtype of both trees: integers and bools travel as int64, complex numbers as pairs of real ones.
 def check_law_6(rank: int, texts: list[str]) -> None:
     order = random.Random(rank)
     for text in texts:
         sync = fnddp.parse(text)
         for name in ["model"] if "*weight" in text else ["model", "mixed"]:
-            example = on("cuda", grads(name, rank))
+            example = on(KIND, grads(name, rank))
             engine = make_engine(sync, example, Donation("yes", True), learns_order=True)
             expected = sync.init(example)
             state = copy.deepcopy(expected)
             want, got = [], []
             for step in range(STEPS):
-                mine = on("cuda", grads(name, rank, step))
+                mine = on(KIND, grads(name, rank, step))
                 mean, expected = sync(mine, expected)
                 want.append((tree.flatten(mean)[0], expected))
                 mean, _ = engine_step(engine, state, mine, order)
@@ -120,8 +122,8 @@ def check_law_6(rank: int, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_law_6_over_nccl(n):
-    run_nccl(n, check_law_6, list(EXAMPLES.values()))
+def test_law_6_over_its_backend(n):
+    run_ranks(n, check_law_6, list(EXAMPLES.values()))
 
 
 def module_of(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
@@ -130,7 +132,7 @@ def module_of(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any
 
 
 def registered(model: nn.Module, sync: Sync, **options: Any) -> tuple[nn.Module, Callable[[], Any]]:
-    ddp = DistributedDataParallel(model, device_ids=[0], bucket_cap_mb=0.1, **options)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.1, **options)
     handle = fnddp.register(ddp, sync)
     return ddp, lambda: handle.state
 
@@ -142,7 +144,7 @@ def registered_with_views(model: nn.Module, sync: Sync) -> tuple[nn.Module, Call
 def check_training(rank: int, wrap: Callable[[nn.Module, Sync], Any], texts: list[str]) -> None:
     for text in texts:
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]).cuda()
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]).to(KIND)
         plain = copy.deepcopy(model)
         sync = fnddp.parse(text)
         wrapped, state_of = wrap(model, sync)
@@ -155,7 +157,7 @@ def check_training(rank: int, wrap: Callable[[nn.Module, Sync], Any], texts: lis
         generator = torch.Generator().manual_seed(rank)
         want, got = [], []
         for _ in range(STEPS):
-            x = torch.randn(64, 256, generator=generator).cuda()
+            x = torch.randn(64, 256, generator=generator).to(KIND)
             mean, state = sync(torch.func.grad(loss)(params, x), state)
             params = {name: p - 0.1 * mean[name] for name, p in params.items()}
             want.append(mean)
@@ -181,14 +183,14 @@ TRAINED = [
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("wrap", [module_of, registered, registered_with_views])
-def test_training_over_nccl(wrap, n):
-    run_nccl(n, check_training, wrap, TRAINED)
+def test_training_over_its_backend(wrap, n):
+    run_ranks(n, check_training, wrap, TRAINED)
 
 
 def check_shared_gradients(rank: int) -> None:
     """Gradients that are views of what the rest of backward still reads are not written over."""
     sync = fnddp.parse("error_feedback(fp16(allreduce))")
-    params = {name: torch.randn(512, 512, device="cuda") for name in ("first", "position")}
+    params = {name: torch.randn(512, 512, device=KIND) for name in ("first", "position")}
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return ((x @ params["first"])[None] + params["position"][None]).square().sum()
@@ -196,14 +198,14 @@ def check_shared_gradients(rank: int) -> None:
     step = fnddp.value_and_grad(loss, sync)
     state = expected = sync.init(params)
     for _ in range(STEPS):
-        x = torch.randn(512, 512, device="cuda")
+        x = torch.randn(512, 512, device=KIND)
         mean, expected = sync(torch.func.grad(loss)(params, x), expected)
         _, got, state = step(params, state, x)
         assert bits(got) == bits(mean)
 
 
-def test_shared_gradients_over_nccl():
-    run_nccl(1, check_shared_gradients)
+def test_shared_gradients_over_its_backend():
+    run_ranks(1, check_shared_gradients)
 
 
 class Fails(nn.Module):
@@ -222,9 +224,9 @@ def check_failure(rank: int) -> None:
     """The rank that fails cannot notify the others in time, so it refuses to go on without them."""
     sync = fnddp.error_feedback(fnddp.fp16(fnddp.allreduce))
     fails = Fails()
-    layers = nn.Sequential(nn.Linear(64, 64), fails, nn.Linear(64, 64)).cuda()
+    layers = nn.Sequential(nn.Linear(64, 64), fails, nn.Linear(64, 64)).to(KIND)
     model = fnddp.DistributedDataParallel(layers, sync=sync)
-    x = torch.ones(2, 64, device="cuda")
+    x = torch.ones(2, 64, device=KIND)
     model(x).sum().backward()
     fails.fails = rank == 1
     with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
@@ -232,20 +234,17 @@ def check_failure(rank: int) -> None:
     if rank == 1:
         with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
             model(x)
-    torch.cuda.synchronize()
+    devices.device_of(devices.current(KIND)).synchronize()
 
 
 def test_a_rank_that_failed_refuses_further_steps():
-    run_nccl(2, check_failure)
-
-
-SYNCHRONIZATIONS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+    run_ranks(2, check_failure)
 
 
 def check_overlap(rank: int, text: str, folder: str) -> None:
-    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)]).cuda()
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)]).to(KIND)
     ddp = fnddp.DistributedDataParallel(model, sync=fnddp.parse(text))
-    x = torch.randn(512, 4096, device="cuda")
+    x = torch.randn(512, 4096, device=KIND)
 
     def step() -> None:
         ddp.zero_grad()
@@ -253,17 +252,17 @@ def check_overlap(rank: int, text: str, folder: str) -> None:
 
     for _ in range(4):
         step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+    devices.device_of(devices.current(KIND)).synchronize()
+    with profile(activities=supported_activities(), acc_events=True) as profiler:
         for _ in range(4):
             with record_function("one step"):
                 step()
-        torch.cuda.synchronize()
+        devices.device_of(devices.current(KIND)).synchronize()
     path = Path(folder) / f"{rank}.json"
     profiler.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-    if dist.get_world_size() > 1:  # alone NCCL has nothing to do
-        assert overlapping(events), "no NCCL kernel ran while another stream computed"
+    if dist.get_world_size() > 1:  # alone a backend has nothing to do
+        assert overlapping(events), "no collective's kernel ran while another stream computed"
     assert synchronizations(events) == []
 
 
@@ -272,41 +271,41 @@ def during(event: dict[str, Any], outer: dict[str, Any]) -> bool:
 
 
 def overlapping(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of an NCCL kernel and another one, on another stream at the same time."""
+    """Pairs of a kernel of NCCL, RCCL, oneCCL or HCCL, and another one, on another stream at the same time."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
-    nccl = [kernel for kernel in kernels if "nccl" in kernel["name"].lower()]
+    collectives = [kernel for kernel in kernels if "ccl" in kernel["name"].lower()]
     return [
         (one["name"], other["name"])
-        for one in nccl
+        for one in collectives
         for other in kernels
-        if "nccl" not in other["name"].lower()
+        if "ccl" not in other["name"].lower()
         and one["args"]["stream"] != other["args"]["stream"]
         and max(one["ts"], other["ts"]) < min(one["ts"] + one["dur"], other["ts"] + other["dur"])
     ]
 
 
 def synchronizations(events: list[dict[str, Any]]) -> list[str]:
-    """Return what the host waited for within steps, on any thread. What NCCL calls by itself is not ours."""
+    """Return what the host waited for within steps, on any thread. What backends call by themselves is not ours."""
     steps = [event for event in events if event["name"] == "one step" and event.get("cat") == "user_annotation"]
-    nccl = [event for event in events if event["name"].startswith(("c10d::", "record_param_comms"))]
-    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    theirs = [event for event in events if event["name"].startswith(("c10d::", "record_param_comms"))]
+    calls = [event for event in events if event.get("cat", "").endswith(("_runtime", "_driver"))]
     inside = [call for call in calls if any(during(call, step) for step in steps)]
     assert inside, "a step has launched nothing: the trace is not what this test takes it for"
-    waits = [call for call in inside if call["name"] in SYNCHRONIZATIONS]
-    return [call["name"] for call in waits if not any(call["tid"] == n["tid"] and during(call, n) for n in nccl)]
+    waits = [call for call in inside if call["name"].endswith(("Synchronize", "Memcpy"))]  # of CUDA and ROCm
+    return [call["name"] for call in waits if not any(call["tid"] == c["tid"] and during(call, c) for c in theirs)]
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)", "error_feedback(powersgd(allreduce, rank=4))"])
 def test_collectives_run_behind_backward(tmp_path, text, n):
-    run_nccl(n, check_overlap, text, str(tmp_path))
+    run_ranks(n, check_overlap, text, str(tmp_path))
 
 
 def check_disagreement(rank: int) -> None:
     sync = fnddp.fp16(fnddp.allreduce) if rank == 1 else fnddp.allreduce
     with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about pipeline"):
-        fnddp.verify(sync, {"w": torch.ones(2, device="cuda")})
+        fnddp.verify(sync, {"w": torch.ones(2, device=KIND)})
 
 
-def test_disagreement_over_nccl():
-    run_nccl(2, check_disagreement)
+def test_disagreement_over_its_backend():
+    run_ranks(2, check_disagreement)
