@@ -63,6 +63,7 @@ from fnddp.transforms.clip_by_global_norm import clip_by_global_norm as clip_by_
 from fnddp.transforms.memory import ef21 as ef21
 from fnddp.transforms.memory import error_feedback as error_feedback
 from fnddp.transforms.memory import momentum_correction as momentum_correction
+from fnddp.transforms.memory import shared_momentum as shared_momentum
 from fnddp.transforms.powersgd import powersgd as powersgd
 from fnddp.transforms.random_k import random_block as random_block
 from fnddp.transforms.random_k import random_k as random_k

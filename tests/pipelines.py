@@ -26,6 +26,7 @@ EXAMPLES = {
     "error_feedback": "error_feedback(powersgd(fp16(allreduce), rank=2))",
     "ef21": "ef21(topk(allgather, ratio=0.25), eta=0.5)",
     "momentum_correction": "momentum_correction(warmup(topk(allgather, k=2), 1, before=topk(allgather, k=9)))",
+    "shared_momentum": "shared_momentum(error_feedback(sign(allgather, chunk=24)), beta=0.7)",
     "warmup": "warmup(powersgd(allreduce, warm_start=False), steps=1, before=fp16(allreduce))",
     "every": "every(2, powersgd(fp16(allreduce), rank=2))",
     "switch": "switch({0: error_feedback(powersgd(allreduce)), 2: error_feedback(powersgd(allreduce, rank=2))})",
@@ -112,6 +113,8 @@ def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
     kinds = ["keep", "cast", "bucketize", "squared", "powersgd", "random_k", "warmup", "partition"]
     if not any(each.remembers for each in all_in(inner)):
         kinds += MEMORY
+    if not any(isinstance(each, fnddp.shared_momentum | fnddp.momentum_correction) for each in all_in(inner)):
+        kinds += ["shared_momentum"]
     match draw(st.sampled_from(kinds)):
         case "cast":
             return draw(st.sampled_from([fnddp.fp16, fnddp.bf16, lambda s: fnddp.cast(s, "float32")]))(inner)
@@ -136,6 +139,8 @@ def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
             return fnddp.ef21(inner, eta=draw(st.sampled_from([1.0, 0.5])))
         case "momentum_correction":
             return fnddp.momentum_correction(inner, momentum=0.5, masking=draw(st.booleans()))
+        case "shared_momentum":
+            return fnddp.shared_momentum(inner, beta=draw(st.sampled_from([0.9, 0.5])))
         case "warmup":
             return fnddp.warmup(inner, steps=draw(st.integers(0, 2)), before=draw(nestings(depth=depth - 1)))
         case "partition":

@@ -28,7 +28,7 @@ SHAPES = {"matrix": (24, 16), "vector": (24,), "sometimes": (16, 12), "never": (
 SHAPES |= {"complex": (5, 3), "also complex": (1, 3), "negated": ()}  # two of odd sizes, in one bucket of torch's
 PIPELINES = {
     "plain": "allreduce",
-    "memory": "error_feedback(powersgd(fp16(allreduce), rank=2))",
+    "memory": "shared_momentum(error_feedback(powersgd(fp16(allreduce), rank=2)))",
     "phases": "partition({'m*': error_feedback(every(2, powersgd(allreduce))), '*': warmup(bf16(allreduce), steps=2)})",
     "skips": "error_feedback(every(2, fp16(allreduce)))",
     "codec": "error_feedback(quantize(two_shot, bits=4, block=16))",

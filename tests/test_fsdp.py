@@ -111,7 +111,7 @@ def test_the_plain_mean_is_that_of_hsdp(rank: int, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sync", [repr(SYNC), "error_feedback(quantize(two_shot, bits=4))", "topk(allgather, ratio=0.2)"]
+    "sync", [repr(SYNC), "error_feedback(quantize(two_shot, bits=4))", "shared_momentum(topk(allgather, ratio=0.2))"]
 )
 @on_ranks(4)
 def test_replicas_stay_equal_with_any_pipeline(rank: int, sync: str) -> None:

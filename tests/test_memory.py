@@ -8,7 +8,19 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import allgather, allreduce, bf16, ef21, error_feedback, momentum_correction, sign, topk, two_shot, warmup
+from fnddp import (
+    allgather,
+    allreduce,
+    bf16,
+    ef21,
+    error_feedback,
+    momentum_correction,
+    shared_momentum,
+    sign,
+    topk,
+    two_shot,
+    warmup,
+)
 from fnddp.core.sync import Sync
 from fnddp.laws import gather
 from fnddp.simulate.ranks import run_threads
@@ -71,6 +83,21 @@ def papers_dgc(n: int, k: int, masking: bool) -> list[np.ndarray]:
     return means
 
 
+def papers_one_bit_adam(n: int, k: int) -> list[np.ndarray]:
+    """The momentum of 1-bit Adam's compression stage, Algorithm 1, for all ranks at once, from zero."""
+    m, e = np.zeros(12), np.zeros((n, 12))
+    means: list[np.ndarray] = []
+    for step in range(STEPS):
+        sent = np.zeros((n, 12))
+        for i in range(n):
+            x = 0.9 * m + 0.1 * gradient(i, step).double().numpy() + e[i]
+            sent[i] = numpy_topk(x, k)
+            e[i] = x - sent[i]
+        m = sent.mean(0)
+        means.append(m)
+    return means
+
+
 SPARSE = topk(allgather, k=3)
 
 
@@ -81,6 +108,7 @@ SPARSE = topk(allgather, k=3)
         (ef21(SPARSE, eta=0.3), partial(papers_ef21, eta=0.3)),
         (momentum_correction(SPARSE), partial(papers_dgc, masking=True)),
         (momentum_correction(SPARSE, masking=False), partial(papers_dgc, masking=False)),
+        (shared_momentum(error_feedback(SPARSE)), papers_one_bit_adam),
     ],
     ids=lambda part: str(part) if isinstance(part, Sync) else "paper",
 )
@@ -162,6 +190,68 @@ def test_a_warm_up_of_the_ratio_keeps_the_momentum():
         waiting = before.v["w"] + 0.9 * before.u["w"] + gradient(0, step, 1000)
         torch.testing.assert_close(mean["w"] + state.v["w"], waiting, **CLOSE)
     assert kept == [250, 250, 63, 63, 15, 15, 4, 4, 1, 1]
+
+
+# Shared momentum
+
+
+def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam():
+    """The optimizer behind it has none: of SGD the steps are the same, of Adam the first moment."""
+
+    def body(rank: int) -> None:
+        ours, sgd, adam = (torch.zeros(12, requires_grad=True) for _ in range(3))
+        behind = torch.optim.SGD([ours], lr=1.0)
+        sgd_of, adam_of = torch.optim.SGD([sgd], lr=0.1, momentum=0.9), torch.optim.Adam([adam], lr=0.1)
+        for step, mean in enumerate(outputs(shared_momentum(allreduce))):
+            ours.grad, sgd.grad = mean, sum(gradient(other, step) for other in range(2)) / 2
+            adam.grad = sgd.grad.clone()
+            for optimizer in (behind, sgd_of, adam_of):
+                optimizer.step()
+            torch.testing.assert_close(ours, sgd, **CLOSE)
+            torch.testing.assert_close(mean, adam_of.state[adam]["exp_avg"], **CLOSE)
+
+    run_threads(2, body)
+
+
+def test_an_output_is_the_callers_and_momentum_is_wider_than_gradients():
+    sync, grads = shared_momentum(allreduce, beta=0.999), {"w": torch.ones(1, dtype=torch.bfloat16)}
+    state = sync.init(grads)
+    for _ in range(3000):
+        mean, state = sync(grads, state)
+        momentum = state.momentum["w"].clone()
+        mean["w"].zero_()
+        assert torch.equal(state.momentum["w"], momentum)
+    assert momentum.item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
+
+
+def test_a_clip_inside_is_kept_and_one_outside_is_not():
+    grads = [{"w": torch.tensor([each])} for each in (100.0, 0.0, 0.0)]
+    found: list[list[float]] = []
+    for sync in (
+        shared_momentum(fnddp.clip_by_global_norm(allreduce, 1.0)),
+        fnddp.clip_by_global_norm(shared_momentum(allreduce), 1.0),
+    ):
+        state, means = sync.init(grads[0]), list[float]()
+        for grad in grads:
+            mean, state = sync(grad, state)
+            means.append(mean["w"].item())
+        found.append(means)
+    assert found[0] == pytest.approx([1, 0.9, 0.81], rel=1e-4)
+    assert found[1] == pytest.approx([1, 1, 1], rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace_behind_skip_nonfinite():
+    sync = fnddp.skip_nonfinite(shared_momentum(error_feedback(sign(allgather))))
+
+    def body(rank: int) -> None:
+        state = sync.init({"w": gradient(rank, 0)})
+        for step, bad in enumerate((False, True, False)):
+            before = state
+            mean, state = sync({"w": gradient(rank, step) / (0 if bad and rank == 1 else 1)}, before)
+            assert mean["w"].isfinite().all() != bad
+            assert torch.equal(state.inner.momentum["w"], before.inner.momentum["w"]) == bad
+
+    run_threads(2, body)
 
 
 # One bit, with a residual on each side

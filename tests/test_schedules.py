@@ -93,6 +93,7 @@ class Sometimes(nn.Module):
         ("register", "ef21(topk(allgather, k=1), eta=0.5)"),
         ("module", "momentum_correction(topk(allgather, k=1))"),
         ("register", "two_shot(server_memory=True)"),
+        ("module", "shared_momentum(allreduce)"),
     ],
 )
 @on_ranks(2)

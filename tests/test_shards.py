@@ -377,6 +377,7 @@ def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
         "quantize(allgather)": "FSDP sends gradients as two_shot does",
         "two_shot(server_memory=True)": "and not as",
         "ef21(sign(two_shot))": "ef21 does not fit",
+        "shared_momentum(sign(two_shot))": "shared_momentum does not fit what FSDP sends",
         "bf16(two_shot, check=True)": "cast does not fit",
     }
     for text, expected in refused.items():

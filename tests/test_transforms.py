@@ -141,6 +141,14 @@ BAD_OPTIONS = {
     "momentum_correction(allgather, momentum=1.0)": r"momentum must be in \[0, 1\), got 1.0",
     "momentum_correction(allgather, momentum=-0.1)": "got -0.1",
     "momentum_correction(all_reduce(op='min'))": "losses do not add up",
+    "shared_momentum(allreduce, beta=1.0)": r"shared_momentum: beta must be in \[0, 1\), got 1.0",
+    "shared_momentum(allreduce, beta=-0.1)": "got -0.1",
+    "shared_momentum(bf16(all_reduce(op='sum')))": "takes a sum over ranks, .*; use a mean",
+    "shared_momentum(partition({'a': none, '*': allreduce}))": "put shared_momentum around the part that all share",
+    "shared_momentum(error_feedback(every(2, allreduce)))": r"such as every\(n, shared_momentum\(...\)\)",
+    "shared_momentum(bucketize(shared_momentum(allreduce)))": "shared_momentum in it has a momentum, too; leave one",
+    "shared_momentum(momentum_correction(allreduce))": "momentum_correction in it has a momentum, too; leave one",
+    "error_feedback(bf16(shared_momentum(allreduce)))": r"put error_feedback inside, shared_momentum\(error_feedback\(",
     "partition({})": "no rules",
     "partition({'*': 'allreduce'})": "rules must be a dict of pipelines by pattern",
     "partition('ab')": "rules must be a dict of pipelines by pattern, got 'ab'",
@@ -245,6 +253,7 @@ AS_GIVEN = {  # and what follows from defaults, which users run
     "error_feedback(allreduce)": "error_feedback(allreduce, decay=1)",
     "ef21(allreduce)": "ef21(allreduce, eta=1)",
     "momentum_correction(allreduce)": "momentum_correction(allreduce, momentum=0.9, masking=True)",
+    "shared_momentum(allreduce)": "shared_momentum(allreduce, beta=0.9)",
     "powersgd(allreduce)": "powersgd(allreduce, 1, True, 2, 'cholesky', 1e-6, seed=0, alternate=False, refresh=0)",
     "random_k(allreduce, 0.5)": "random_k(allreduce, ratio=0.5, k=None, unbiased=False, seed=0)",
     "random_block(allreduce, 0.5)": "random_block(allreduce, ratio=0.5, block=None, unbiased=False, seed=0)",
@@ -253,6 +262,7 @@ AS_GIVEN = {  # and what follows from defaults, which users run
 }
 AT_THE_END_OF_THEIR_RANGE = [
     *("error_feedback(allreduce, decay=0)", "momentum_correction(allreduce, momentum=0)"),
+    "shared_momentum(allreduce, beta=0)",
     *("clip_by_global_norm(allreduce, max_norm=0.5)", "bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5)"),
     *("powersgd(allreduce, refresh=2)", "powersgd(allreduce, min_compression_rate=0, epsilon=0)"),
     "hierarchical(skip_nonfinite(all_reduce(group='1')), intra='0', shard=False)",
@@ -310,7 +320,7 @@ def test_exchange_takes_leaves_by_path(text):
 
 KEEPS = [
     *("error_feedback(fp16(allreduce))", "powersgd(allreduce)", "ef21(allreduce)", "ef21(allreduce, eta=0.5)"),
-    "momentum_correction(allreduce)",
+    *("momentum_correction(allreduce)", "shared_momentum(allreduce)"),
 ]
 
 

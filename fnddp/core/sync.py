@@ -80,7 +80,7 @@ class Sync(Expression, abc.ABC):
     wraps_skipping: ClassVar[bool] = False
     """True if `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
     remembers: ClassVar[bool] = False
-    """True if it adds earlier losses to later gradients: nested, two such memories would add them twice."""
+    """True if it adds what it keeps of earlier steps to later gradients: their losses, or a momentum."""
     wants_whole_leaves: ClassVar[bool] = False
     """True if it computes something of all leaves that cannot be computed from a rank's shards of them."""
     needs_sums: ClassVar[str] = ""
@@ -104,12 +104,6 @@ class Sync(Expression, abc.ABC):
                 raise TypeError(
                     f"{name}: {inner!r} takes a max or min, {self.needs_sums}; "
                     "use a mean or sum, or give those leaves their own pipeline with partition({...})"
-                )
-        for inner in all_in(*self.children()):
-            if self.remembers and inner.remembers:
-                raise TypeError(
-                    f"{name}: {type(inner).__name__} in it remembers what is lost, too; "
-                    "both would add the same losses, and training diverges; leave one of them out"
                 )
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Memory: transforms that add what a lossy pipeline has lost in earlier steps to later gradients."""
+"""Memory: transforms that keep something of earlier steps: what a lossy pipeline has lost, or a momentum."""
 
 from typing import ClassVar, NamedTuple
 
@@ -7,14 +7,14 @@ import torch
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, transform
+from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, all_in, require_agreement, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 
 
 class Memory(Sync):
     """A pipeline whose state holds tensors for each leaf, in its shape and in float32 or wider; none for integers.
 
-    It wraps no other memory, which would add the same losses twice.
+    It wraps no other memory, which would add the same losses twice; only `shared_momentum` does.
     """
 
     inner: Sync
@@ -22,12 +22,29 @@ class Memory(Sync):
     remembers: ClassVar[bool] = True
     needs_sums: ClassVar[str] = "whose losses do not add up"
 
-    def _require_entries(self, leaves: Leaves, *entries: Leaves) -> list[str]:
-        """Return the paths of leaves with a memory, for which all `entries` have one."""
-        shapes = {path: leaf.shape for path, leaf in leaves.items() if is_inexact(leaf)}
-        for each in entries:
-            check_entries(type(self).__name__, each, shapes)
-        return list(shapes)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        for inner in all_in(self.inner):
+            other = type(inner).__name__
+            if isinstance(inner, shared_momentum):
+                raise TypeError(
+                    f"{name}: {other} in it sends a momentum, which is no gradient with losses; "
+                    f"put {name} inside, {other}({name}(...))"
+                )
+            if inner.remembers:
+                raise TypeError(
+                    f"{name}: {other} in it remembers what is lost, too; "
+                    "both would add the same losses, and training diverges; leave one of them out"
+                )
+
+
+def _remembered(owner: Sync, leaves: Leaves, *entries: Leaves) -> list[str]:
+    """Return the paths of leaves that hold fractions, for which all `entries` have one in the state of `owner`."""
+    shapes = {path: leaf.shape for path, leaf in leaves.items() if is_inexact(leaf)}
+    for each in entries:
+        check_entries(type(owner).__name__, each, shapes)
+    return list(shapes)
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -72,7 +89,7 @@ class error_feedback(Memory):
 
     def exchange(self, leaves: Leaves, state: ErrorFeedbackState) -> Exchange:
         whole: Leaves = {}
-        for path in self._require_entries(leaves, state.residual):
+        for path in _remembered(self, leaves, state.residual):
             # Two operations, each rounded: a fused one is rounded differently under vmap.
             residual = state.residual[path] if self.decay == 1 else self.decay * state.residual[path]
             whole[path] = leaves[path] + residual
@@ -135,7 +152,7 @@ class momentum_correction(Memory):
         return MomentumCorrectionState(wide_zeros(leaves), wide_zeros(leaves), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: MomentumCorrectionState) -> Exchange:
-        paths = self._require_entries(leaves, state.u, state.v)
+        paths = _remembered(self, leaves, state.u, state.v)
         u = {path: leaves[path] + self.momentum * state.u[path] for path in paths}
         v = {path: state.v[path] + u[path] for path in paths}
         x = {path: v[path].to(leaf.dtype) if path in v else leaf for path, leaf in leaves.items()}
@@ -203,8 +220,8 @@ class ef21(Memory):
         return EF21State(h, wide_zeros(leaves), v, self.inner.init({**leaves, **h}))
 
     def exchange(self, leaves: Leaves, state: EF21State) -> Exchange:
-        paths = self._require_entries(leaves, state.h)
-        self._require_entries(leaves if self.eta < 1 else {}, state.v)
+        paths = _remembered(self, leaves, state.h)
+        _remembered(self, leaves if self.eta < 1 else {}, state.v)
         v = {path: leaves[path].to(state.h[path].dtype) for path in paths}
         if self.eta < 1:
             v = {path: (1 - self.eta) * state.v[path] + self.eta * g for path, g in v.items()}
@@ -217,3 +234,87 @@ class ef21(Memory):
             mean[path] = mean_h[path].to(leaves[path].dtype, copy=True)
             sent[path] = h[path].to(leaves[path].dtype, copy=True)
         return Exchange(mean, sent, EF21State(h, mean_h, v if self.eta < 1 else {}, c.state))
+
+
+class SharedMomentumState(NamedTuple):
+    """`momentum`: that of all ranks, by leaf path."""
+
+    momentum: Replicated[Leaves]
+    inner: State
+
+
+@transform
+class shared_momentum(Sync):
+    """Send momentum in place of gradients, for an optimizer behind it that has no momentum of its own.
+
+    With m the momentum, the same on all ranks, and g the gradient: exchange beta * m + (1 - beta) * g; the mean is the
+    next m, and the output. It changes slowly, and most of it is known on all ranks, so codecs lose less of it: under
+    Adam, which divides each step by the size of its gradients, put `error_feedback` *inside*,
+    `shared_momentum(error_feedback(sign(allgather)))`. Without losses it is momentum as Adam computes it, but for the
+    correction of its bias: m begins at zero, and the first 1 / (1 - beta) outputs are shorter.
+
+    The optimizer: `SGD(lr=lr / (1 - beta))` in place of `SGD(lr=lr, momentum=beta)`; `AdamW(lr=lr * s, betas=(0.0,
+    beta2), weight_decay=wd / s)` in place of `AdamW(lr=lr, betas=(beta, beta2), weight_decay=wd)`, with s = sqrt((1 -
+    beta) / (1 + beta)), as its second moment is now that of the momentum, which is smaller where gradients are noise.
+    For clipping, weight decay and warm-up see `docs/memory.md`.
+
+    The wrong choice in front of an optimizer with a momentum of its own; around what does not keep the scale of its
+    input (`majority_vote`, `sign` with `scale="none"`), in which gradients no longer count; and where `.grad` is added
+    up over synchronized backwards (`no_sync` is right). A gradient that is not finite stays in m: put `skip_nonfinite`
+    outside. Other transforms belong inside: a `warmup` outside would begin with gradients, a `partition` outside would
+    leave some leaves without momentum.
+
+    Args:
+        inner: A mean that is the same on all ranks, with an update of every leaf in each step. It gets momenta in
+            float32 or wider: send 16 bits with `shared_momentum(bf16(allreduce))`.
+        beta: In [0, 1). Higher changes more slowly and remembers longer; 0 sends gradients.
+
+    Source: the compression stage of 1-bit Adam (Tang et al., ICML 2021, Algorithm 1). Deviation: what the optimizer
+    does with the momentum is its own affair, so the second moment need not be frozen after a warm-up.
+
+    >>> from fnddp import allreduce
+    >>> sync = shared_momentum(allreduce, beta=0.5)
+    >>> grads = {"w": torch.tensor([4.0, -2.0])}
+    >>> first, state = sync(grads, sync.init(grads))
+    >>> second, state = sync(grads, state)
+    >>> first["w"], second["w"]
+    (tensor([ 2., -1.]), tensor([ 3.0000, -1.5000]))
+    """
+
+    inner: Sync
+    beta: float = 0.9
+
+    remembers: ClassVar[bool] = True
+    limits: ClassVar = {"beta": Limit(lambda beta: 0 <= beta < 1, "in [0, 1)")}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for inner in all_in(self.inner):
+            if isinstance(inner, shared_momentum | momentum_correction):
+                raise TypeError(
+                    f"shared_momentum: {type(inner).__name__} in it has a momentum, too; leave one of them out"
+                )
+        require_agreement("shared_momentum", self.inner)
+        if self.inner.ops != {"mean"}:
+            taken = ", ".join(sorted(self.inner.ops))
+            raise TypeError(
+                f"shared_momentum: {self.inner!r} takes a {taken} over ranks, and each of them sends the momentum that "
+                "all share; use a mean"
+            )
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        momentum = wide_zeros(leaves)
+        return SharedMomentumState(momentum, self.inner.init({**leaves, **momentum}))
+
+    def exchange(self, leaves: Leaves, state: SharedMomentumState) -> Exchange:
+        x = dict(leaves)
+        for path in _remembered(self, leaves, state.momentum):
+            m = state.momentum[path]
+            x[path] = self.beta * m + (1 - self.beta) * leaves[path].to(m.dtype)
+        inner = self.inner.exchange(x, state.inner)
+        # Copies, so that in-place operations on an output do not change the state.
+        mean = {path: each.to(leaves[path].dtype, copy=path in state.momentum) for path, each in inner.mean.items()}
+        sent = {path: each.to(leaves[path].dtype) for path, each in inner.sent.items()}
+        momentum = {path: inner.mean[path] for path in state.momentum}
+        return Exchange(mean, sent, SharedMomentumState(momentum, inner.state))
