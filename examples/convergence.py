@@ -1,24 +1,29 @@
-"""What pipelines do to a loss: many of them, on 8 and on 64 virtual ranks, on images and on text, with several seeds.
+"""What pipelines do to a loss: two models, SGD with momentum and AdamW, 8 and 64 virtual ranks, several seeds.
 
     python examples/convergence.py train     # one line of json for each run, into docs/assets/; skips what is there
-    python examples/convergence.py report    # costs, tables and plots of the lines that there are
+    python examples/convergence.py report    # tables, the plots and the data of `fnddp.choose`, from what is there
     python examples/convergence.py --quick   # both in a minute, into a temporary folder
 
-A run is one process's: the ranks are simulated (`fnddp.simulate_training`). What it found is in docs/convergence.md.
+Each pipeline is trained at the learning rate that is best for the plain mean and, where it loses something there,
+at its own best. A run is one process's: the ranks are simulated (`fnddp.simulate_training`), and runs on 8 and on 64
+of them see the same number of samples. What it found is in docs/convergence.md.
 """
 
 import argparse
 import hashlib
 import json
 import math
+import platform
+import re
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -28,35 +33,50 @@ from torch.func import functional_call
 import fnddp
 from fnddp import Link
 from fnddp.cli import characters, digits, models, picture
+from fnddp.core import tree
 from fnddp.plan.period import Recurring, period
 
-ASSETS = Path(__file__).parent.parent / "docs" / "assets"
+ROOT = Path(__file__).parent.parent
+ASSETS = ROOT / "docs" / "assets"
+DATA = ROOT / "fnddp" / "cost" / "losses.json"
 
-# To add a pipeline, add its text.
-PIPELINES = [
-    "allreduce",
-    "bf16(allreduce)",
-    "bf16(two_shot)",
-    # Blocks and chunks want long rows: leaves are laid out in buckets before they are cut into a row for each rank.
+EXACT = "allreduce"  # the plain mean
+PIPELINES = [  # in the order of interest; to add one, add its text
+    EXACT,
     "bucketize(quantize(two_shot))",
     "bucketize(quantize(two_shot, bits=4))",
-    "bucketize(quantize(two_shot, bits=4, rounding='stochastic'))",
-    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
-    "error_feedback(bucketize(quantize(two_shot, bits=2, block=64)))",
-    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
-    "error_feedback(sign(allgather))",
-    "topk(allgather, ratio=0.01)",
-    "error_feedback(topk(allgather, ratio=0.01))",
-    "error_feedback(topk(bf16(allgather), ratio=0.05))",
-    "powersgd(allreduce, rank=4)",
-    "error_feedback(powersgd(allreduce, rank=1))",
-    "error_feedback(powersgd(allreduce, rank=4))",
     "error_feedback(powersgd(bf16(allreduce), rank=8))",
-    "warmup(error_feedback(powersgd(allreduce, rank=4)), steps=20)",
-    "error_feedback(powersgd(allreduce, rank=4), decay=0.9)",
+    "shared_momentum(error_feedback(bucketize(quantize(two_shot, bits=4))))",
+    "shared_momentum(error_feedback(sign(allgather)))",
+    "bf16(allreduce)",
+    "bf16(two_shot)",
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+    "shared_momentum(allreduce)",
+    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
+    "error_feedback(sign(allgather))",
+    "warmup(error_feedback(powersgd(bf16(allreduce), rank=4)), steps=20)",
+    "bucketize(quantize(two_shot, bits=4, rounding='stochastic'))",
+    "error_feedback(topk(bf16(allgather), ratio=0.05))",
+    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
+    "shared_momentum(error_feedback(bucketize(sign(two_shot(server_memory=True), chunk=256))))",
 ]
-EXACT, SIXTEEN_BITS = "allreduce", "bf16(allreduce)"  # the mean, and what there is to beat
+CLOSE = (  # to the plain mean, as far as three seeds show: more of them, on 8 ranks
+    EXACT,
+    "bucketize(quantize(two_shot))",
+    "bf16(allreduce)",
+    "bf16(two_shot)",
+    "shared_momentum(error_feedback(sign(allgather)))",
+    "shared_momentum(error_feedback(bucketize(quantize(two_shot, bits=4))))",
+)
+OVER_FEW = "allgather"  # receives n - 1 payloads: on 64 ranks these send more than the plain mean
+HAS_MOMENTUM = "shared_momentum"  # gives a momentum, so the optimizer behind it has none of its own
+SEARCHED = 0.01  # nats above the plain mean, at its best learning rate, from which on a pipeline's own rate is searched
+SEARCHED_ON = 8  # ranks, for the plain mean's learning rate: all ranks together see the same samples on any number
+LEAST_SEEDS = 3  # of what is reported
+AFFORDABLE = 0.05  # nats above the plain mean that "some loss" may be
+ABOUT = 1.1  # times the fastest is about as fast
 RATES = ("100mbit", "1gbit", "10gbit", "100gbit")
+WORDS = dict(zip(RATES, ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"), strict=True))
 LATENCY = "20us"
 COSTED = "transformer"  # of fnddp.cli.models: 10.3 M parameters; the tasks' own are too small for a rate to matter
 
@@ -71,26 +91,32 @@ class Task:
         make: A new module, a function of torch's global seed.
         loss: `loss(module, params, x, y)`.
         batches: `batches(n, seed, steps)`: a row for each rank.
-        optimizer: For a list of tensors.
-        quality: What is compared, of `(module, params)`.
-        measure: What that is.
-        steps: By the number of ranks.
+        quality: The loss on held-out data, of `(module, params)`.
+        steps: Until the plain mean's quality is flat.
     """
 
     make: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
     batches: Callable[[int, int, int], Batches]
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
     quality: Callable[[nn.Module, dict[str, Tensor]], float]
-    measure: str
-    steps: dict[int, int]
+    steps: int
 
 
-# Digits: a small network, SGD with momentum.
+TOTAL = 64  # samples of a step, on all ranks together
 
 
-def make_network(width: int = 64) -> nn.Module:
-    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+# Digits: a convolutional network on scikit-learn's images.
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.hidden, self.out = nn.Linear(512, 64), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:  # [batch, 64] -> [batch, 10]
+        x = self.first(images.unflatten(-1, (1, 8, 8))).relu()
+        return self.out(self.hidden(self.second(x).relu().flatten(-3)).relu())
 
 
 def digits_task() -> Task:
@@ -100,29 +126,23 @@ def digits_task() -> Task:
         with torch.no_grad():
             return digits.loss(model, params, test.x, test.y).item()
 
-    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    return Task(
-        make_network,
-        digits.loss,
-        partial(images, train),
-        optimizer,
-        test_loss,
-        "test loss",
-        {8: 150, 64: 100},
-    )
+    return Task(ConvNet, digits.loss, partial(images, train), test_loss, steps=200)
 
 
 def images(train: digits.Digits, n: int, seed: int, steps: int) -> Batches:
-    """8 random ones of each rank's own share."""
+    """Random ones of each rank's own share: every n-th image."""
     generator = torch.Generator().manual_seed(seed)
+    ranks = torch.arange(n).unsqueeze(1)
+    shares = (len(train.y) - ranks + n - 1) // n
     for _ in range(steps):
-        drawn = [train.shard(rank, n).batch(8, generator) for rank in range(n)]
-        yield torch.stack([each.x for each in drawn]), torch.stack([each.y for each in drawn])
+        drawn = ranks + n * (torch.rand(n, max(1, TOTAL // n), generator=generator) * shares).long()
+        yield train.x[drawn], train.y[drawn]
 
 
-# Characters: a transformer of one block, AdamW, on text that ships with Python.
+# Characters: a transformer of one block, on text that ships with Python.
 
 TEXT = characters.text()
+SHA256 = hashlib.sha256(TEXT.encode()).hexdigest()
 SYMBOLS = sorted(set(TEXT))
 
 
@@ -151,7 +171,7 @@ class Characters(nn.Module):
 
 
 def characters_task(context: int = 32, sequences: int | None = None) -> Task:
-    """On batches of so many sequences a rank; None for 32 in all."""
+    """On batches of so many sequences a rank; None for TOTAL in all."""
     data = characters.characters()
     train, validation = data.tensor_split([len(data) * 9 // 10])
 
@@ -163,116 +183,347 @@ def characters_task(context: int = 32, sequences: int | None = None) -> Task:
     def batches(n: int, seed: int, steps: int) -> Batches:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
-            yield cut(
-                train, torch.randint(len(train) - context, (n, sequences or max(1, 32 // n)), generator=generator)
-            )
+            rows = sequences or max(1, TOTAL // n)
+            yield cut(train, torch.randint(len(train) - context, (n, rows), generator=generator))
 
     def validation_loss(model: nn.Module, params: dict[str, Tensor]) -> float:
         with torch.no_grad():
             starts = torch.arange(0, len(validation) - context, 2 * context)
             return loss(model, params, *cut(validation, starts)).item()
 
-    optimizer = partial(torch.optim.AdamW, lr=3e-3)
-    return Task(Characters, loss, batches, optimizer, validation_loss, "validation loss", {8: 200, 64: 60})
+    return Task(Characters, loss, batches, validation_loss, steps=200)
 
 
-TASKS = {"digits": digits_task, "characters": characters_task}
+TASKS = {"characters": characters_task, "digits": digits_task}
 
 
-# Runs.
+# Optimizers. Their learning rates rise for the first steps, and then fall to zero.
+
+ADAMW, SGD = "AdamW", "SGD"
+RATE = {ADAMW: 0.01, SGD: 0.1}  # times powers of two
+RISING = 0.05  # of all steps
+BETA = 0.9  # of the first moment
 
 
-def train(out: Path, pipelines: list[str], ranks: list[int], seeds: list[int], steps: int | None = None) -> None:
-    """Runs what has no line in `out` yet, seed by seed."""
-    there = {(line["task"], line["pipeline"], line["n"], line["seed"]) for line in lines_of(out)}
-    tasks = {name: make() for name, make in TASKS.items()}
-    for seed in seeds:
-        for n in ranks:
-            for name, task in tasks.items():
-                for text in pipelines:
-                    if (name, text, n, seed) not in there:
-                        line = run(name, task, text, n, seed, steps or task.steps.get(n, 100))
-                        with out.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(line) + "\n")
+def make_optimizer(name: str, rate: float, has_momentum: bool, params: list[Tensor]) -> torch.optim.Optimizer:
+    """With a momentum of its own, or for a pipeline that gives one, whose steps it then makes as long."""
+    if name == SGD:
+        rate, momentum = (rate, BETA) if has_momentum else (rate / (1 - BETA), 0.0)
+        return torch.optim.SGD(params, lr=rate, momentum=momentum)
+    if has_momentum:
+        return torch.optim.AdamW(params, lr=rate, betas=(BETA, 0.999), weight_decay=0.01)
+    # A mean of gradients that are noise is shorter than they are; the decay is that of the longer rate.
+    shorter = math.sqrt((1 - BETA) / (1 + BETA))
+    return torch.optim.AdamW(params, lr=rate * shorter, betas=(0.0, 0.999), weight_decay=0.01 / shorter)
 
 
-def run(name: str, task: Task, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:
+def scheduled(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer],
+    steps: int,
+    watch: Callable[[int, list[Tensor]], None],
+    params: list[Tensor],
+) -> torch.optim.Optimizer:
+    """An optimizer whose rate rises and falls over `steps`, after each of which `watch` is called."""
+    optimizer, rising = make(params), max(1, round(RISING * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / rising, (steps - t) / (steps - rising))
+    )
+
+    def after(*_: object) -> None:
+        schedule.step()
+        watch(schedule.last_epoch, params)
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+# Runs, and which ones are wanted.
+
+
+class Setting(NamedTuple):
+    task: str
+    optimizer: str
+    n: int
+
+
+class Run(NamedTuple):
+    setting: Setting
+    pipeline: str
+    octave: int  # the learning rate is 2 ** octave times RATE
+    seed: int
+
+
+Found = dict[Run, float]  # the loss in the end; infinite where it diverged
+
+
+def found_in(lines: Iterable[dict[str, Any]]) -> Found:
+    return {
+        Run(Setting(x["task"], x["optimizer"], x["n"]), x["pipeline"], x["octave"], x["seed"]): math.inf
+        if x["quality"] is None
+        else x["quality"]
+        for x in lines
+    }
+
+
+def best(found: Found, setting: Setting, text: str, seed: int) -> int | None:
+    """The octave of the least loss with a seed, if those on both sides of it have been run."""
+    rates = octaves(found, setting, text, seed)
+    least = min(rates, key=rates.__getitem__, default=None)
+    return least if least is not None and {least - 1, least + 1} <= rates.keys() else None
+
+
+def octaves(found: Found, setting: Setting, text: str, seed: int) -> dict[int, float]:
+    return {run.octave: loss for run, loss in found.items() if run[:2] == (setting, text) and run.seed == seed}
+
+
+def searched(found: Found, setting: Setting, text: str, seed: int, start: int) -> Iterator[Run]:
+    """The runs that bracket the best octave, as far as they are known by now: one more until there is none."""
+    rates = octaves(found, setting, text, seed)
+    least = min(rates, key=rates.__getitem__, default=start)
+    for octave in (least, least + 1, least - 1):
+        yield Run(setting, text, octave, seed)
+
+
+def at_best_of_mean(found: Found, setting: Setting) -> int | None:
+    """The octave of the plain mean, on any number of ranks."""
+    return best(found, setting._replace(n=SEARCHED_ON), EXACT, 0)
+
+
+def runs_on(setting: Setting, text: str) -> bool:
+    return setting.n <= 8 or OVER_FEW not in text
+
+
+def wanted(found: Found, settings: Sequence[Setting], pipelines: Sequence[str], seeds: Sequence[int]) -> Iterator[Run]:
+    """All runs that what is found calls for, the most telling first; runs that are done are among them."""
+    octave = {}
+    for setting in settings:
+        yield from searched(found, setting._replace(n=SEARCHED_ON), EXACT, seeds[0], 0)
+        octave[setting] = at_best_of_mean(found, setting)
+    known = [(setting, at) for setting, at in octave.items() if at is not None]
+    mine = [(setting, text, at) for setting, at in known for text in pipelines if runs_on(setting, text)]
+    for setting, text, at in mine:
+        for seed in seeds:
+            yield Run(setting, text, at, seed)
+    for setting, text, at in mine:
+        if text in CLOSE and setting.n == SEARCHED_ON:
+            for seed in range(2 * len(seeds)):
+                yield Run(setting, text, at, seed)
+    losing = [each for each in mine if (gap_of(found, *each, each[2], seeds) or 0) > SEARCHED]
+    for setting, text, at in losing:
+        yield from searched(found, setting, text, seeds[0], at)
+        own = best(found, setting, text, seeds[0])
+        if own is not None:
+            for seed in seeds:
+                yield Run(setting, text, own, seed)
+
+
+def gaps_of(found: Found, setting: Setting, text: str, at: int, own: int, seeds: Sequence[int]) -> list[float]:
+    """How far a pipeline at the octave `own` ends above the plain mean at `at`, for each seed that has both."""
+    pairs = [(found.get(Run(setting, text, own, s)), found.get(Run(setting, EXACT, at, s))) for s in seeds]
+    return [one - other for one, other in pairs if one is not None and other is not None]
+
+
+def gap_of(found: Found, setting: Setting, text: str, at: int, own: int, seeds: Sequence[int]) -> float | None:
+    gaps = gaps_of(found, setting, text, at, own, seeds)
+    return statistics.fmean(gaps) if gaps else None
+
+
+def train(
+    out: Path, settings: Sequence[Setting], pipelines: Sequence[str], seeds: Sequence[int], steps: int | None = None
+) -> None:
+    """Runs what is wanted and has no line in `out` yet, until nothing is."""
+    tasks = {name: make() for name, make in TASKS.items() if name in {each.task for each in settings}}
+    while run := following(found_in(lines_of(out)), settings, pipelines, seeds):
+        task = tasks[run.setting.task]
+        line = done(replace(task, steps=steps or task.steps), run)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def following(found: Found, *options: Any) -> Run | None:
+    return next((run for run in wanted(found, *options) if run not in found), None)
+
+
+def done(task: Task, run: Run) -> dict[str, Any]:
     """Trains once. Pipelines get the same initial parameters and batches; seeds others."""
-    sync = fnddp.parse(text)
+    (name, optimizer, n), text, octave, seed = run
     torch.manual_seed(seed)
     model = task.make()
-    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    begin = time.process_time()
-    done = fnddp.simulate_training(
-        partial(task.loss, model),
-        params,
-        task.batches(n, seed, steps),
-        sync,
-        world_size=n,
-        optimizer=task.optimizer,
-    )
-    seconds = time.process_time() - begin
-    wire_bytes = round(mean(period(sync, params, world_size=n), lambda plan: plan.wire_bytes))
+    params = named_parameters(model)
+    rate, curve = RATE[optimizer] * 2.0**octave, {}
+
+    def watch(step: int, leaves: list[Tensor]) -> None:
+        if step in (task.steps // 2, task.steps * 3 // 4):
+            curve[step] = task.quality(model, dict(zip(tree.flatten(params)[0], leaves, strict=True)))
+
+    make = partial(make_optimizer, optimizer, rate, HAS_MOMENTUM not in text)
+    began = time.process_time()
+    try:
+        after = fnddp.simulate_training(
+            partial(task.loss, model),
+            params,
+            task.batches(n, seed, task.steps),
+            fnddp.parse(text),
+            world_size=n,
+            optimizer=partial(scheduled, make, task.steps, watch),
+        )
+        quality, last = task.quality(model, after.params), after.losses[-10:].mean().item()
+    except torch.linalg.LinAlgError:  # of what is not finite
+        quality = last = math.nan
     line = {
         "task": name,
-        "pipeline": text,
+        "optimizer": optimizer,
         "n": n,
+        "pipeline": text,
+        "octave": octave,
+        "rate": rate,
         "seed": seed,
-        "steps": steps,
+        "steps": task.steps,
+        "samples": task.steps * TOTAL,
         "parameters": sum(p.numel() for p in params.values()),
-        "quality": task.quality(model, done.params),
-        "measure": task.measure,
-        "training_loss": done.losses[-10:].mean().item(),
-        "wire_bytes": wire_bytes,
-        "cpu_seconds": round(seconds, 2),
+        "quality": quality if math.isfinite(quality) else None,
+        "curve": curve,
+        "training_loss": last if math.isfinite(last) else None,
+        "cpu_seconds": round(time.process_time() - began, 2),
+        **where(),
     }
-    print(
-        f"{name:10} n={n:<2} seed {seed}  {line['quality']:.4f}  {wire_bytes:9,} B  {seconds:5.1f} s  {text}",
-        flush=True,
-    )
+    at = f"{name:10} {optimizer:5} n={n:<2} seed {seed} {rate:8.4g}"
+    print(f"{at}  {quality:.4f}  {line['cpu_seconds']:5.1f} s  {text}", flush=True)
     return line
+
+
+@cache
+def where() -> dict[str, str]:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    told = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", told.read_text() if told.exists() else "")
+    return {
+        "commit": commit.stdout.strip(),
+        "torch": torch.__version__,
+        "host": model[1] if model else platform.machine(),
+    }
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+# What was found: how far above the plain mean a pipeline ends, and how sure that is.
+
+# Two-sided 95 % of Student's t, by the number of seeds.
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+
+
+class Gap(NamedTuple):
+    """Nats above the plain mean at its best learning rate, paired by seed."""
+
+    octave: int
+    mean: float
+    spread: float  # the standard deviation over seeds
+    seeds: int
+
+    @property
+    def half(self) -> float:
+        """Half of the interval in which the mean over all seeds lies, with 95 % confidence."""
+        return STUDENT[self.seeds] * self.spread / math.sqrt(self.seeds) if self.seeds > 1 else math.inf
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.mean):
+            return "diverged"
+        return f"{self.mean:+.3f} ± {self.spread:.3f}"
+
+
+class Result(NamedTuple):
+    """Of a pipeline in a setting: at the plain mean's best learning rate, and at its own."""
+
+    setting: Setting
+    pipeline: str
+    same: Gap
+    own: Gap
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether no loss is seen: it is below what is searched for, and zero is within its interval."""
+        return self.same.mean <= SEARCHED and self.same.mean <= self.same.half
+
+
+def results(found: Found, pipelines: Sequence[str]) -> list[Result]:
+    """Of all that has been run with all of its seeds."""
+    every: list[Result] = []
+    seeds = sorted({run.seed for run in found})
+    for setting in sorted({run.setting for run in found}):
+        at = at_best_of_mean(found, setting)
+        if at is None:
+            continue
+        for text in pipelines:
+            rates = {run.octave for run in found if run[:2] == (setting, text)}
+            gaps = {k: gaps_of(found, setting, text, at, k, seeds) for k in rates}
+            full = {
+                k: Gap(k, statistics.fmean(each), statistics.stdev(each) if len(each) > 1 else 0.0, len(each))
+                for k, each in gaps.items()
+                if len(each) >= LEAST_SEEDS
+            }
+            if at in full:
+                every.append(Result(setting, text, full[at], min(full.values(), key=lambda gap: gap.mean)))
+    return every
+
+
 # Costs, of a model that is large enough.
 
 
-def costs(pipelines: list[str], ranks: list[int], model: str, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bytes and communication times of a step, on each link, nothing hidden behind backward; those known are kept."""
-    params = models.parameters(model)
-    there = {(x["pipeline"], x["n"], x["model"]): x for x in known}
-    found: list[dict[str, Any]] = []
-    for text in pipelines:
-        for n in ranks:
-            if (text, n, model) in there:
-                found.append(there[text, n, model])
-                continue
-            sync = fnddp.parse(text)
-            repeated = period(sync, params, world_size=n)
-            seconds: dict[str, float] = {}
-            for rate in RATES:
-                link = Link.parse(f"{rate}:{LATENCY}")
-                seconds[rate] = mean(repeated, lambda plan, on=link: plan.estimate(on).communication_seconds)
-            bytes_of = {
-                "wire_bytes": round(mean(repeated, lambda plan: plan.wire_bytes)),
-                "link_bytes": round(mean(repeated, lambda plan: plan.estimate(Link.parse("1gbit")).link_bytes)),
-            }
-            found.append({"pipeline": text, "n": n, "model": model, **bytes_of, "seconds": seconds})
-    return found
+def costs(pipelines: Sequence[str], ranks: Sequence[int], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each pipeline on each number of ranks; those that are known are kept."""
+    there = {(x["pipeline"], x["n"]): x for x in known}
+    large = named_parameters(models.load(COSTED).make(0))
+    trained = {name: named_parameters(make().make()) for name, make in TASKS.items()}
+    return [there.get((text, n)) or cost(text, n, large, trained) for text in pipelines for n in ranks]
 
 
-def mean(repeated: Sequence[Recurring], of: Callable[[fnddp.Plan], float]) -> float:
+def named_parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {path: parameter.detach() for path, parameter in module.named_parameters()}
+
+
+def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """Bytes of a step, its time on each link, nothing hidden behind backward, and what encoding takes here."""
+    sync = fnddp.parse(text)
+    repeated = period(sync, large, world_size=n)
+    links = {rate: Link.parse(f"{rate}:{LATENCY}") for rate in RATES}
+    return {
+        "pipeline": text,
+        "n": n,
+        "model": COSTED,
+        "wire_bytes": round(mean(repeated, lambda each: each.plan.wire_bytes)),
+        "link_bytes": link_bytes(repeated),
+        "seconds": {
+            rate: mean(repeated, lambda each, on=link: each.plan.estimate(on).communication_seconds)
+            for rate, link in links.items()
+        },
+        "encoding_seconds": mean(repeated, encoding_seconds),
+        "link_bytes_of_trained": {
+            name: link_bytes(period(sync, params, world_size=n)) for name, params in trained.items()
+        },
+    }
+
+
+def link_bytes(repeated: Sequence[Recurring]) -> int:
+    return round(mean(repeated, lambda each: each.plan.estimate(Link.parse("1gbit")).link_bytes))
+
+
+def encoding_seconds(recurring: Recurring) -> float:
+    """Of all segments of a plan, on one core: the least of three measurements, as others may use the machine."""
+    measured = [fnddp.measure_segments(recurring.plan, recurring.state, calls=3) for _ in range(3)]
+    return sum(min(each) for each in zip(*measured, strict=True))
+
+
+def mean(repeated: Sequence[Recurring], of: Callable[[Recurring], float]) -> float:
     """Over the steps that a pipeline repeats."""
-    return statistics.fmean((of(each.plan) for each in repeated), [each.steps for each in repeated])
+    return statistics.fmean(map(of, repeated), [each.steps for each in repeated])
 
 
 # Sums in 16 bits.
 
 
-def accumulation(sizes: list[int], elements: int = 1024) -> list[dict[str, Any]]:
+def accumulation(sizes: Sequence[int], elements: int = 1024) -> list[dict[str, Any]]:
     """The relative error of a mean of n gradients that are half signal, half noise."""
     found: list[dict[str, Any]] = []
     for text in ("bf16(allreduce)", "bf16(two_shot)", "fp16(allreduce)", "fp16(two_shot)"):
@@ -291,85 +542,254 @@ def accumulation(sizes: list[int], elements: int = 1024) -> list[dict[str, Any]]
 # Reports.
 
 
-def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and spread over seeds of each pipeline, and how far it is from the mean gradient's, seed by seed."""
-    exact = {(x["task"], x["n"], x["seed"]): x["quality"] for x in lines if x["pipeline"] == EXACT}
-    runs: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for line in lines:
-        runs.setdefault((line["task"], line["n"], line["pipeline"]), []).append(line)
-    found: list[dict[str, Any]] = []
-    for (task, n, text), of in runs.items():
-        quality = [x["quality"] for x in of]
-        gaps = [x["quality"] - exact[task, n, x["seed"]] for x in of if (task, n, x["seed"]) in exact]
-        found.append(
-            {
-                "task": task,
-                "n": n,
-                "pipeline": text,
-                "seeds": len(of),
-                "steps": of[0]["steps"],
-                "quality": statistics.fmean(quality),
-                "spread": statistics.stdev(quality) if len(of) > 1 else 0.0,
-                "gap": statistics.fmean(gaps) if gaps else math.nan,
-                "gap_spread": statistics.stdev(gaps) if len(gaps) > 1 else 0.0,
-                "wire_bytes": of[0]["wire_bytes"],
-            }
-        )
-    return found
-
-
-def report(out: Path, folder: Path, pipelines: list[str], ranks: list[int], sizes: list[int], model: str) -> None:
+def report(
+    out: Path, folder: Path, settings: Sequence[Setting], pipelines: Sequence[str], sizes: Sequence[int]
+) -> None:
     lines, file = lines_of(out), folder / "convergence.json"
+    found = found_in(lines)
     known = json.loads(file.read_text())["costs"] if file.exists() else []
-    found = {
-        "text_sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
-        "results": summary(lines),
-        "costs": costs(pipelines, ranks, model, known),
-        "accumulation": accumulation(sizes),
-    }
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    picture.save(partial(draw_convergence, found["results"]), folder / "convergence.svg")
-    picture.save(partial(draw_accumulation, found["accumulation"]), folder / "accumulation.svg")
-    print(tables(found))
+    ranks = sorted({setting.n for setting in settings})
+    of = results(found, pipelines)
+    found_costs = costs(pipelines, ranks, known)
+    errors = accumulation(sizes)
+    file.write_text(json.dumps({"text_sha256": SHA256, "costs": found_costs, "accumulation": errors}, indent=1) + "\n")
+    picture.save(partial(draw_convergence, of, found_costs), folder / "convergence.svg")
+    picture.save(partial(draw_accumulation, errors), folder / "accumulation.svg")
+    table = Table(of, found_costs, pipelines)
+    for name, text in {
+        "which-pipeline.md": table.which(),
+        "which-pipeline-short.md": table.which_short(),
+        "convergence-means.md": table.means(lines),
+        "convergence-losses.md": table.losses(),
+        "convergence-costs.md": table.costs(),
+    }.items():
+        (folder / name).write_text(text + "\n")
+        print(f"\n{name}\n\n{text}")
+    data = folder / DATA.name if folder != ASSETS else DATA
+    data.write_text(json.dumps(table.data(), indent=1) + "\n")
+    print(f"{len(lines)} runs, {sum(x['cpu_seconds'] for x in lines) / 3600:.1f} hours of CPU")
 
 
-def tables(found: dict[str, Any]) -> str:
-    parts: list[str] = []
-    for task, n in dict.fromkeys((x["task"], x["n"]) for x in found["results"]):
-        rows = sorted((x for x in found["results"] if (x["task"], x["n"]) == (task, n)), key=lambda x: x["quality"])
-        parts.append(f"\n{task}, {n} ranks, {rows[0]['steps']} steps\n")
-        parts.append("| pipeline | loss | above the mean's, same seed | B a step |\n| --- | --: | --: | --: |")
-        for x in rows:
-            loss, gap = f"{x['quality']:.3f} ± {x['spread']:.3f}", f"{x['gap']:+.4f} ± {x['gap_spread']:.4f}"
-            parts.append(f"| `{x['pipeline']}` | {loss} | {gap} | {x['wire_bytes']:,} |")
-    for n in dict.fromkeys(x["n"] for x in found["costs"]):
-        parts.append(f"\ncommunication of a step, {n} ranks\n")
-        parts.append(f"| pipeline | MB handed over | MB on the link | {' | '.join(RATES)} |")
-        parts.append(f"| --- | --: | --: |{' --: |' * len(RATES)}")
-        for x in found["costs"]:
-            if x["n"] == n:
-                times = " | ".join(f"{x['seconds'][rate] * 1e3:.1f} ms" for rate in RATES)
+class Table:
+    """What was found and what it costs, as tables."""
+
+    def __init__(self, of: Sequence[Result], cost: Sequence[dict[str, Any]], pipelines: Sequence[str]) -> None:
+        self.of = {(x.setting, x.pipeline): x for x in of}
+        self.cost = {(x["pipeline"], x["n"]): x for x in cost}
+        self.pipelines = pipelines
+        self.settings = sorted({x.setting for x in of})
+        self.ranks = sorted({setting.n for setting in self.settings})
+
+    def found(self, text: str, optimizer: str | None = None, n: int | None = None) -> list[Result]:
+        """Of a pipeline; with an optimizer or on a number of ranks, if one is given."""
+        return [
+            result
+            for setting in self.settings
+            if (result := self.of.get((setting, text)))
+            and optimizer in (None, setting.optimizer)
+            and n in (None, setting.n)
+        ]
+
+    def is_safe(self, text: str, n: int) -> bool:
+        """Whether no seed tells it from the mean, with any optimizer, in any task, on any number of ranks."""
+        has_run = {(x.setting.task, x.setting.optimizer) for x in self.found(text, n=n)}
+        return len(has_run) == len(TASKS) * len(RATE) and all(result.is_safe for result in self.found(text))
+
+    def loss(self, text: str, optimizer: str, n: int) -> float:
+        """The larger one of the two tasks', at the pipeline's own best rate; infinite where one was not run."""
+        gaps = [result.own.mean for result in self.found(text, optimizer, n)]
+        return max(gaps) if len(gaps) == len(TASKS) else math.inf
+
+    def fastest(self, n: int, rate: str, among: Sequence[str], loss: Callable[[str], float]) -> str:
+        """The one of least loss among those that are about as fast as the fastest."""
+        seconds = {text: self.cost[text, n]["seconds"][rate] for text in among}
+        near = [text for text in among if seconds[text] <= ABOUT * min(seconds.values())]
+        return min(near, key=loss)
+
+    def choices(self, n: int, rate: str) -> list[tuple[str, str]]:
+        """What to send, and for whom."""
+        safe = [text for text in self.pipelines if self.is_safe(text, n)]
+        first = self.fastest(n, rate, safe, lambda text: self.pipelines.index(text))
+        rows = [("no loss seen", first)]
+        lossy: dict[str, list[str]] = {}
+        for optimizer in RATE:
+            loss = partial(self.loss, optimizer=optimizer, n=n)
+            some = [text for text in self.pipelines if text in safe or loss(text) <= AFFORDABLE]
+            lossy.setdefault(self.fastest(n, rate, some, loss), []).append(optimizer)
+        for text, optimizers in lossy.items():
+            if text != first:
+                rows.append((f"some loss, {' and '.join(optimizers)}", text))
+        return rows
+
+    def gaps(self, text: str, optimizer: str, n: int) -> str:
+        """In each task, at the pipeline's own best rate."""
+        of = [self.of.get((Setting(task, optimizer, n), text)) for task in TASKS]
+        return "0" if text == EXACT else ", ".join("not run" if x is None else str(x.own) for x in of)
+
+    def which(self) -> str:
+        tasks = ", ".join(TASKS)
+        lines = [
+            f"| ranks | link | | pipeline | MB | on the wire | encoding | {ADAMW}: {tasks} | {SGD}: {tasks} |",
+            "| --: | --- | --- | --- | --: | --: | --: | --- | --- |",
+        ]
+        for n in self.ranks:
+            for rate in RATES:
+                for who, text in self.choices(n, rate):
+                    x = self.cost[text, n]
+                    times = f"{milliseconds(x['seconds'][rate])} | {milliseconds(x['encoding_seconds'])}"
+                    losses = f"{self.gaps(text, ADAMW, n)} | {self.gaps(text, SGD, n)}"
+                    megabytes = f"{x['link_bytes'] / 1e6:.1f}"
+                    lines.append(f"| {n} | {WORDS[rate]} | {who} | `{text}` | {megabytes} | {times} | {losses} |")
+        return "\n".join(lines)
+
+    def which_short(self) -> str:
+        n = self.ranks[0]
+        lines = [
+            f"| link | no loss seen | step | some loss | step | nats above the mean: {', '.join(TASKS)} |",
+            "| --- | --- | --: | --- | --: | --- |",
+        ]
+        for rate in RATES:
+            (_, safe), *some = self.choices(n, rate)
+            cells = [f"`{safe}`", milliseconds(self.cost[safe, n]["seconds"][rate])]
+            for who, text in some[:1]:
+                optimizer = who.split(", ")[1].split(" and ")[0]
+                cells += [f"`{text}`", milliseconds(self.cost[text, n]["seconds"][rate]), self.gaps(text, optimizer, n)]
+            lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |" + " | | |" * (not some))
+        return "\n".join(lines)
+
+    def means(self, lines: Sequence[dict[str, Any]]) -> str:
+        """What the plain mean reaches, by learning rate."""
+        found, parts = (
+            found_in(lines),
+            [
+                "| task | optimizer | learning rate: loss, seed 0 | best | half, three quarters, all steps |",
+                "| --- | --- | --- | --: | --- |",
+            ],
+        )
+        for setting in self.settings:
+            if setting.n != SEARCHED_ON:
+                continue
+            rates = sorted(octaves(found, setting, EXACT, 0).items())
+            at = at_best_of_mean(found, setting)
+            assert at is not None
+            of = [
+                x
+                for x in lines
+                if (x["task"], x["optimizer"], x["n"]) == setting and (x["pipeline"], x["octave"]) == (EXACT, at)
+            ]
+            curve = [
+                statistics.fmean(each) for each in zip(*([*x["curve"].values(), x["quality"]] for x in of), strict=True)
+            ]
+            losses = ", ".join(f"{rate_of(setting, octave):g}: {loss:.3f}" for octave, loss in rates)
+            later = ", ".join(f"{loss:.3f}" for loss in curve)
+            parts.append(f"| {setting.task} | {setting.optimizer} | {losses} | {rate_of(setting, at):g} | {later} |")
+        return "\n".join(parts)
+
+    def losses(self) -> str:
+        parts: list[str] = []
+        for n in self.ranks:
+            for optimizer in RATE:
+                settings = [Setting(task, optimizer, n) for task in TASKS]
+                parts.append(f"\n**{optimizer}, {n} ranks**\n")
+                parts.append(
+                    "| pipeline | fewer bytes | "
+                    + " | ".join(f"{t}, at the mean's rate | at its own" for t in TASKS)
+                    + " |"
+                )
+                parts.append("| --- | --: |" + " --: | --: |" * len(TASKS))
+                for text in self.pipelines:
+                    cells: list[str] = []
+                    for setting in settings:
+                        x = self.of.get((setting, text))
+                        is_own = x and x.own.octave != x.same.octave
+                        cells += [
+                            "not run" if x is None else str(x.same),
+                            f"{x.own} at {rate_of(setting, x.own.octave):g}" if x and is_own else "",
+                        ]
+                    if runs_on(settings[0], text):
+                        fewer = [self.fewer(text, n, task) for task in TASKS]
+                        parts.append(f"| `{text}` | {', '.join(f'{x:.1f}x' for x in fewer)} | {' | '.join(cells)} |")
+        return "\n".join(parts).strip()
+
+    def fewer(self, text: str, n: int, task: str) -> float:
+        """How many times fewer bytes than the plain mean's a link carries, of the model that was trained."""
+        of = [self.cost[each, n]["link_bytes_of_trained"][task] for each in (EXACT, text)]
+        return of[0] / of[1]
+
+    def costs(self) -> str:
+        parts: list[str] = []
+        for n in self.ranks:
+            parts.append(f"\n{n} ranks:\n")
+            parts.append(f"| pipeline | MB handed over | MB on the link | {' | '.join(WORDS.values())} | encoding |")
+            parts.append(f"| --- | --: | --: |{' --: |' * (len(RATES) + 1)}")
+            for text in self.pipelines:
+                x = self.cost[text, n]
+                times = " | ".join(milliseconds(x["seconds"][rate]) for rate in RATES)
                 sizes = f"{x['wire_bytes'] / 1e6:.2f} | {x['link_bytes'] / 1e6:.2f}"
-                parts.append(f"| `{x['pipeline']}` | {sizes} | {times} |")
-    return "\n".join(parts)
+                parts.append(f"| `{text}` | {sizes} | {times} | {milliseconds(x['encoding_seconds'])} |")
+        return "\n".join(parts).strip()
 
+    def data(self) -> list[dict[str, Any]]:
+        """For `fnddp.choose`."""
 
-def draw_convergence(results: list[dict[str, Any]]) -> Figure:
-    panels = sorted({(x["task"], x["n"]) for x in results})
-    order = list(dict.fromkeys(x["pipeline"] for x in results))
-    rows = math.ceil(len(panels) / 2)
-    figure = Figure(figsize=(12, 4 * rows + 3), layout="constrained")
-    for i, (task, n) in enumerate(panels):
-        axes = figure.add_subplot(rows, 2, i + 1)
-        for x in (x for x in results if (x["task"], x["n"]) == (task, n)):
-            j = order.index(x["pipeline"])
-            marker = "osD^vP*X<>"[j // 10 % 10]
-            axes.errorbar(
-                x["wire_bytes"], x["quality"], yerr=x["spread"], fmt=marker, color=f"C{j % 10}", label=x["pipeline"]
+        def gap(text: str, optimizer: str, n: int) -> list[float] | None:
+            worst = max(self.found(text, optimizer, n), key=lambda x: x.own.mean, default=None)
+            return (
+                None
+                if worst is None or not math.isfinite(worst.own.mean)
+                else [round(worst.own.mean, 4), round(worst.own.spread, 4)]
             )
-        axes.set(xscale="log", xlabel="wire bytes a step and rank", ylabel="final loss", title=f"{task}, {n} ranks")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
+
+        return [
+            {
+                "pipeline": text,
+                "safe": text == EXACT
+                or all(self.is_safe(text, n) for n in self.ranks if runs_on(Setting("", "", n), text)),
+                "optimizer": "has no momentum of its own" if HAS_MOMENTUM in text else None,
+                "loss": {o: {str(n): gap(text, o, n) for n in self.ranks} for o in RATE},
+            }
+            for text in self.pipelines
+        ]
+
+
+def rate_of(setting: Setting, octave: int) -> float:
+    return RATE[setting.optimizer] * 2.0**octave
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+
+
+def draw_convergence(of: Sequence[Result], cost: Sequence[dict[str, Any]]) -> Figure:
+    table = Table(of, cost, list(dict.fromkeys(x["pipeline"] for x in cost)))
+    figure = Figure(figsize=(12, 4 * len(table.ranks) + 3), layout="constrained")
+    for row, n in enumerate(table.ranks):
+        for column, optimizer in enumerate(RATE):
+            axes = figure.add_subplot(len(table.ranks), len(RATE), 1 + row * len(RATE) + column)
+            for j, text in enumerate(table.pipelines):
+                marker, colour = "osD^vP*X<>"[j // 10 % 10], f"C{j % 10}"
+                for x in table.found(text, optimizer, n):
+                    if math.isfinite(x.own.mean):
+                        axes.errorbar(
+                            table.fewer(text, n, x.setting.task),
+                            x.own.mean,
+                            yerr=x.own.spread,
+                            fmt=marker,
+                            color=colour,
+                            label=text,
+                            fillstyle="full" if x.setting.task == next(iter(TASKS)) else "none",
+                        )
+            axes.set(
+                xscale="log",
+                xlabel="times fewer bytes on the link than the plain mean",
+                ylabel="nats above the plain mean",
+                title=f"{optimizer}, {n} ranks",
+            )
+            axes.axhline(0, color="black", linewidth=0.5)
+            axes.set_yscale("symlog", linthresh=0.01)
+    pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in reversed(pairs)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
@@ -392,26 +812,27 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ASSETS / "convergence.jsonl", help="lines of json, one for each run"
     )
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--optimizers", nargs="+", choices=list(RATE), default=list(RATE))
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--first", type=int, metavar="N", help="so many pipelines of the list, for less time")
+    parser.add_argument("--steps", type=int, help="other than each task's own: into another --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"text: {len(TEXT):,} characters, sha256 {hashlib.sha256(TEXT.encode()).hexdigest()}")
+    print(f"text: {len(TEXT):,} characters, sha256 {SHA256}")
+    settings = [Setting(t, o, n) for n in arguments.ranks for o in arguments.optimizers for t in arguments.tasks]
     if arguments.quick:
         with tempfile.TemporaryDirectory() as folder:
-            out, some = (
-                Path(folder) / "convergence.jsonl",
-                [EXACT, "error_feedback(bucketize(sign(two_shot, chunk=256)))"],
-            )
-            train(out, some, [4], [0], steps=3)
-            train(out, some, [4], [0], steps=3)  # resumes: nothing is left to do
-            report(out, Path(folder), some, [4], [2, 8], COSTED)
-            print(f"{len(lines_of(out))} runs")
+            out, some = Path(folder) / "convergence.jsonl", [EXACT, "error_feedback(sign(allgather))"]
+            few = [Setting(task, ADAMW, SEARCHED_ON) for task in TASKS]
+            train(out, few, some, [0, 1], steps=3)
+            train(out, few, some, [0, 1], steps=3)  # resumes: nothing is left to do
+            report(out, Path(folder), few, some, [2, 8])
     elif arguments.command == "train":
-        train(arguments.out, PIPELINES, arguments.ranks, arguments.seeds)
+        train(arguments.out, settings, PIPELINES[: arguments.first], arguments.seeds, arguments.steps)
     else:
-        sizes = [2**i for i in range(1, 11)]
-        report(arguments.out, arguments.out.parent, PIPELINES, arguments.ranks, sizes, COSTED)
+        report(arguments.out, arguments.out.parent, settings, PIPELINES, [2**i for i in range(1, 11)])
 
 
 if __name__ == "__main__":

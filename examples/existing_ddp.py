@@ -24,7 +24,7 @@ class Training:
     def __init__(self) -> None:
         self.model = DistributedDataParallel(digits.make_model(seed=0))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        sync = fnddp.warmup(fnddp.error_feedback(fnddp.powersgd(fnddp.fp16(fnddp.allreduce), rank=2)), steps=30)
+        sync = fnddp.warmup(fnddp.error_feedback(fnddp.powersgd(fnddp.bf16(fnddp.allreduce), rank=2)), steps=30)
         self.handle = fnddp.register(self.model, sync)
 
     def run(self, data: digits.Digits, first: int, last: int) -> None:

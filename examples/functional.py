@@ -27,8 +27,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(rank)
     model = digits.make_model(seed=0)
 
-    # A pipeline is a value: print it, compare it, pass it on. Read it inside out: fp16 on the wire, around it low rank.
-    sync = fnddp.error_feedback(fnddp.powersgd(fnddp.fp16(fnddp.allreduce), rank=2))
+    # A pipeline is a value: print it, compare it, pass it on. Read it inside out: two hops, 8 bits, long rows.
+    sync = fnddp.bucketize(fnddp.quantize(fnddp.two_shot))
 
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
     velocity = {name: torch.zeros_like(p) for name, p in params.items()}

@@ -29,7 +29,7 @@ from fnddp.integrations.torchft import DistributedDataParallel
 KILLED_AT = 60  # the step in which replica 1 dies, the first time
 TOGETHER = 100  # training ends when both have taken so many steps in a row
 SECONDS = timedelta(seconds=20)
-SYNC = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+SYNC = "error_feedback(powersgd(bf16(allreduce), rank=2))"
 
 
 def train(replica: int, lighthouse: str, dies: bool) -> None:

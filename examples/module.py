@@ -21,7 +21,7 @@ class Training:
     """A model, its optimizer, and how they are saved. Only the line with `sync=` is not the usual one."""
 
     def __init__(self) -> None:
-        sync = fnddp.error_feedback(fnddp.powersgd(fnddp.fp16(fnddp.allreduce), rank=2))
+        sync = fnddp.error_feedback(fnddp.powersgd(fnddp.bf16(fnddp.allreduce), rank=2))
         self.model = fnddp.DistributedDataParallel(digits.make_model(seed=0), sync=sync)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 

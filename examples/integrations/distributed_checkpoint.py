@@ -14,7 +14,7 @@ from fnddp import DistributedDataParallel, parse
 from fnddp.cli import digits  # real handwritten digits; needs pip install 'fnddp[demo]'
 from fnddp.integrations.checkpoint import async_save, load
 
-SYNC = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+SYNC = "error_feedback(powersgd(bf16(allreduce), rank=2))"
 STEPS, BATCH = 60, 32
 
 

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from fnddp.integrations.huggingface import FnddpTrainerMixin
 
-SYNC = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+SYNC = "error_feedback(powersgd(bf16(allreduce), rank=2))"
 LENGTH, STEPS = 64, 30
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fnddp.cli import digits  # real handwritten digits; needs pip install 'fnddp[demo]'
 from fnddp.integrations.lightning import FnddpStrategy
 
-SYNC = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+SYNC = "error_feedback(powersgd(bf16(allreduce), rank=2))"
 
 
 class Digits(LightningModule):

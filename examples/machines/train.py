@@ -22,7 +22,7 @@ from fnddp import DistributedDataParallel, parse
 from fnddp.cli import digits  # real handwritten digits; needs pip install 'fnddp[demo]'
 from fnddp.integrations.checkpoint import load, save
 
-SYNC = "error_feedback(powersgd(fp16(allreduce), rank=2))"
+SYNC = "error_feedback(powersgd(bf16(allreduce), rank=2))"
 BATCH, STEPS, EVERY = 32, 40, 10  # a checkpoint every so many steps
 
 
