@@ -29,9 +29,9 @@ pytestmark = [
 
 SIZES = {"wide": (1400, 900), "phone": (390, 844)}
 FOUND = {
-    "which pipeline should I use": "choose/",
-    "slow network": "choose/",
-    "bandwidth": "choose/",
+    "which pipeline should I use": "which-pipeline/",
+    "slow network": "which-pipeline/",
+    "bandwidth": "which-pipeline/",
     "FSDP2": "fsdp/",
 }
 
@@ -121,7 +121,7 @@ def test_search_finds_what_people_look_for_at_the_first_place(site: str, browser
 
 
 @pytest.mark.parametrize(
-    "page", ["", "choose/", "ddp/", "fsdp/", "catalogue/", "glossary/", "contract/", "api/pipelines/"]
+    "page", ["", "which-pipeline/", "ddp/", "fsdp/", "catalogue/", "glossary/", "contract/", "api/pipelines/"]
 )
 def test_pages_are_no_wider_than_the_screen(site: str, browser: Any, size: str, scheme: str, page: str) -> None:
     browser.get(site + page)

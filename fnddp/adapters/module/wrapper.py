@@ -80,7 +80,7 @@ class DistributedDataParallel(TorchNames):
         forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
         sync: The pipeline. "auto" measures, in less than a second, the link between these ranks and what encoding costs
             here, and takes what `fnddp.choose` does: the fastest pipeline that no loss shows, or the plain mean. One
-            line of the log says which, and why. A checkpoint that is loaded keeps its own. See docs/auto.md.
+            line of the log says which, and why. A checkpoint that is loaded keeps its own. See docs/choose.md.
         wire: Moves gradients between ranks; torch.distributed by default. Another one must know the group of the
             pipeline. Buffers, and `join`, use torch.distributed in any case.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
