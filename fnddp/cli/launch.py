@@ -24,6 +24,7 @@ from fnddp import device as devices
 from fnddp.cli import checks, models, terminal
 from fnddp.cli.failures import FAILED, Failure, WrongArgument, print_error
 from fnddp.cli.network import Host, loopback_device, shaped_hosts, signals_held
+from fnddp.show.text import count
 from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
 
 TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stopped, ends the run
@@ -240,8 +241,8 @@ class Ranks:
         """
         found: list[Any] = []
         with ExitStack() as stack:
-            starts = f"starting {self.count} ranks" if self.at is None else f"waiting for {self.count} ranks"
-            show = stack.enter_context(terminal.progress(starts))
+            does = "starting" if self.at is None else "waiting for"
+            show = stack.enter_context(terminal.progress(f"{does} {count(self.count, 'rank')}"))
             if self.at is None:
                 hosts = stack.enter_context(shaped_hosts(self.count, self.link)) if self.link else ()
                 options: Any = {"hosts": hosts, "device": self.device, "imports": self.imports}
@@ -279,21 +280,21 @@ def check_ranks(
         raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; leave --ranks out")
     elif shaped is not None:
         raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
-    count = ranks or DEFAULT_RANKS if at is None else at.world_size
-    needed = (1 if is_shared else count) if at is None else at.local_rank + 1
-    return Ranks(at, count, _device(device, needed), shaped, checks.check_imports(imports))
+    number = ranks or DEFAULT_RANKS if at is None else at.world_size
+    needed = (1 if is_shared else number) if at is None else at.local_rank + 1
+    return Ranks(at, number, _device(device, needed), shaped, checks.check_imports(imports))
 
 
 def _device(device: str, needed: int) -> str:
-    here, count = devices.accelerator(), torch.accelerator.device_count()
+    here, number = devices.accelerator(), torch.accelerator.device_count()
     if device == "auto":
-        return here if here is not None and count >= needed else "cpu"
+        return here if here is not None and number >= needed else "cpu"
     if device not in ("cpu", here):
         raise WrongArgument(
             f"--device {device}: torch finds {here or 'no accelerator'} here; use --device {here or 'cpu'}"
         )
-    if device != "cpu" and count < needed:
-        raise WrongArgument(f"--device {device}: {needed} ranks need one each, and there is {count}; use --device cpu")
+    if device != "cpu" and number < needed:
+        raise WrongArgument(f"--device {device}: {needed} ranks need one each, and there is {number}; use --device cpu")
     return device
 
 
