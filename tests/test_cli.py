@@ -95,7 +95,10 @@ WRONG = {
         (["--model", "nothing"], "known ones are digits, transformer, deep, gpt2, resnet18. Your own is FILE.py:fn"),
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
         (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, ends, frozen, "),
-        (["--model", "models.py:of_width"], "models.py:of_width cannot be called without arguments: missing a req"),
+        (
+            ["--model", "models.py:of_width"],
+            "models.py:of_width failed: TypeError: of_width() missing 1 required positional argument: ",
+        ),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),

@@ -17,7 +17,7 @@ RATIOS = "ratios.png"
 
 def show(run: Run) -> None:
     """Print the conditions, the comparison, the verdict, and where the time goes."""
-    echo(", ".join(f"{key}: {value}" for key, value in run.conditions.items()) + "\n")
+    echo(", ".join(f"{key}: {value}" for key, value in run.conditions.items() if value is not None) + "\n")
     table(run).show()
     if line := verdict(run):
         echo(f"{line}\n")

@@ -31,8 +31,6 @@ TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stop
 SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
 
 Work = Callable[..., Iterable[Any]]
-
-
 DEFAULT_RANKS = 2
 HINT = (
     "If ranks cannot connect: MASTER_ADDR must be an address of rank 0's host that all can reach, and MASTER_PORT must "
@@ -58,10 +56,6 @@ class Stage:
 class _Failed:
     when: float  # on the clock that all processes of a machine share; -inf for a rank that could not report
     how: str
-
-
-class _Done:
-    """The last message of a rank whose work is done."""
 
 
 def run_ranks(
@@ -128,7 +122,7 @@ def _run_rank(
         dist.init_process_group(backend, rank=rank, world_size=n, store=store, timeout=TIMEOUT)
         for event in work(*arguments):
             pipe.send(event)
-        pipe.send(_Done())
+        pipe.send(None)  # the work is done
         pipe.recv()  # waits until the parent ends it: leaving would break connections that others still read from
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
@@ -146,12 +140,12 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
     while working and time.monotonic() < deadline:
         for pipe, message in _messages(working, None if deadline == math.inf else deadline - time.monotonic()):
             process = working[pipe]
-            if isinstance(message, _Done | _Failed):
+            if message is None or isinstance(message, _Failed):
                 del working[pipe]
             if isinstance(message, _Failed):
                 failures[process] = message
                 deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
-            elif pipe is pipes[0] and not isinstance(message, _Done) and not failures:
+            elif pipe is pipes[0] and message is not None and not failures:
                 yield message
     if failures:
         first = min(filter(failures.get, processes), key=lambda process: failures[process].when)
@@ -273,7 +267,9 @@ def check_ranks(
     They are on a `device` each, or share one if they are processes and `is_shared`; "auto" is an accelerator if there
     are enough.
     """
-    at, shaped = rank_info(), checks.check_shaped(link)
+    at, shaped = rank_info(), None if link == "loopback" else link
+    if shaped is not None:
+        checks.check_link(shaped)
     if at is None:
         checks.check_processes(ranks or DEFAULT_RANKS)
     elif ranks not in (None, at.world_size):

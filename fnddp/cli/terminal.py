@@ -45,10 +45,9 @@ def console(stream: TextIO, width: int | None = None) -> Console:
     )
 
 
-def echo(text: str, style: str = "", most: int = WHOLE) -> None:
-    """Print `text` on standard output, folded between words where that is a terminal, and at `most` columns."""
-    to = console(sys.stdout)
-    to.print(text, style=style, width=min(to.width, most))
+def echo(text: str) -> None:
+    """Print `text` on standard output, folded between words where that is a terminal."""
+    console(sys.stdout).print(text)
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,9 @@ def progress(text: str) -> Generator[Callable[..., None]]:
     )
     # Of launchers, torchrun alone gives its terminal to all ranks.
     is_shown = to.is_terminal and not to.is_dumb_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(*columns, console=to, transient=True, expand=True, disable=not is_shown) as line:
+    with Progress(
+        *columns, console=to, transient=True, expand=True, refresh_per_second=4, disable=not is_shown
+    ) as line:
         task = line.add_task(text, total=None)
 
         def show(text: str, done: int = 0, of: int | None = None) -> None:
