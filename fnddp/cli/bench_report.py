@@ -125,7 +125,7 @@ def draw(run: Run) -> Figure:
     panels[0].invert_yaxis()
     link = f"{setup.ranks.link} links" if setup.ranks.link else f"{hosts} hosts" if hosts > 1 else "loopback"
     figure.suptitle(
-        f"{setup.model}, {setup.parameters / 1e6:.1f} M parameters, {count(setup.ranks.count, 'rank')}, {link}: "
+        f"{setup.model}, {setup.parameters:,} parameters, {count(setup.ranks.count, 'rank')}, {link}: "
         f"median and quartiles of {setup.pairs} paired steps",
         size=10,
     )
