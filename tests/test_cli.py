@@ -16,6 +16,7 @@ import fnddp
 from fnddp.cli import main, models
 from fnddp.cli.checks import RANKS_PER_CORE, check_processes
 from fnddp.cli.failures import BROKEN_PIPE, WrongArgument
+from fnddp.cli.options import MODELS
 from tests import workloads
 
 FILE = workloads.__file__
@@ -94,7 +95,10 @@ WRONG = {
         (["--model", "nothing"], "known ones are digits, transformer, deep, gpt2, resnet18. Your own is FILE.py:fn"),
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
         (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, ends, frozen, "),
-        (["--model", "models.py:of_width"], "models.py:of_width cannot be called without arguments: missing a req"),
+        (
+            ["--model", "models.py:of_width"],
+            "models.py:of_width failed: TypeError: of_width() missing 1 required positional argument: ",
+        ),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
@@ -294,6 +298,22 @@ def test_commands_options_and_what_options_may_be_are_completed(
     assert complete("fnddp", "plan", "--mo") == {"--model"}
     assert complete("fnddp", "plan", "--model", "g") == {"gpt2"}
     assert complete("fnddp", "bench", "--engine", "") == {"ddp", "register", "value_and_grad"}
+    assert complete("fnddp", "bench", "--model", "") == set(MODELS)
+
+
+def test_models_that_a_command_refuses_are_not_completed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fnddp.cli.options.find_spec", lambda name: None if name == "sklearn" else name)
+    offered = completed(monkeypatch, capsys, "fnddp", "tune", "--model", "")
+    with torch.device("meta"):
+        modules = {name: models.load(name).build() for name in MODELS if name != "digits"}
+    changing = {
+        name
+        for name, module in modules.items()
+        if any(getattr(part, "track_running_stats", False) for part in module.modules())
+    }
+    assert offered == set(modules) - changing != set(modules)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

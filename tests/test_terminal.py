@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 
-from fnddp.cli import main
+from fnddp.cli import main, terminal
 from fnddp.cli.terminal import Table
-from tests.workloads import WIDE
+from tests.workloads import SMALL, WIDE
 
 LOW_RANK = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 NUMBERS = ("1,230,720", "17.23 ms", "1.723 ms", "5,440")
@@ -68,6 +69,41 @@ def test_a_dumb_terminal_gets_text_alone(said: Callable[..., tuple[str, str]], t
     assert "\r" in progress
     assert max(map(len, re.split(r"[\r\n]|lowered .*", ESCAPES.sub("", progress)))) <= 60
     assert not {"\x1b", "\r"} & set("".join(said(60, *demo, TERM="dumb")))
+
+
+TUNE = ("tune", "--ranks", "2", "--steps", "1", "--seeds", "1", "--pipelines", "sign(allgather)")
+PHASES = {
+    (*PLAN[:2], "--model", SMALL): ["loading ", "checking allreduce", "lowering allreduce"],
+    (*TUNE, "--model", SMALL): ["loading ", "timing forward and backward", "timing allreduce", "training allreduce, "],
+    ("bench", "allreduce", "--ranks", "1", "--pairs", "1", "--model", SMALL): [
+        *("loading ", "starting 1 rank", "preparing allreduce", "warming up ", "timing "),
+    ],
+}
+
+
+@pytest.mark.parametrize("command", PHASES)
+def test_progress_shows_each_phase_from_its_start(
+    command: tuple[str, ...],
+    said: Callable[..., tuple[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, shown = said(200, *command)
+    at = [shown.find(phase) for phase in ("importing torch", *PHASES[command])]
+    assert -1 not in at
+    assert at == sorted(at)
+
+
+def test_progress_shows_the_time_that_is_left() -> None:
+    now, clock = [0.0], terminal._Clock()
+    line = Progress(clock, get_time=lambda: now[0], disable=True)
+    task = line.add_task("training", total=40)
+    shown: list[str] = []
+    for now[0] in (1, 2, 3):
+        shown.append(clock.render(line.tasks[0]))
+        line.update(task, advance=1)
+    assert shown == ["0:00:01", "0:00:02", "0:00:03, 0:00:38 left"]
 
 
 @pytest.mark.parametrize("width", [8, 33, 40, 80])

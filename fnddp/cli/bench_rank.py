@@ -42,7 +42,6 @@ PEERS = ("ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "none")
 BF16_ON_CPU = "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
 POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
 
-
 PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode", "end")
 """Parts of a step's time on the host, in the order in which they run."""
 
@@ -193,13 +192,9 @@ def make_arms(setup: Setup, device: torch.device) -> Iterator[Arm]:
     generator = torch.Generator().manual_seed(rank)
     batch = tuple(part.to(device) for part in problem.batch(rank, dist.get_world_size(), generator))
 
-    def module() -> nn.Module:
-        return problem.make(setup.seed).to(device)
-
-    for sync in setup.pipelines:
-        yield _ours(sync, setup, module(), problem.loss, batch)
-    for peer in setup.peers:
-        yield _peer(peer, setup, module(), problem.loss, batch)
+    for each in (*setup.pipelines, *setup.peers):
+        given = setup, problem.make(setup.seed).to(device), problem.loss, batch
+        yield _peer(each, *given) if isinstance(each, str) else _ours(each, *given)
 
 
 def _ours(sync: Sync | Auto, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
@@ -220,13 +215,11 @@ def _peer(peer: str, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) 
     if peer == "none":
         return _module(module, loss, batch)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    if peer == "fp16_hook":
-        model.register_comm_hook(None, fp16_compress_hook)
-    elif peer == "bf16_hook":
-        model.register_comm_hook(None, bf16_compress_hook)
-    elif peer == "powersgd_hook":  # from the first step that it can
+    if peer == "powersgd_hook":  # from the first step that it can
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
+    elif peer != "ddp":
+        model.register_comm_hook(None, {"fp16_hook": fp16_compress_hook, "bf16_hook": bf16_compress_hook}[peer])
     return _module(model, loss, batch)
 
 

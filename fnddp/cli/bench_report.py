@@ -17,7 +17,7 @@ RATIOS = "ratios.png"
 
 def show(run: Run) -> None:
     """Print the conditions, the comparison, the verdict, and where the time goes."""
-    echo(", ".join(f"{key}: {value}" for key, value in run.conditions.items()) + "\n")
+    echo(", ".join(f"{key}: {value}" for key, value in run.conditions.items() if value is not None) + "\n")
     table(run).show()
     if line := verdict(run):
         echo(f"{line}\n")
@@ -125,7 +125,7 @@ def draw(run: Run) -> Figure:
     panels[0].invert_yaxis()
     link = f"{setup.ranks.link} links" if setup.ranks.link else f"{hosts} hosts" if hosts > 1 else "loopback"
     figure.suptitle(
-        f"{setup.model}, {setup.parameters / 1e6:.1f} M parameters, {count(setup.ranks.count, 'rank')}, {link}: "
+        f"{setup.model}, {setup.parameters:,} parameters, {count(setup.ranks.count, 'rank')}, {link}: "
         f"median and quartiles of {setup.pairs} paired steps",
         size=10,
     )

@@ -34,19 +34,18 @@ def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
     return parameters
 
 
-def check_pipeline(text: str, parameters: Mapping[str, Tensor]) -> Sync:
-    """Return the pipeline that `text` describes, if it fits `parameters`."""
-    try:
-        sync = parse(text)
-        sync.init(parameters)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a named group does not exist
-        raise WrongArgument.of(error) from error
-    return sync
-
-
 def check_pipelines(texts: Sequence[str], parameters: Mapping[str, Tensor]) -> list[Sync]:
-    """Return the pipelines that `texts` describe."""
-    return terminal.each("checking", lambda text: check_pipeline(text, parameters), texts)
+    """Return the pipelines that `texts` describe, if they fit `parameters`."""
+
+    def check(text: str) -> Sync:
+        try:
+            sync = parse(text)
+            sync.init(parameters)
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a named group does not exist
+            raise WrongArgument.of(error) from error
+        return sync
+
+    return terminal.each("checking", check, texts)
 
 
 def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
@@ -140,14 +139,6 @@ def check_share(text: str) -> float:
     if not 0 <= number < math.inf:
         raise WrongArgument(f"--within: must be 0 or a positive number, such as 1% or 0.01, got {text!r}")
     return number / 100 if text.endswith("%") else number
-
-
-def check_shaped(link: str) -> str | None:
-    """Return `link` if ranks are to be joined by it; None for loopback."""
-    if link == "loopback":
-        return None
-    check_link(link)
-    return link
 
 
 def check_writable(path: Path, option: str, *, is_folder: bool = False) -> None:

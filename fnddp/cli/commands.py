@@ -6,33 +6,20 @@ from typing import Annotated, Literal
 
 import typer
 
+from fnddp.cli import options
 from fnddp.cli.failures import FAILED, WrongArgument
-from fnddp.cli.options import (
-    DEFAULT_PIPELINES,
-    Device,
-    Imports,
-    Json,
-    Link,
-    Model,
-    Out,
-    Pipelines,
-    PipelinesOption,
-    Ranks,
-    Seed,
-    positive,
-)
 
 
 def demo(
-    more: Pipelines = None,
-    pipelines: PipelinesOption = None,
-    ranks: Ranks = None,
-    model: Model = "digits",
+    more: options.Pipelines = None,
+    pipelines: options.PipelinesOption = None,
+    ranks: options.Ranks = None,
+    model: options.Model = "digits",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps with each pipeline")] = 400,
-    device: Device = "cpu",
-    out: Out = Path("fnddp-demo"),
-    seed: Seed = 0,
-    imports: Imports = None,
+    device: options.Device = "cpu",
+    out: options.Out = Path("fnddp-demo"),
+    seed: options.Seed = 0,
+    imports: options.Imports = None,
 ) -> int:
     """Train with several pipelines and compare them.
 
@@ -48,7 +35,7 @@ def demo(
 
     here = launch.check_ranks(ranks, device, imports=imports)
     parameters = checks.check_model(model)
-    texts = [*(pipelines or ()), *(more or ())] or DEFAULT_PIPELINES
+    texts = [*(pipelines or ()), *(more or ())] or options.DEFAULT_PIPELINES
     syncs = checks.check_pipelines(texts, parameters)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
@@ -72,8 +59,8 @@ def demo(
 
 
 def plan(
-    pipelines: Pipelines = None,
-    model: Model = "transformer",
+    pipelines: options.Pipelines = None,
+    model: options.Model = "transformer",
     ranks: Annotated[
         str,
         typer.Option(
@@ -122,16 +109,17 @@ def plan(
     backward: Annotated[
         float | None,
         typer.Option(
-            callback=positive,
+            callback=options.positive,
             metavar="SECONDS",
             help="time of backward, to compute the step and its exposed communication (default: none is hidden)",
         ),
     ] = None,
     bucket_cap_mb: Annotated[
-        float, typer.Option(callback=positive, metavar="MB", help="MiB of gradients whose payloads travel together")
+        float,
+        typer.Option(callback=options.positive, metavar="MB", help="MiB of gradients whose payloads travel together"),
     ] = 25.0,
     show: Annotated[bool, typer.Option("--show", help="print each plan in full, too")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the timeline of the plan of one pipeline")
     ] = None,
@@ -142,7 +130,7 @@ def plan(
             help="write the predicted step of one pipeline, for ui.perfetto.dev, as a trace of torch's profiler",
         ),
     ] = None,
-    imports: Imports = None,
+    imports: options.Imports = None,
 ) -> int:
     """Compute what pipelines would send and take on a cluster.
 
@@ -165,7 +153,7 @@ def plan(
         checks.check_imports(imports)
         plan_axes.show(model, (shards, replicas), (gradients, weights), pipelines or [], link or ["1gbit"], as_json)
         return 0
-    texts, links = pipelines or DEFAULT_PIPELINES, link or ["1gbit"]
+    texts, links = pipelines or options.DEFAULT_PIPELINES, link or ["1gbit"]
     files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
     if show and as_json:
         raise WrongArgument("--json prints nothing else: leave --show out")
@@ -197,13 +185,13 @@ def plan(
 
 def bench(
     context: typer.Context,
-    pipelines: Pipelines = None,
+    pipelines: options.Pipelines = None,
     codecs: Annotated[
         bool,
         typer.Option("--codecs", help="instead, time encoding and decoding of the pipelines, or of all codecs"),
     ] = False,
-    ranks: Ranks = None,
-    link: Link = "loopback",
+    ranks: options.Ranks = None,
+    link: options.Link = "loopback",
     against: Annotated[
         str,
         typer.Option(
@@ -211,7 +199,7 @@ def bench(
             help="ddp: torch's; fp16_hook, bf16_hook, powersgd_hook: the same with a hook; none: no synchronization",
         ),
     ] = "ddp,fp16_hook,none",
-    model: Model = "transformer",
+    model: options.Model = "transformer",
     pairs: Annotated[int, typer.Option(min=1, metavar="N", help="timed rounds")] = 30,
     engine: Annotated[
         Literal["ddp", "register", "value_and_grad"],
@@ -221,15 +209,15 @@ def bench(
         bool,
         typer.Option("--compile", help="compile all steps; pipelines then run in functional ones, whole"),
     ] = False,
-    device: Device = "cpu",
-    out: Out = Path("fnddp-bench"),
-    seed: Seed = 0,
+    device: options.Device = "cpu",
+    out: options.Out = Path("fnddp-bench"),
+    seed: options.Seed = 0,
     profile: Annotated[bool, typer.Option("--profile", help="also print where the host's time goes in a step")] = False,
     backend: Annotated[
         Literal["inductor"] | None,
         typer.Option(help="what compiles the computation of plans; Python by default"),
     ] = None,
-    imports: Imports = None,
+    imports: options.Imports = None,
 ) -> int:
     """Time training steps with pipelines against torch's own DDP.
 
@@ -279,29 +267,29 @@ def bench(
 
 
 def tune(
-    more: Pipelines = None,
-    pipelines: PipelinesOption = None,
-    model: Model = "digits",
+    more: options.Pipelines = None,
+    pipelines: options.PipelinesOption = None,
+    model: options.Model = "digits",
     data: Annotated[
         Literal["digits", "text", "own"] | None,
         typer.Option(
             help="scikit-learn's images, Python's help texts by character, or the model's own batches (the default)"
         ),
     ] = None,
-    link: Link = "1gbit",
+    link: options.Link = "1gbit",
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of virtual ranks")] = 8,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="of each training")] = 150,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="trainings with each pipeline")] = 3,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="samples of a rank in a step")] = 8,
     rate: Annotated[
         float | None,
-        typer.Option(callback=positive, metavar="R", help="the first learning rate; it falls linearly"),
+        typer.Option(callback=options.positive, metavar="R", help="the first learning rate; it falls linearly"),
     ] = None,
     within: Annotated[
         str, typer.Option(metavar="P", help="how much worse than the plain mean's a loss may be: 1%, 0.01, or 0")
     ] = "1%",
-    out: Out = Path("fnddp-tune"),
-    imports: Imports = None,
+    out: options.Out = Path("fnddp-tune"),
+    imports: options.Imports = None,
 ) -> int:
     """Find the fastest pipeline that trains as well as the mean.
 
@@ -339,12 +327,12 @@ def tune(
 
 def trace(
     pipeline: Annotated[str, typer.Argument(metavar="PIPELINE", help="for example 'fp16(allreduce)'")],
-    model: Model = "transformer",
-    ranks: Ranks = None,
-    link: Link = "loopback",
-    out: Out = Path("fnddp-step.json"),
-    seed: Seed = 0,
-    imports: Imports = None,
+    model: options.Model = "transformer",
+    ranks: options.Ranks = None,
+    link: options.Link = "loopback",
+    out: options.Out = Path("fnddp-step.json"),
+    seed: options.Seed = 0,
+    imports: options.Imports = None,
 ) -> int:
     """Record a step and predict it, for ui.perfetto.dev.
 
@@ -355,7 +343,7 @@ def trace(
     from fnddp.cli import checks, launch, recording
 
     here = launch.check_ranks(ranks, link=link, imports=imports)
-    sync = checks.check_pipeline(pipeline, checks.check_model(model))
+    (sync,) = checks.check_pipelines([pipeline], checks.check_model(model))
     checks.check_writable(out, "--out")
     found = here.run(recording.record, sync, model, seed)
     if here.report:
@@ -367,10 +355,10 @@ def trace(
 
 
 def doctor(
-    ranks: Ranks = None,
-    model: Model = "transformer",
-    device: Device = "auto",
-    as_json: Json = False,
+    ranks: options.Ranks = None,
+    model: options.Model = "transformer",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> int:
     """Check what is installed, ranks and their links.
 

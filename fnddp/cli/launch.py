@@ -24,14 +24,13 @@ from fnddp import device as devices
 from fnddp.cli import checks, models, terminal
 from fnddp.cli.failures import FAILED, Failure, WrongArgument, print_error
 from fnddp.cli.network import Host, loopback_device, shaped_hosts, signals_held
+from fnddp.show.text import count
 from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
 
 TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stopped, ends the run
 SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
 
 Work = Callable[..., Iterable[Any]]
-
-
 DEFAULT_RANKS = 2
 HINT = (
     "If ranks cannot connect: MASTER_ADDR must be an address of rank 0's host that all can reach, and MASTER_PORT must "
@@ -57,10 +56,6 @@ class Stage:
 class _Failed:
     when: float  # on the clock that all processes of a machine share; -inf for a rank that could not report
     how: str
-
-
-class _Done:
-    """The last message of a rank whose work is done."""
 
 
 def run_ranks(
@@ -127,7 +122,7 @@ def _run_rank(
         dist.init_process_group(backend, rank=rank, world_size=n, store=store, timeout=TIMEOUT)
         for event in work(*arguments):
             pipe.send(event)
-        pipe.send(_Done())
+        pipe.send(None)  # the work is done
         pipe.recv()  # waits until the parent ends it: leaving would break connections that others still read from
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
@@ -145,12 +140,12 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
     while working and time.monotonic() < deadline:
         for pipe, message in _messages(working, None if deadline == math.inf else deadline - time.monotonic()):
             process = working[pipe]
-            if isinstance(message, _Done | _Failed):
+            if message is None or isinstance(message, _Failed):
                 del working[pipe]
             if isinstance(message, _Failed):
                 failures[process] = message
                 deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
-            elif pipe is pipes[0] and not isinstance(message, _Done) and not failures:
+            elif pipe is pipes[0] and message is not None and not failures:
                 yield message
     if failures:
         first = min(filter(failures.get, processes), key=lambda process: failures[process].when)
@@ -240,8 +235,8 @@ class Ranks:
         """
         found: list[Any] = []
         with ExitStack() as stack:
-            starts = f"starting {self.count} ranks" if self.at is None else f"waiting for {self.count} ranks"
-            show = stack.enter_context(terminal.progress(starts))
+            does = "starting" if self.at is None else "waiting for"
+            show = stack.enter_context(terminal.progress(f"{does} {count(self.count, 'rank')}"))
             if self.at is None:
                 hosts = stack.enter_context(shaped_hosts(self.count, self.link)) if self.link else ()
                 options: Any = {"hosts": hosts, "device": self.device, "imports": self.imports}
@@ -272,28 +267,30 @@ def check_ranks(
     They are on a `device` each, or share one if they are processes and `is_shared`; "auto" is an accelerator if there
     are enough.
     """
-    at, shaped = rank_info(), checks.check_shaped(link)
+    at, shaped = rank_info(), None if link == "loopback" else link
+    if shaped is not None:
+        checks.check_link(shaped)
     if at is None:
         checks.check_processes(ranks or DEFAULT_RANKS)
     elif ranks not in (None, at.world_size):
         raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; leave --ranks out")
     elif shaped is not None:
         raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
-    count = ranks or DEFAULT_RANKS if at is None else at.world_size
-    needed = (1 if is_shared else count) if at is None else at.local_rank + 1
-    return Ranks(at, count, _device(device, needed), shaped, checks.check_imports(imports))
+    number = ranks or DEFAULT_RANKS if at is None else at.world_size
+    needed = (1 if is_shared else number) if at is None else at.local_rank + 1
+    return Ranks(at, number, _device(device, needed), shaped, checks.check_imports(imports))
 
 
 def _device(device: str, needed: int) -> str:
-    here, count = devices.accelerator(), torch.accelerator.device_count()
+    here, number = devices.accelerator(), torch.accelerator.device_count()
     if device == "auto":
-        return here if here is not None and count >= needed else "cpu"
+        return here if here is not None and number >= needed else "cpu"
     if device not in ("cpu", here):
         raise WrongArgument(
             f"--device {device}: torch finds {here or 'no accelerator'} here; use --device {here or 'cpu'}"
         )
-    if device != "cpu" and count < needed:
-        raise WrongArgument(f"--device {device}: {needed} ranks need one each, and there is {count}; use --device cpu")
+    if device != "cpu" and number < needed:
+        raise WrongArgument(f"--device {device}: {needed} ranks need one each, and there is {number}; use --device cpu")
     return device
 
 

@@ -31,7 +31,7 @@ def fnddp(
 
 
 def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
-    """Print the script that enables tab completion of `fnddp` in a shell.
+    """Print the script for tab completion in a shell.
 
     bash: source <(fnddp completion bash). zsh, after compinit: source <(fnddp completion zsh).
     fish: fnddp completion fish | source.

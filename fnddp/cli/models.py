@@ -1,6 +1,5 @@
 """Problems by name, or from a function in a file: a model, batches and a loss. All commands take them."""
 
-import inspect
 import sys
 import sysconfig
 import traceback
@@ -191,14 +190,6 @@ def _maker(name: str) -> Callable[[], Any]:
         there = sorted(key for key, value in vars(module).items() if _is_model(value) and not key.startswith("_"))
         hint = did_you_mean(attribute, there) or f"; it has {', '.join(there) or 'none'}"
         raise WrongArgument(f"{where} has no function or module {attribute!r}{hint}")
-    try:
-        inspect.signature(made).bind()
-    except ValueError:  # some built-in ones have no signature
-        pass
-    except TypeError as error:
-        raise WrongArgument(
-            f"{name} cannot be called without arguments: {error}; give it a default, or name another function"
-        ) from error
     return partial(_called, name, made)
 
 

@@ -1,6 +1,7 @@
 """Options of several commands. This file and those of commands import no torch: completion runs them at each key."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -30,8 +31,10 @@ def positive(value: float | None) -> float | None:
     return value
 
 
-def _models(incomplete: str) -> list[str]:
-    return [name for name in MODELS if name.startswith(incomplete)]
+def _models(context: typer.Context, incomplete: str) -> list[str]:
+    refused = {"resnet18"} if context.info_name == "tune" else set[str]()  # its forward changes buffers: see `to_tune`
+    refused |= set() if find_spec("sklearn") else {"digits"}
+    return [name for name in MODELS if name not in refused and name.startswith(incomplete)]
 
 
 Pipelines: TypeAlias = Annotated[

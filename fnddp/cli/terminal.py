@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from shutil import get_terminal_size
 from typing import TextIO, TypeVar
 
@@ -19,7 +20,6 @@ NARROWEST = 24  # columns of names, as long as a number can give way instead
 GAP = 2  # columns before each number
 
 _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after these
-
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,10 +45,9 @@ def console(stream: TextIO, width: int | None = None) -> Console:
     )
 
 
-def echo(text: str, style: str = "", most: int = WHOLE) -> None:
-    """Print `text` on standard output, folded between words where that is a terminal, and at `most` columns."""
-    to = console(sys.stdout)
-    to.print(text, style=style, width=min(to.width, most))
+def echo(text: str) -> None:
+    """Print `text` on standard output, folded between words where that is a terminal."""
+    console(sys.stdout).print(text)
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,8 @@ def _folded(name: str, width: int) -> str:
 class _Clock(ProgressColumn):
     def render(self, task: Task) -> str:
         """Return the time since the start of what is being done, and the time that is left."""
-        left = task.time_remaining
-        return (
-            f"{_minutes(task.elapsed or 0)}{'' if left is None or not task.completed else f', {_minutes(left)} left'}"
-        )
-
-
-def _minutes(seconds: float) -> str:
-    return "{}:{:02}".format(*divmod(round(seconds), 60))
+        spent, left = timedelta(seconds=round(task.elapsed or 0)), task.time_remaining
+        return f"{spent}, {timedelta(seconds=left)} left" if left and task.completed else f"{spent}"
 
 
 @contextmanager
@@ -135,7 +128,9 @@ def progress(text: str) -> Generator[Callable[..., None]]:
     )
     # Of launchers, torchrun alone gives its terminal to all ranks.
     is_shown = to.is_terminal and not to.is_dumb_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(*columns, console=to, transient=True, expand=True, disable=not is_shown) as line:
+    with Progress(
+        *columns, console=to, transient=True, expand=True, refresh_per_second=4, disable=not is_shown
+    ) as line:
         task = line.add_task(text, total=None)
 
         def show(text: str, done: int = 0, of: int | None = None) -> None:
