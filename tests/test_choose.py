@@ -68,7 +68,7 @@ def test_slower_links_never_take_more_bytes(ranks: int, loss: Any) -> None:
 
 
 def test_the_plain_mean_stays_where_it_is_not_beaten_by_the_margin() -> None:
-    def taken(codec: float) -> str:
+    def taken(**seconds: float) -> str:
         return repr(
             choose(PARAMS, Link(1e6), world_size=2, codec_seconds={"bf16(allreduce)": codec}, backward_seconds=0)
         )
