@@ -15,6 +15,7 @@ from torch import nn
 from fnddp import cost
 from fnddp.core import tree
 from fnddp.core.agreement import agree, description
+from fnddp.core.codec import Carrier
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves, Tree
@@ -25,6 +26,7 @@ from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.measure import measure_segments
+from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.powersgd import powersgd
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -38,6 +40,9 @@ Loss: TypeAlias = Literal["none", "some"]
 MARGIN = 0.1
 """A pipeline must win by this fraction: two predictions, each within 5 % on two hosts (docs/cost.md)."""
 
+SLOWDOWN = 2
+"""A codec takes up to about this many times as long within a step as alone: backward and messages share its core."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of leaves for which losses were measured, or that have less to lose; others keep the plain mean."""
 
@@ -48,12 +53,13 @@ CODEC_SECONDS = {
     "bucketize(quantize(two_shot))": 1.4e-9,
     "bucketize(quantize(two_shot, bits=4))": 1.3e-9,
     "error_feedback(bucketize(quantize(two_shot, bits=4)))": 3.1e-9,
+    "bucketize(quantize(two_shot, bits=4, rounding='stochastic'))": 3.7e-9,
     "error_feedback(powersgd(bf16(allreduce), rank=8))": 1.15e-9,
 }
 """Seconds to encode and decode a byte of float32 gradients, by pipeline: on one core of an Intel Xeon, eight ranks."""
 
 SHARE_BYTES = 8 * 2**20  # of the leaves, to measure with
-CALLS = 3  # whose median counts
+CALLS = 2  # of which the fastest counts: a rank that waits for the CPU is not a slow one
 SIZE_SECONDS = 0.03  # for each size of a message
 
 _log = logging.getLogger("fnddp")
@@ -74,17 +80,12 @@ class Cost:
     Attributes:
         pipeline: The pipeline, as text.
         wire_seconds: Time of its collectives, one after the other.
-        codec_seconds: Time to encode and decode.
+        codec_seconds: Time to encode and decode, within a step.
     """
 
     pipeline: str
     wire_seconds: float
     codec_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """The longest that it adds: nothing hides behind backward."""
-        return self.wire_seconds + self.codec_seconds
 
     def step(self, backward_seconds: float) -> float:
         """Return the time of a step in which collectives hide behind backward, and forward takes half its time."""
@@ -104,8 +105,9 @@ def choose(
 
     Whether a link is slow depends on how much of it hides behind backward. Where that time is unknown, this returns the
     pipeline whose step is never far from the best one's, however long backward takes: its largest ratio to the best is
-    the least. The plain mean stays unless another wins by `MARGIN`. The wrong choice for a model whose loss you can
-    measure: `fnddp tune` trains with each pipeline.
+    the least. The plain mean stays unless another wins by `MARGIN`. Codecs that encode leaf by leaf, without
+    `bucketize`, are not taken: they cost more the more leaves there are. The wrong choice where you can measure the
+    loss of a model: `fnddp tune` trains with each pipeline.
 
     Args:
         params: Parameters or gradients, which may be on the meta device. A leaf that is not float32, bfloat16 or
@@ -114,7 +116,8 @@ def choose(
         loss: "none" for pipelines whose loss no seed distinguishes from the plain mean's; "some" for all of
             docs/convergence.md that need no optimizer of their own.
         world_size: Number of ranks; None for those that run.
-        codec_seconds: Seconds to encode and decode a byte of gradients, by pipeline. Those not in it are not taken.
+        codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline. Those not in it are not
+            taken.
         backward_seconds: Time of backward; None if unknown.
 
     Raises:
@@ -122,10 +125,9 @@ def choose(
 
     >>> from fnddp import Link
     >>> params = {"w": torch.empty(4096, 4096, device="meta")}
-    >>> for rate in ("100mbit", "1gbit", "100gbit"):
+    >>> for rate in ("100mbit", "100gbit"):
     ...     print(choose(params, Link.parse(rate), world_size=2))
     bucketize(quantize(two_shot))
-    bf16(allreduce)
     allreduce
     """
     if loss not in ("none", "some"):
@@ -157,20 +159,22 @@ def _shares(leaves: Leaves, loss: Loss, n: int | None, device: torch.device) -> 
     part = {"part": torch.empty(max(1, min(nbytes, SHARE_BYTES) // dtype.itemsize), dtype=dtype, device=device)}
     shares: dict[str, _Share] = {}
     for text in candidates(loss):
-        sync = parse(text)
+        kinds = {type(each) for each in all_in(parse(text))}
+        if any(issubclass(kind, Carrier) for kind in kinds) and bucketize not in kinds:
+            continue  # it encodes leaf by leaf, in hundreds of operations that a share does not show
         # The cost of PowerSGD depends on the shapes of matrices, that of others on the number of elements.
-        sample = leaves if any(isinstance(each, powersgd) for each in all_in(sync)) else part
-        plan = lower(sync, sample, world_size=n)
-        shares[text] = _Share(plan, 1.0 if sample is leaves else nbytes / part["part"].nbytes)
+        sample, times = (leaves, 1.0) if powersgd in kinds else (part, nbytes / part["part"].nbytes)
+        shares[text] = _Share(lower(parse(text), sample, world_size=n), times)
     return shares
 
 
 def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[str, float]) -> list[Cost]:
+    copy = codec_seconds.get(repr(allreduce), 0.0)  # no codec is faster than a copy
     return [
         Cost(
             text,
             each.times * each.plan.estimate(links).communication_seconds,
-            each.times * each.nbytes * codec_seconds.get(text, 0.0),
+            SLOWDOWN * each.times * each.nbytes * max(copy, codec_seconds.get(text, 0.0)),
         )
         for text, each in shares.items()
         if text in codec_seconds or text == repr(allreduce)
@@ -222,13 +226,20 @@ def automatic(
     agree(describe, group, wire)
     n = world_size(group)
     costs, found = _measured(held, group, n) if n > 1 else ([], "one rank")
-    texts = candidates("none")
-    taken = texts.index(_best(costs))
     for other in beside:
-        taken = min(control.all_gather_object(taken, other))
+        costs = _slowest(control.all_gather_object(costs, other))
+    taken = _best(costs)
     if not any(live_rank(each) for each in (group, *beside)):
-        _log.warning("%s", _line(texts[taken], costs, found, perf_counter() - begun))
-    return parse(texts[taken])
+        _log.warning("%s", _line(taken, costs, found, perf_counter() - begun))
+    return parse(taken)
+
+
+def _slowest(groups: Sequence[Sequence[Cost]]) -> list[Cost]:
+    """Return the largest costs of each pipeline; none if one of the groups has none."""
+    return [
+        Cost(row[0].pipeline, max(each.wire_seconds for each in row), max(each.codec_seconds for each in row))
+        for row in zip(*groups, strict=False)  # of an empty list: nothing
+    ]
 
 
 def _measured(leaves: Leaves, group: str | None, n: int) -> tuple[list[Cost], str]:
@@ -237,7 +248,8 @@ def _measured(leaves: Leaves, group: str | None, n: int) -> tuple[list[Cost], st
     try:
         shares = _shares(leaves, "none", n, next(iter(leaves.values())).device)
         mine: dict[str, float] | str = {
-            text: sum(measure_segments(each.plan, calls=CALLS)) / each.nbytes for text, each in shares.items()
+            text: min(sum(measure_segments(each.plan, calls=1)) for _ in range(CALLS)) / each.nbytes
+            for text, each in shares.items()
         }
     except Exception as error:
         mine = f"{type(error).__name__}: {error}"
