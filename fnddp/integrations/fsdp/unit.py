@@ -103,7 +103,7 @@ class Unit:
         return {f"parameter {name!r}": f"{list(shape)} of {dtype}" for name, shape in self._rows.shapes.items()}
 
     def traffic(self) -> Traffic:
-        """Return what it sends, of codecs that are tried on zeros."""
+        """Return what it sends, of codecs that are tried without values."""
         again = None if self.fsdp.regathering is None else self.fsdp.regathering.size()
         dtypes = self.fsdp.reduced_dtype, self.fsdp.gathered_dtype
         trained = self._rows_of(self.trained)
@@ -120,8 +120,9 @@ class Unit:
             done = sync.exchange({"": buffer}, state)
             return self._divided(done.mean[""]), done.state
         leaves = rows.unpack(buffer)
-        known = {name: state.residual[name] for name in leaves.keys() & state.residual.keys()}
-        residual = wide_zeros(leaves) | known  # of a parameter that was frozen before, nothing is lost yet
+        residual = {name: state.residual[name] for name in leaves if name in state.residual}
+        new = {name: leaf for name, leaf in leaves.items() if name not in residual}  # frozen until now
+        residual |= wide_zeros(new)
         done = sync.exchange(leaves, replaced(state, residual=residual))
         return self._divided(done.mean[""]), replaced(done.state, residual={**state.residual, **done.state.residual})
 
