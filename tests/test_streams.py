@@ -372,7 +372,7 @@ def test_only_one_file_knows_streams():
 @pytest.mark.parametrize("site", list(waits()))
 def test_every_wait_and_keep_is_needed(site):
     for train in SCENARIOS:
-        for text in (POWERSGD, "allreduce", QUANTIZED, PERIODIC[0]):
+        for text in (POWERSGD, "allreduce", QUANTIZED, PERIODIC[0], "quantize(allgather)"):
             with checking(without=site) as found:
                 train(text, found)
             if found.hazards:
