@@ -73,10 +73,24 @@ class Launches(TorchDispatchMode):
         read = [value for each, value in given if each.alias_info is None or not each.alias_info.is_write]
         if written and func._overloadname != "out" and "copy_" not in str(func):  # in place
             read += written
-        # An operation of ours, which adds one row after the other.
-        self.number += sum(len(each) for each in read[:1]) - 1 if "sum_in_rank_order" in str(func) else 1
+        self.number += _kernels(str(func), [value for _, value in given])
         self.nbytes += _nbytes(read) + _nbytes(written or made)
         return made
+
+
+def _kernels(name: str, values: list[Any]) -> int:
+    """Return how many kernels an operation launches, as far as it is not one."""
+    lists = [each for each in values if isinstance(each, list) and each and isinstance(each[0], Tensor)]
+    if "sum_in_rank_order" in name:  # ours, which adds one row after the other
+        return len(values[0]) - 1
+    if "_foreach" in name and not all(map(_fits, *lists)):  # CUDA then takes one after the other
+        return len(lists[0])
+    return 1
+
+
+def _fits(first: Tensor, *others: Tensor) -> bool:
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(first)
+    return is_dense and all((first.shape, first.stride()) == (each.shape, each.stride()) for each in others)
 
 
 def _nbytes(values: Any) -> int:

@@ -80,7 +80,8 @@ def site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(LIBRARY) and path.name not in ("device.py", "kinds.py"):
+        is_between = path.name in ("device.py", "kinds.py") or frame.f_code.co_name == "_named"
+        if path.is_relative_to(LIBRARY) and not is_between:
             return f"{path.relative_to(LIBRARY).as_posix()}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -343,6 +344,27 @@ class _Operations(TorchDispatchMode):
                     found.access(each, name, writes=True)
         found.kernels.append(name)
         return result
+
+
+def opaque(run: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """Return `run` as Inductor's: one operation on the current stream, of which only what it reads and writes is seen.
+
+    For `torch.compile`, whose code launches all of its kernels there, and reaches no dispatch mode.
+    """
+
+    def whole(*inputs: Any) -> Any:
+        given = [each for each in tree_leaves(inputs) if _is_real(each)]
+        before = [each._version for each in given]
+        with _disable_current_modes():
+            results = run(*inputs)
+        for each, version in zip(given, before, strict=True):
+            checker().access(each, "a compiled segment", writes=each._version != version)
+        for each in tree_leaves(results):
+            if _is_real(each) and each.numel():
+                checker().block(each)
+        return results
+
+    return whole
 
 
 class _Future(torch.futures.Future):

@@ -159,6 +159,7 @@ TOGETHER = [
     "sign(allgather, scale='max', chunk=16)",
     "majority_vote(two_shot)",
     "bf16(two_shot)",
+    "bf16(allgather)",
 ]
 
 
@@ -172,9 +173,10 @@ def test_leaves_that_are_encoded_together_are_each_their_own(monkeypatch, text, 
         step, kept = fnddp.jit(sync), []
         generator = torch.Generator().manual_seed(rank)
         leaves = {f"leaf {i}": torch.zeros(size) for i, size in enumerate(sizes)}
+        leaves["complex"] = torch.zeros(5, dtype=torch.complex64)
         state = expected = sync.init(leaves)
         for _ in range(3):
-            grads = {path: torch.randn(leaf.shape, generator=generator) for path, leaf in leaves.items()}
+            grads = {path: torch.randn_like(leaf, generator=generator) for path, leaf in leaves.items()}
             want, expected = sync(grads, expected)
             got, state = step(grads, state)
             kept.append(((want, expected), (got, state)))
@@ -182,7 +184,7 @@ def test_leaves_that_are_encoded_together_are_each_their_own(monkeypatch, text, 
             assert bits(got) == bits(want)
         assert step.plan is not None
         labels = {payload.label for collective in step.plan.collectives for payload in collective.payloads}
-        assert len(labels) < len(sizes)
+        assert len(labels) < len(leaves)
 
     run_threads(3, body)
 

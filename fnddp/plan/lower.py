@@ -142,7 +142,7 @@ def _without_gc() -> Generator[None]:
 
 
 class Traces:
-    """Cache of the last trace, which also serves plans with other buckets or other dropped leaves."""
+    """Cache of the last trace, which may also serve plans with other buckets or other dropped leaves."""
 
     def __init__(self) -> None:
         self._last: Draft | None = None
@@ -151,14 +151,17 @@ class Traces:
     def of(self, request: Request) -> Draft:
         """Return a trace for `request`, which passes may change."""
         sizes, last = sizes_of(request), self._last
-        is_for = last is not None and sizes == self._sizes and last.phase.holds_for(request.state, sizes)
-        if last is not None and last.is_by_bucket:
-            is_for &= (request.buckets, request.dropped) == (last.request.buckets, last.request.dropped)
-        if not is_for:
+        if last is None or sizes != self._sizes or not self._is_for(last, request, sizes):
             made = trace(request)
-            self._last = replace(made, request=replace(request, state=None))  # or it would keep tensors alive
+            self._last = last = replace(made, request=replace(request, state=None))  # or it would keep tensors alive
             self._sizes = sizes
-        return copied(self._last, request)
+        return copied(last, request)
+
+    @staticmethod
+    def _is_for(last: Draft, request: Request, sizes: Mapping[str | None, int]) -> bool:
+        buckets, dropped = last.request.buckets, last.request.dropped
+        is_alike = not last.is_by_bucket or (buckets, dropped) == (request.buckets, request.dropped)
+        return is_alike and last.phase.holds_for(request.state, sizes)
 
     def plan(self, request: Request) -> Plan:
         return plan_of(self.of(request))

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fnddp.core import tree
 from fnddp.core.sync import groups_of, parts_of, require_means
+from fnddp.device import device_of
 from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, Part
 from fnddp.ir.schedule import Phase
 from fnddp.plan.draft import Draft, Request
@@ -142,7 +143,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(argument, tuple | list):
             return tuple(map(self._like, argument))
         if isinstance(argument, torch.device) and argument.index is None:  # the current one, whichever that is
-            self._is_own |= argument.type not in ("cpu", "meta")
+            self._is_own |= device_of(argument).is_asynchronous
         return type(argument), argument  # 1, 1.0 and True are not the same
 
     def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
@@ -240,7 +241,8 @@ def trace(request: Request) -> Draft:
 
     def bucket_of(path: str) -> int | None:
         asked.append(path)
-        return None if path in request.dropped else request.buckets.get(path)
+        is_alone = path in request.dropped or path not in leaves or leaves[path].dtype.is_complex  # which is aligned
+        return None if is_alone else request.buckets[path]
 
     ranks = dict(zip(sizes, divisors, strict=True))
     world = World(request.world.wire, True, request.world.size, ranks, bucket_of=bucket_of)
