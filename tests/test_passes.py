@@ -148,6 +148,14 @@ def test_many_small_leaves_are_each_their_own(name):
     run_threads(2, body)
 
 
+def test_products_of_small_integers_keep_their_numbers_where_devices_convert_them(monkeypatch):
+    monkeypatch.setattr(Device, "converts_in_place", True)
+    sync = Applied(before=lambda x: (y := (x * 30).to(torch.int8).to(torch.float32)) * y + y * x)
+    grads = {"w": torch.arange(4.0)}
+    got, want = fnddp.jit(sync, backend=None)(grads, ())[0], sync(grads, ())[0]
+    assert got["w"].tolist() == want["w"].tolist() == [0.0, 930.0, 3720.0, 8370.0]
+
+
 # Leaves of a bucket whose parts a codec encodes by themselves are encoded together.
 
 TOGETHER = [

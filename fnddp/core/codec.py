@@ -166,10 +166,10 @@ def batches_of(code: Code, rows: Leaves) -> dict[str, Batch]:
     found: list[tuple[Leaves, int | None]] = []
     last: dict[Any, tuple[Leaves, int]] = {}  # of those alike the last batch, and its bytes
     for path, row in rows.items():
-        bucket = None if bucket_of is None else bucket_of(path)
-        unit = None if bucket is None else unit_of(code, row.shape[1])
+        unit = None if bucket_of is None else unit_of(code, row.shape[1])
+        bucket = None if bucket_of is None or unit is None else bucket_of(path)
         nbytes = row.numel() * row.element_size()
-        if unit is None or nbytes > device_of(row.device).light_bytes:
+        if unit is None or bucket is None or nbytes > device_of(row.device).light_bytes:
             found.append(({path: row}, None))
             continue
         alike = bucket, unit, row.dtype, row.device

@@ -54,7 +54,7 @@ def simplify(draft: Draft) -> Draft:
 
 def _multiply_integers(node: fx.Node) -> None:
     copy, other = (arg for arg in node.args if isinstance(arg, fx.Node))
-    if copy.target is not aten._to_copy.default or set(copy.kwargs) != {"dtype"}:
+    if copy is other or copy.target is not aten._to_copy.default or set(copy.kwargs) != {"dtype"}:
         return
     (source,) = copy.all_input_nodes
     is_exact = value(source).dtype in (torch.int8, torch.uint8) and value(other).dtype == value(copy).dtype
