@@ -751,7 +751,7 @@ class Table:
                 worst = {x.setting.n: x.own for x in sorted(self.found(text, optimizer), key=lambda x: x.own.mean)}
                 loss[optimizer] = {str(n): [round(gap.mean, 4), round(gap.spread, 4)] for n, gap in worst.items()}
             behind = [o for o, of in loss.items() if self.pooled(text, o) and max(of.values())[0] <= AFFORDABLE]
-            if text == EXACT or behind:
+            if behind and all(self.pooled(text, optimizer) for optimizer in RATE):
                 needs = None if len(behind) == len(RATE) else behind[0]
                 needs = "has no momentum of its own" if HAS_MOMENTUM in text else needs
                 rows.append({"pipeline": text, "safe": self.is_safe(text), "optimizer": needs, "loss": loss})
