@@ -768,31 +768,31 @@ def milliseconds(seconds: float) -> str:
 
 def draw_convergence(of: Sequence[Result], cost: Sequence[dict[str, Any]]) -> Figure:
     table = Table(of, cost, list(dict.fromkeys(x["pipeline"] for x in cost)))
-    figure = Figure(figsize=(12, 4 * len(table.ranks) + 3), layout="constrained")
-    for row, n in enumerate(table.ranks):
-        for column, optimizer in enumerate(RATE):
-            axes = figure.add_subplot(len(table.ranks), len(RATE), 1 + row * len(RATE) + column)
-            for j, text in enumerate(table.pipelines):
-                marker, colour = "osD^vP*X<>"[j // 10 % 10], f"C{j % 10}"
-                for x in table.found(text, optimizer, n):
-                    if math.isfinite(x.own.mean):
-                        axes.errorbar(
-                            table.fewer(text, n, x.setting.task),
-                            x.own.mean,
-                            yerr=x.own.spread,
-                            fmt=marker,
-                            color=colour,
-                            label=text,
-                            fillstyle="full" if x.setting.task == next(iter(TASKS)) else "none",
-                        )
-            axes.set(
-                xscale="log",
-                xlabel="times fewer bytes on the link than the plain mean",
-                ylabel="nats above the plain mean",
-                title=f"{optimizer}, {n} ranks",
-            )
-            axes.axhline(0, color="black", linewidth=0.5)
-            axes.set_yscale("symlog", linthresh=0.01)
+    panels = sorted({(setting.n, setting.optimizer) for setting in table.settings})
+    figure = Figure(figsize=(12, 4 * math.ceil(len(panels) / 2) + 3), layout="constrained")
+    for i, (n, optimizer) in enumerate(panels):
+        axes = figure.add_subplot(math.ceil(len(panels) / 2), 2, 1 + i)
+        for j, text in enumerate(table.pipelines):
+            marker, colour = "osD^vP*X<>"[j // 10 % 10], f"C{j % 10}"
+            for x in table.found(text, optimizer, n):
+                if math.isfinite(x.own.mean):
+                    axes.errorbar(
+                        table.fewer(text, n, x.setting.task),
+                        x.own.mean,
+                        yerr=x.own.spread,
+                        fmt=marker,
+                        color=colour,
+                        label=text,
+                        fillstyle="full" if x.setting.task == next(iter(TASKS)) else "none",
+                    )
+        axes.set(
+            xscale="log",
+            xlabel="times fewer bytes on the link than the plain mean",
+            ylabel="nats above the plain mean",
+            title=f"{optimizer}, {n} ranks",
+        )
+        axes.axhline(0, color="black", linewidth=0.5)
+        axes.set_yscale("symlog", linthresh=0.01)
     pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in reversed(pairs)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize="small")
