@@ -74,7 +74,7 @@ SEARCHED = 0.01  # nats above the plain mean, at its best learning rate, from wh
 SEARCHED_ON = 8  # ranks, for the plain mean's learning rate: all ranks together see the same samples on any number
 LEAST_SEEDS = 3  # of what is reported
 AFFORDABLE = 0.05  # nats above the plain mean that "some loss" may be
-ABOUT = 1.1  # times the fastest is about as fast
+ABOUT = 1.25  # times the fastest is about as fast
 RATES = ("100mbit", "1gbit", "10gbit", "100gbit")
 WORDS = dict(zip(RATES, ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"), strict=True))
 LATENCY = "20us"
@@ -410,27 +410,30 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 # What was found: how far above the plain mean a pipeline ends, and how sure that is.
 
-# Two-sided 95 % of Student's t, by the number of seeds.
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-
 
 class Gap(NamedTuple):
     """Nats above the plain mean at its best learning rate, paired by seed."""
 
-    octave: int
-    mean: float
-    spread: float  # the standard deviation over seeds
-    seeds: int
+    gaps: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.gaps)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds."""
+        return statistics.stdev(self.gaps) if len(self.gaps) > 1 and math.isfinite(self.mean) else 0.0
 
     @property
     def half(self) -> float:
-        """Half of the interval in which the mean over all seeds lies, with 95 % confidence."""
-        return STUDENT[self.seeds] * self.spread / math.sqrt(self.seeds) if self.seeds > 1 else math.inf
+        """Half of the interval in which the mean over all seeds lies, with 95 % confidence, by Student's t."""
+        freedom = len(self.gaps) - 1
+        quantile = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)[freedom - 1 : freedom] or (2.1,)
+        return quantile[0] * self.spread / math.sqrt(freedom + 1)
 
     def __str__(self) -> str:
-        if not math.isfinite(self.mean):
-            return "diverged"
-        return f"{self.mean:+.3f} ± {self.spread:.3f}"
+        return f"{self.mean:+.3f} ± {self.spread:.3f}" if math.isfinite(self.mean) else "diverged"
 
 
 class Result(NamedTuple):
@@ -440,11 +443,7 @@ class Result(NamedTuple):
     pipeline: str
     same: Gap
     own: Gap
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether no loss is seen: it is below what is searched for, and zero is within its interval."""
-        return self.same.mean <= SEARCHED and self.same.mean <= self.same.half
+    own_rate: float | None  # None: the mean's
 
 
 def results(found: Found, pipelines: Sequence[str]) -> list[Result]:
@@ -453,18 +452,14 @@ def results(found: Found, pipelines: Sequence[str]) -> list[Result]:
     seeds = sorted({run.seed for run in found})
     for setting in sorted({run.setting for run in found}):
         at = at_best_of_mean(found, setting)
-        if at is None:
-            continue
-        for text in pipelines:
+        for text in pipelines if at is not None else []:
             rates = {run.octave for run in found if run[:2] == (setting, text)}
-            gaps = {k: gaps_of(found, setting, text, at, k, seeds) for k in rates}
-            full = {
-                k: Gap(k, statistics.fmean(each), statistics.stdev(each) if len(each) > 1 else 0.0, len(each))
-                for k, each in gaps.items()
-                if len(each) >= LEAST_SEEDS
-            }
+            gaps = {octave: Gap(tuple(gaps_of(found, setting, text, at, octave, seeds))) for octave in rates}
+            full = {octave: gap for octave, gap in gaps.items() if len(gap.gaps) >= LEAST_SEEDS}
             if at in full:
-                every.append(Result(setting, text, full[at], min(full.values(), key=lambda gap: gap.mean)))
+                own = min(full, key=lambda octave: full[octave].mean)
+                rate = None if own == at else RATE[setting.optimizer] * 2.0**own
+                every.append(Result(setting, text, full[at], full[own], rate))
     return every
 
 
@@ -474,7 +469,7 @@ def results(found: Found, pipelines: Sequence[str]) -> list[Result]:
 def costs(pipelines: Sequence[str], ranks: Sequence[int], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each pipeline on each number of ranks; those that are known are kept."""
     there = {(x["pipeline"], x["n"]): x for x in known}
-    large = named_parameters(models.load(COSTED).make(0))
+    large = models.parameters(COSTED)
     trained = {name: named_parameters(make().make()) for name, make in TASKS.items()}
     return [there.get((text, n)) or cost(text, n, large, trained) for text in pipelines for n in ranks]
 
@@ -484,7 +479,7 @@ def named_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """Bytes of a step, its time on each link, nothing hidden behind backward, and what encoding takes here."""
+    """Bytes of a step, and its time on each link, nothing hidden behind backward and nothing for encoding."""
     sync = fnddp.parse(text)
     repeated = period(sync, large, world_size=n)
     links = {rate: Link.parse(f"{rate}:{LATENCY}") for rate in RATES}
@@ -498,7 +493,6 @@ def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[st
             rate: mean(repeated, lambda each, on=link: each.plan.estimate(on).communication_seconds)
             for rate, link in links.items()
         },
-        "encoding_seconds": mean(repeated, encoding_seconds),
         "link_bytes_of_trained": {
             name: link_bytes(period(sync, params, world_size=n)) for name, params in trained.items()
         },
@@ -507,12 +501,6 @@ def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[st
 
 def link_bytes(repeated: Sequence[Recurring]) -> int:
     return round(mean(repeated, lambda each: each.plan.estimate(Link.parse("1gbit")).link_bytes))
-
-
-def encoding_seconds(recurring: Recurring) -> float:
-    """Of all segments of a plan, on one core: the least of three measurements, as others may use the machine."""
-    measured = [fnddp.measure_segments(recurring.plan, recurring.state, calls=3) for _ in range(3)]
-    return sum(min(each) for each in zip(*measured, strict=True))
 
 
 def mean(repeated: Sequence[Recurring], of: Callable[[Recurring], float]) -> float:
@@ -557,8 +545,9 @@ def report(
     picture.save(partial(draw_accumulation, errors), folder / "accumulation.svg")
     table = Table(of, found_costs, pipelines)
     for name, text in {
-        "which-pipeline.md": table.which(),
+        "which-pipeline.md": table.which(ranks),
         "which-pipeline-short.md": table.which_short(),
+        "convergence-verdicts.md": table.verdicts(),
         "convergence-means.md": table.means(lines),
         "convergence-losses.md": table.losses(),
         "convergence-costs.md": table.costs(),
@@ -566,7 +555,7 @@ def report(
         (folder / name).write_text(text + "\n")
         print(f"\n{name}\n\n{text}")
     data = folder / DATA.name if folder != ASSETS else DATA
-    data.write_text(json.dumps(table.data(), indent=1) + "\n")
+    data.write_text("[\n" + ",\n".join(json.dumps(row) for row in table.data()) + "\n]\n")
     print(f"{len(lines)} runs, {sum(x['cpu_seconds'] for x in lines) / 3600:.1f} hours of CPU")
 
 
@@ -580,81 +569,111 @@ class Table:
         self.settings = sorted({x.setting for x in of})
         self.ranks = sorted({setting.n for setting in self.settings})
 
-    def found(self, text: str, optimizer: str | None = None, n: int | None = None) -> list[Result]:
-        """Of a pipeline; with an optimizer or on a number of ranks, if one is given."""
-        return [
-            result
-            for setting in self.settings
-            if (result := self.of.get((setting, text)))
-            and optimizer in (None, setting.optimizer)
-            and n in (None, setting.n)
-        ]
+    def found(self, text: str, optimizer: str, n: int | None = None) -> list[Result]:
+        """Of a pipeline, in all tasks; on all numbers of ranks, if none is given."""
+        settings = [each for each in self.settings if each.optimizer == optimizer and n in (None, each.n)]
+        return [self.of[setting, text] for setting in settings if (setting, text) in self.of]
 
-    def is_safe(self, text: str, n: int) -> bool:
-        """Whether no seed tells it from the mean, with any optimizer, in any task, on any number of ranks."""
-        has_run = {(x.setting.task, x.setting.optimizer) for x in self.found(text, n=n)}
-        return len(has_run) == len(TASKS) * len(RATE) and all(result.is_safe for result in self.found(text))
+    def pooled(self, text: str, optimizer: str) -> Gap | None:
+        """At the plain mean's best rates, in all tasks and on all numbers of ranks; None where a task is missing."""
+        of = self.found(text, optimizer)
+        has_all = {x.setting.task for x in of} == set(TASKS)
+        return Gap(tuple(gap for x in of for gap in x.same.gaps)) if has_all else None
+
+    def is_safe(self, text: str, optimizers: Sequence[str] = (ADAMW, SGD)) -> bool:
+        """Whether seeds show no loss: not as much as is searched for, and nothing that is surely above zero."""
+        pooled = [self.pooled(text, optimizer) for optimizer in optimizers]
+        return text == EXACT or all(gap and gap.mean <= min(SEARCHED, gap.half) for gap in pooled)
 
     def loss(self, text: str, optimizer: str, n: int) -> float:
-        """The larger one of the two tasks', at the pipeline's own best rate; infinite where one was not run."""
+        """The larger one of the tasks', at the pipeline's own best rate; infinite where one was not run."""
         gaps = [result.own.mean for result in self.found(text, optimizer, n)]
-        return max(gaps) if len(gaps) == len(TASKS) else math.inf
+        return 0.0 if text == EXACT else max(gaps) if len(gaps) == len(TASKS) else math.inf
 
-    def fastest(self, n: int, rate: str, among: Sequence[str], loss: Callable[[str], float]) -> str:
+    def choices(self, n: int, rate: str) -> list[tuple[str, str, list[str]]]:
+        """What is lost, what to send, and with which optimizers; only what is faster than all that loses less."""
+        if rate == RATES[-1]:  # what encoding takes, which is not counted, is more than what the wire saves
+            return [("none seen", "bf16(two_shot)", [])] if ("bf16(two_shot)", n) in self.cost else []
+        here = [text for text in self.pipelines if runs_on(Setting("", "", n), text)]
+        first = self.fastest(n, rate, [text for text in here if HAS_MOMENTUM not in text and self.is_safe(text)], ADAMW)
+        rows: dict[tuple[str, str], list[str]] = {("none seen", first): []}
+        for optimizer in RATE:
+            last = first
+            momentum = [text for text in here if HAS_MOMENTUM in text and self.is_safe(text, [optimizer])]
+            some = [text for text in here if self.loss(text, optimizer, n) <= AFFORDABLE]
+            for lost, among in (("none seen", momentum), ("some", some)):
+                text = self.fastest(n, rate, [last, *among], optimizer)
+                if ABOUT * self.cost[text, n]["seconds"][rate] < self.cost[last, n]["seconds"][rate]:
+                    rows.setdefault((lost, text), []).append(optimizer)
+                    last = text
+        return [(*lost_and_text, optimizers) for lost_and_text, optimizers in rows.items()]
+
+    def fastest(self, n: int, rate: str, among: Sequence[str], optimizer: str) -> str:
         """The one of least loss among those that are about as fast as the fastest."""
         seconds = {text: self.cost[text, n]["seconds"][rate] for text in among}
         near = [text for text in among if seconds[text] <= ABOUT * min(seconds.values())]
-        return min(near, key=loss)
-
-    def choices(self, n: int, rate: str) -> list[tuple[str, str]]:
-        """What to send, and for whom."""
-        safe = [text for text in self.pipelines if self.is_safe(text, n)]
-        first = self.fastest(n, rate, safe, lambda text: self.pipelines.index(text))
-        rows = [("no loss seen", first)]
-        lossy: dict[str, list[str]] = {}
-        for optimizer in RATE:
-            loss = partial(self.loss, optimizer=optimizer, n=n)
-            some = [text for text in self.pipelines if text in safe or loss(text) <= AFFORDABLE]
-            lossy.setdefault(self.fastest(n, rate, some, loss), []).append(optimizer)
-        for text, optimizers in lossy.items():
-            if text != first:
-                rows.append((f"some loss, {' and '.join(optimizers)}", text))
-        return rows
+        return min(near, key=lambda text: self.loss(text, optimizer, n))
 
     def gaps(self, text: str, optimizer: str, n: int) -> str:
         """In each task, at the pipeline's own best rate."""
         of = [self.of.get((Setting(task, optimizer, n), text)) for task in TASKS]
         return "0" if text == EXACT else ", ".join("not run" if x is None else str(x.own) for x in of)
 
-    def which(self) -> str:
+    def which(self, ranks: Sequence[int]) -> str:
         tasks = ", ".join(TASKS)
         lines = [
-            f"| ranks | link | | pipeline | MB | on the wire | encoding | {ADAMW}: {tasks} | {SGD}: {tasks} |",
+            f"| ranks | link | loss | pipeline | MB | on the wire | plain mean | {ADAMW}: {tasks} | {SGD}: {tasks} |",
             "| --: | --- | --- | --- | --: | --: | --: | --- | --- |",
         ]
-        for n in self.ranks:
+        for n in ranks:
             for rate in RATES:
-                for who, text in self.choices(n, rate):
+                for lost, text, optimizers in self.choices(n, rate):
+                    if text != EXACT and not any(self.found(text, optimizer, n) for optimizer in RATE):
+                        lost += f" on {self.ranks[0]}"
                     x = self.cost[text, n]
-                    times = f"{milliseconds(x['seconds'][rate])} | {milliseconds(x['encoding_seconds'])}"
+                    times = [x["seconds"][rate], self.cost[EXACT, n]["seconds"][rate]]
                     losses = f"{self.gaps(text, ADAMW, n)} | {self.gaps(text, SGD, n)}"
-                    megabytes = f"{x['link_bytes'] / 1e6:.1f}"
-                    lines.append(f"| {n} | {WORDS[rate]} | {who} | `{text}` | {megabytes} | {times} | {losses} |")
+                    cells = (
+                        f"`{text}` | {x['link_bytes'] / 1e6:.1f} | {' | '.join(map(milliseconds, times))} | {losses}"
+                    )
+                    lines.append(f"| {n} | {WORDS[rate]} | {', '.join([lost, *optimizers])} | {cells} |")
         return "\n".join(lines)
 
     def which_short(self) -> str:
         n = self.ranks[0]
         lines = [
-            f"| link | no loss seen | step | some loss | step | nats above the mean: {', '.join(TASKS)} |",
-            "| --- | --- | --: | --- | --: | --- |",
+            f"| link of each rank | no loss that seeds show | fastest for {ADAMW} | fastest for {SGD} |",
+            "| --- | --- | --- | --- |",
         ]
         for rate in RATES:
-            (_, safe), *some = self.choices(n, rate)
-            cells = [f"`{safe}`", milliseconds(self.cost[safe, n]["seconds"][rate])]
-            for who, text in some[:1]:
-                optimizer = who.split(", ")[1].split(" and ")[0]
-                cells += [f"`{text}`", milliseconds(self.cost[text, n]["seconds"][rate]), self.gaps(text, optimizer, n)]
-            lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |" + " | | |" * (not some))
+            if not (choices := self.choices(n, rate)):
+                continue
+            (_, safe, _), *faster = choices
+            cells = [f"`{safe}` {self.milliseconds(safe, n, rate)}"]
+            for optimizer in RATE:
+                text = next((text for _, text, behind in reversed(faster) if optimizer in behind), safe)
+                nats = f", {self.loss(text, optimizer, n):+.2f} nats"
+                cells.append("the same" if text == safe else f"`{text}` {self.milliseconds(text, n, rate)}{nats}")
+            lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def milliseconds(self, text: str, n: int, rate: str) -> str:
+        return milliseconds(self.cost[text, n]["seconds"][rate])
+
+    def verdicts(self) -> str:
+        lines = [
+            "| pipeline | AdamW | 95 % | pairs | SGD | 95 % | pairs | loss seen |",
+            "| --- | --: | --- | --: | --: | --- | --: | --- |",
+        ]
+        for text in self.pipelines[1:]:
+            cells: list[str] = []
+            for optimizer in RATE:
+                gap = self.pooled(text, optimizer)
+                interval = f"{gap.mean - gap.half:+.3f} to {gap.mean + gap.half:+.3f}" if gap else ""
+                cells.append(f"{gap.mean:+.3f} | {interval} | {len(gap.gaps)}" if gap else "not run | | ")
+            known = [optimizer for optimizer in RATE if self.pooled(text, optimizer)]
+            seen = " and ".join(optimizer for optimizer in known if not self.is_safe(text, [optimizer]))
+            lines.append(f"| `{text}` | {' | '.join(cells)} | {seen or 'none' if known else ''} |")
         return "\n".join(lines)
 
     def means(self, lines: Sequence[dict[str, Any]]) -> str:
@@ -687,28 +706,22 @@ class Table:
 
     def losses(self) -> str:
         parts: list[str] = []
+        titles = " | ".join(f"{task}, at the mean's rate | at its own" for task in TASKS)
         for n in self.ranks:
             for optimizer in RATE:
-                settings = [Setting(task, optimizer, n) for task in TASKS]
-                parts.append(f"\n**{optimizer}, {n} ranks**\n")
-                parts.append(
-                    "| pipeline | fewer bytes | "
-                    + " | ".join(f"{t}, at the mean's rate | at its own" for t in TASKS)
-                    + " |"
-                )
+                parts.append(f"\n**{optimizer}, {n} ranks**\n\n| pipeline | fewer bytes | {titles} |")
                 parts.append("| --- | --: |" + " --: | --: |" * len(TASKS))
                 for text in self.pipelines:
-                    cells: list[str] = []
-                    for setting in settings:
-                        x = self.of.get((setting, text))
-                        is_own = x and x.own.octave != x.same.octave
-                        cells += [
-                            "not run" if x is None else str(x.same),
-                            f"{x.own} at {rate_of(setting, x.own.octave):g}" if x and is_own else "",
-                        ]
-                    if runs_on(settings[0], text):
-                        fewer = [self.fewer(text, n, task) for task in TASKS]
-                        parts.append(f"| `{text}` | {', '.join(f'{x:.1f}x' for x in fewer)} | {' | '.join(cells)} |")
+                    of = [self.of.get((Setting(task, optimizer, n), text)) for task in TASKS]
+                    cells = [
+                        "not run |"
+                        if x is None
+                        else f"{x.same} | " + (f"{x.own} at {x.own_rate:g}" if x.own_rate else "")
+                        for x in of
+                    ]
+                    if any(of):
+                        fewer = ", ".join(f"{self.fewer(text, n, task):.1f}x" for task in TASKS)
+                        parts.append(f"| `{text}` | {fewer} | {' | '.join(cells)} |")
         return "\n".join(parts).strip()
 
     def fewer(self, text: str, n: int, task: str) -> float:
@@ -720,36 +733,29 @@ class Table:
         parts: list[str] = []
         for n in self.ranks:
             parts.append(f"\n{n} ranks:\n")
-            parts.append(f"| pipeline | MB handed over | MB on the link | {' | '.join(WORDS.values())} | encoding |")
-            parts.append(f"| --- | --: | --: |{' --: |' * (len(RATES) + 1)}")
+            parts.append(f"| pipeline | MB handed over | MB on the link | {' | '.join(WORDS.values())} |")
+            parts.append(f"| --- | --: | --: |{' --: |' * len(RATES)}")
             for text in self.pipelines:
                 x = self.cost[text, n]
                 times = " | ".join(milliseconds(x["seconds"][rate]) for rate in RATES)
                 sizes = f"{x['wire_bytes'] / 1e6:.2f} | {x['link_bytes'] / 1e6:.2f}"
-                parts.append(f"| `{text}` | {sizes} | {times} | {milliseconds(x['encoding_seconds'])} |")
+                parts.append(f"| `{text}` | {sizes} | {times} |")
         return "\n".join(parts).strip()
 
     def data(self) -> list[dict[str, Any]]:
-        """For `fnddp.choose`."""
-
-        def gap(text: str, optimizer: str, n: int) -> list[float] | None:
-            worst = max(self.found(text, optimizer, n), key=lambda x: x.own.mean, default=None)
-            return (
-                None
-                if worst is None or not math.isfinite(worst.own.mean)
-                else [round(worst.own.mean, 4), round(worst.own.spread, 4)]
-            )
-
-        return [
-            {
-                "pipeline": text,
-                "safe": text == EXACT
-                or all(self.is_safe(text, n) for n in self.ranks if runs_on(Setting("", "", n), text)),
-                "optimizer": "has no momentum of its own" if HAS_MOMENTUM in text else None,
-                "loss": {o: {str(n): gap(text, o, n) for n in self.ranks} for o in RATE},
-            }
-            for text in self.pipelines
-        ]
+        """For `fnddp.choose`: what is safe, and what loses no more than some may want to, with which optimizer."""
+        rows: list[dict[str, Any]] = []
+        for text in self.pipelines:
+            loss: dict[str, dict[str, list[float]]] = {}
+            for optimizer in RATE:
+                worst = {x.setting.n: x.own for x in sorted(self.found(text, optimizer), key=lambda x: x.own.mean)}
+                loss[optimizer] = {str(n): [round(gap.mean, 4), round(gap.spread, 4)] for n, gap in worst.items()}
+            behind = [o for o, of in loss.items() if self.pooled(text, o) and max(of.values())[0] <= AFFORDABLE]
+            if behind and all(self.pooled(text, optimizer) for optimizer in RATE):
+                needs = None if len(behind) == len(RATE) else behind[0]
+                needs = "has no momentum of its own" if HAS_MOMENTUM in text else needs
+                rows.append({"pipeline": text, "safe": self.is_safe(text), "optimizer": needs, "loss": loss})
+        return rows
 
 
 def rate_of(setting: Setting, octave: int) -> float:
@@ -762,31 +768,31 @@ def milliseconds(seconds: float) -> str:
 
 def draw_convergence(of: Sequence[Result], cost: Sequence[dict[str, Any]]) -> Figure:
     table = Table(of, cost, list(dict.fromkeys(x["pipeline"] for x in cost)))
-    figure = Figure(figsize=(12, 4 * len(table.ranks) + 3), layout="constrained")
-    for row, n in enumerate(table.ranks):
-        for column, optimizer in enumerate(RATE):
-            axes = figure.add_subplot(len(table.ranks), len(RATE), 1 + row * len(RATE) + column)
-            for j, text in enumerate(table.pipelines):
-                marker, colour = "osD^vP*X<>"[j // 10 % 10], f"C{j % 10}"
-                for x in table.found(text, optimizer, n):
-                    if math.isfinite(x.own.mean):
-                        axes.errorbar(
-                            table.fewer(text, n, x.setting.task),
-                            x.own.mean,
-                            yerr=x.own.spread,
-                            fmt=marker,
-                            color=colour,
-                            label=text,
-                            fillstyle="full" if x.setting.task == next(iter(TASKS)) else "none",
-                        )
-            axes.set(
-                xscale="log",
-                xlabel="times fewer bytes on the link than the plain mean",
-                ylabel="nats above the plain mean",
-                title=f"{optimizer}, {n} ranks",
-            )
-            axes.axhline(0, color="black", linewidth=0.5)
-            axes.set_yscale("symlog", linthresh=0.01)
+    panels = sorted({(setting.n, setting.optimizer) for setting in table.settings})
+    figure = Figure(figsize=(12, 4 * math.ceil(len(panels) / 2) + 3), layout="constrained")
+    for i, (n, optimizer) in enumerate(panels):
+        axes = figure.add_subplot(math.ceil(len(panels) / 2), 2, 1 + i)
+        for j, text in enumerate(table.pipelines):
+            marker, colour = "osD^vP*X<>"[j // 10 % 10], f"C{j % 10}"
+            for x in table.found(text, optimizer, n):
+                if math.isfinite(x.own.mean):
+                    axes.errorbar(
+                        table.fewer(text, n, x.setting.task),
+                        x.own.mean,
+                        yerr=x.own.spread,
+                        fmt=marker,
+                        color=colour,
+                        label=text,
+                        fillstyle="full" if x.setting.task == next(iter(TASKS)) else "none",
+                    )
+        axes.set(
+            xscale="log",
+            xlabel="times fewer bytes on the link than the plain mean",
+            ylabel="nats above the plain mean",
+            title=f"{optimizer}, {n} ranks",
+        )
+        axes.axhline(0, color="black", linewidth=0.5)
+        axes.set_yscale("symlog", linthresh=0.01)
     pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in reversed(pairs)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize="small")
@@ -826,8 +832,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out, some = Path(folder) / "convergence.jsonl", [EXACT, "error_feedback(sign(allgather))"]
             few = [Setting(task, ADAMW, SEARCHED_ON) for task in TASKS]
-            train(out, few, some, [0, 1], steps=3)
-            train(out, few, some, [0, 1], steps=3)  # resumes: nothing is left to do
+            train(out, few, some, [0, 1, 2], steps=3)
+            train(out, few, some, [0, 1, 2], steps=3)  # resumes: nothing is left to do
             report(out, Path(folder), few, some, [2, 8])
     elif arguments.command == "train":
         train(arguments.out, settings, PIPELINES[: arguments.first], arguments.seeds, arguments.steps)
