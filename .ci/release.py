@@ -24,7 +24,7 @@ import sys, torch, torch.distributed as dist, fnddp
 from pathlib import Path
 assert Path(fnddp.__file__).is_relative_to(sys.prefix), fnddp.__file__
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-sync = fnddp.parse("error_feedback(powersgd(fp16(allreduce), rank=4))")
+sync = fnddp.parse("error_feedback(powersgd(bf16(allreduce), rank=4))")
 model = fnddp.DistributedDataParallel(torch.nn.Linear(64, 32), sync=sync)
 model(torch.randn(16, 64)).square().mean().backward()
 assert "local/residual.weight" in fnddp.state_dict(model.sync_state)

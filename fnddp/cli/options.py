@@ -18,9 +18,9 @@ MODELS = {
 
 DEFAULT_PIPELINES = (
     "allreduce",
-    "fp16(allreduce)",
-    "error_feedback(powersgd(fp16(allreduce), rank=2))",
-    "warmup(error_feedback(powersgd(fp16(allreduce), rank=2)), steps=30)",
+    "bf16(allreduce)",
+    "bucketize(quantize(two_shot))",
+    "warmup(error_feedback(powersgd(bf16(allreduce), rank=2)), steps=30)",
 )
 
 

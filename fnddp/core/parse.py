@@ -23,7 +23,7 @@ def parse(text: str) -> Sync:
     strings, booleans, None, and dicts, tuples and lists of these are understood.
 
     Args:
-        text: For example "error_feedback(powersgd(fp16(allreduce), rank=4))".
+        text: For example "error_feedback(powersgd(bf16(allreduce), rank=4))".
 
     Raises:
         TypeError, ValueError: What the constructors raise, with a note that shows the position.

@@ -37,8 +37,8 @@ def parts(state: State) -> Iterator[Part]:
     Raises:
         ValueError: Two leaves have the same path.
 
-    >>> from fnddp import allreduce, error_feedback, fp16
-    >>> state = error_feedback(fp16(allreduce)).init({"fc.weight": torch.ones(2)})
+    >>> from fnddp import allreduce, bf16, error_feedback
+    >>> state = error_feedback(bf16(allreduce)).init({"fc.weight": torch.ones(2)})
     >>> [part.key for part in parts(state)]
     ['local/residual.fc.weight']
     """

@@ -66,10 +66,10 @@ class Sync(Expression, abc.ABC):
     pipeline is a ValueError in `exchange`.
 
     >>> import torch
-    >>> from fnddp import allreduce, error_feedback, fp16, powersgd
-    >>> sync = error_feedback(powersgd(fp16(allreduce), rank=4))
+    >>> from fnddp import allreduce, bf16, error_feedback, powersgd
+    >>> sync = error_feedback(powersgd(bf16(allreduce), rank=4))
     >>> sync
-    error_feedback(powersgd(fp16(allreduce), rank=4))
+    error_feedback(powersgd(bf16(allreduce), rank=4))
     >>> grads = {"weight": torch.ones(64, 32), "bias": torch.ones(64)}
     >>> state = sync.init(grads)
     >>> mean, state = sync(grads, state)

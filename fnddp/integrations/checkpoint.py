@@ -45,7 +45,7 @@ def save(
 
     >>> import tempfile, torch, fnddp
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    >>> sync = fnddp.error_feedback(fnddp.fp16(fnddp.allreduce))
+    >>> sync = fnddp.error_feedback(fnddp.bf16(fnddp.allreduce))
     >>> model = fnddp.DistributedDataParallel(nn.Linear(2, 2), sync=sync)
     >>> folder = tempfile.mkdtemp()
     >>> save(folder, model, more={"step": 7})

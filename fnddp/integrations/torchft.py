@@ -245,7 +245,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     >>> import torch
     >>> from torchft import Manager, Optimizer, ProcessGroupGloo
     >>> from torchft.coordination import LighthouseServer
-    >>> from fnddp import error_feedback, fp16
+    >>> from fnddp import bf16, error_feedback
     >>> lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     >>> store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     >>> net = torch.nn.Linear(2, 1)
@@ -255,7 +255,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     ...     store_addr="127.0.0.1", store_port=store.port,
     ...     lighthouse_addr=f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}",
     ... )
-    >>> model = DistributedDataParallel(manager, net, sync=error_feedback(fp16(allreduce)))
+    >>> model = DistributedDataParallel(manager, net, sync=error_feedback(bf16(allreduce)))
     >>> optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.1))
     >>> optimizer.zero_grad()
     >>> model(torch.ones(1, 2)).sum().backward()

@@ -66,9 +66,9 @@ def lower(
             the size of each group of the pipeline, or the backend is unknown.
 
     >>> import torch
-    >>> from fnddp import allreduce, error_feedback, fp16, powersgd
+    >>> from fnddp import allreduce, bf16, error_feedback, powersgd
     >>> params = {"weight": torch.empty(256, 256, device="meta"), "bias": torch.empty(256, device="meta")}
-    >>> plan = lower(error_feedback(powersgd(fp16(allreduce), rank=4)), params, world_size=1024)
+    >>> plan = lower(error_feedback(powersgd(bf16(allreduce), rank=4)), params, world_size=1024)
     >>> plan.wire_bytes, plan.rounds, len(plan.collectives)
     (4608, 2, 2)
     >>> from fnddp import hierarchical

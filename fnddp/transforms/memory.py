@@ -69,8 +69,8 @@ class error_feedback(Memory):
     Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
     of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows).
 
-    >>> from fnddp import allreduce, fp16
-    >>> sync = error_feedback(fp16(allreduce))
+    >>> from fnddp import allreduce, bf16
+    >>> sync = error_feedback(bf16(allreduce))
     >>> grads = {"w": torch.tensor([1 / 3])}
     >>> mean, state = sync(grads, sync.init(grads))
     >>> bool(mean["w"] + state.residual["w"] == grads["w"])
