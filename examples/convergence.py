@@ -35,6 +35,7 @@ from fnddp import Link
 from fnddp.cli import characters, digits, models, picture
 from fnddp.core import tree
 from fnddp.plan.period import Recurring, period
+from fnddp.run.choose import CODEC_SECONDS
 
 ROOT = Path(__file__).parent.parent
 ASSETS = ROOT / "docs" / "assets"
@@ -568,6 +569,7 @@ class Table:
         self.pipelines = pipelines
         self.settings = sorted({x.setting for x in of})
         self.ranks = sorted({setting.n for setting in self.settings})
+        self.nbytes = 4 * sum(map(Tensor.numel, models.parameters(COSTED).values()))
 
     def found(self, text: str, optimizer: str, n: int | None = None) -> list[Result]:
         """Of a pipeline, in all tasks; on all numbers of ranks, if none is given."""
@@ -592,10 +594,10 @@ class Table:
 
     def choices(self, n: int, rate: str) -> list[tuple[str, str, list[str]]]:
         """What is lost, what to send, and with which optimizers; only what is faster than all that loses less."""
-        if rate == RATES[-1]:  # what encoding takes, which is not counted, is more than what the wire saves
-            return [("none seen", "bf16(two_shot)", [])] if ("bf16(two_shot)", n) in self.cost else []
-        here = [text for text in self.pipelines if runs_on(Setting("", "", n), text)]
-        first = self.fastest(n, rate, [text for text in here if HAS_MOMENTUM not in text and self.is_safe(text)], ADAMW)
+        timed = [text for text in self.pipelines if any(known in text for known in CODEC_SECONDS)]
+        here = [text for text in timed if runs_on(Setting("", "", n), text)]
+        link = Link.parse(f"{rate}:{LATENCY}")
+        first = repr(fnddp.choose(models.parameters(COSTED), link, world_size=n))  # what sync="auto" takes
         rows: dict[tuple[str, str], list[str]] = {("none seen", first): []}
         for optimizer in RATE:
             last = first
@@ -603,14 +605,14 @@ class Table:
             some = [text for text in here if self.loss(text, optimizer, n) <= AFFORDABLE]
             for lost, among in (("none seen", momentum), ("some", some)):
                 text = self.fastest(n, rate, [last, *among], optimizer)
-                if ABOUT * self.cost[text, n]["seconds"][rate] < self.cost[last, n]["seconds"][rate]:
+                if ABOUT * self.seconds(text, n, rate) < self.seconds(last, n, rate):
                     rows.setdefault((lost, text), []).append(optimizer)
                     last = text
         return [(*lost_and_text, optimizers) for lost_and_text, optimizers in rows.items()]
 
     def fastest(self, n: int, rate: str, among: Sequence[str], optimizer: str) -> str:
         """The one of least loss among those that are about as fast as the fastest."""
-        seconds = {text: self.cost[text, n]["seconds"][rate] for text in among}
+        seconds = {text: self.seconds(text, n, rate) for text in among}
         near = [text for text in among if seconds[text] <= ABOUT * min(seconds.values())]
         return min(near, key=lambda text: self.loss(text, optimizer, n))
 
@@ -622,7 +624,8 @@ class Table:
     def which(self, ranks: Sequence[int]) -> str:
         tasks = ", ".join(TASKS)
         lines = [
-            f"| ranks | link | loss | pipeline | MB | on the wire | plain mean | {ADAMW}: {tasks} | {SGD}: {tasks} |",
+            "| ranks | link | loss | pipeline | MB | wire and codec | plain mean "
+            f"| {ADAMW}: {tasks} | {SGD}: {tasks} |",
             "| --: | --- | --- | --- | --: | --: | --: | --- | --- |",
         ]
         for n in ranks:
@@ -631,7 +634,7 @@ class Table:
                     if text != EXACT and not any(self.found(text, optimizer, n) for optimizer in RATE):
                         lost += f" on {self.ranks[0]}"
                     x = self.cost[text, n]
-                    times = [x["seconds"][rate], self.cost[EXACT, n]["seconds"][rate]]
+                    times = [self.seconds(text, n, rate), self.seconds(EXACT, n, rate)]
                     losses = f"{self.gaps(text, ADAMW, n)} | {self.gaps(text, SGD, n)}"
                     cells = (
                         f"`{text}` | {x['link_bytes'] / 1e6:.1f} | {' | '.join(map(milliseconds, times))} | {losses}"
@@ -649,16 +652,25 @@ class Table:
             if not (choices := self.choices(n, rate)):
                 continue
             (_, safe, _), *faster = choices
-            cells = [f"`{safe}` {self.milliseconds(safe, n, rate)}"]
+            cells = [f"{self.named(safe)} {self.milliseconds(safe, n, rate)}"]
             for optimizer in RATE:
                 text = next((text for _, text, behind in reversed(faster) if optimizer in behind), safe)
                 nats = f", {self.loss(text, optimizer, n):+.2f} nats"
-                cells.append("the same" if text == safe else f"`{text}` {self.milliseconds(text, n, rate)}{nats}")
+                same = text == safe
+                cells.append("the same" if same else f"{self.named(text)} {self.milliseconds(text, n, rate)}{nats}")
             lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
     def milliseconds(self, text: str, n: int, rate: str) -> str:
-        return milliseconds(self.cost[text, n]["seconds"][rate])
+        return milliseconds(self.seconds(text, n, rate))
+
+    def seconds(self, text: str, n: int, rate: str) -> float:
+        """Of collectives and codec; of those without a time of their own the codec is that of what they wrap."""
+        codec = next(seconds for known, seconds in reversed(CODEC_SECONDS.items()) if known in text)
+        return self.cost[text, n]["seconds"][rate] + codec * self.nbytes
+
+    def named(self, text: str) -> str:
+        return "the plain mean" if text == EXACT else f"`{text}`"
 
     def verdicts(self) -> str:
         lines = [

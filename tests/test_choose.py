@@ -183,10 +183,13 @@ def test_the_pipeline_can_be_measured_anew(slow: None) -> None:
     assert run_threads(2, body) == [[FAR]] * 2
 
 
-@pytest.mark.parametrize("text", ["automatic", "bf16(allreduce)"])
-def test_no_other_text_is_a_pipeline_of_a_module(text: Any) -> None:
-    with pytest.raises(TypeError, match="must be a pipeline such as allreduce, got .*; read its text with fnddp.parse"):
-        fnddp.DistributedDataParallel(_net(), sync=text)
+def test_a_text_is_the_pipeline_that_it_describes() -> None:
+    model = fnddp.DistributedDataParallel(_net(), sync="bf16(allreduce)")
+    assert model.sync == fnddp.bf16(fnddp.allreduce)
+    model.sync = "allreduce"
+    assert model.sync == fnddp.allreduce
+    with pytest.raises(ValueError, match="automatic"):
+        fnddp.DistributedDataParallel(_net(), sync="automatic")
 
 
 class Run:

@@ -753,7 +753,6 @@ def test_names_are_taken_once():
 @pytest.mark.parametrize(
     ("use", "name"),
     [
-        (lambda sync: fnddp.DistributedDataParallel(torch.nn.Linear(3, 2), sync=sync), "DistributedDataParallel"),
         (lambda sync: fnddp.value_and_grad(torch.sum, sync), "value_and_grad"),
         (lambda sync: fnddp.jit(sync), "jit"),
         (lambda sync: lower(sync, torch.nn.Linear(3, 2)), "lower"),

@@ -15,12 +15,12 @@ from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.hooks import WeakHook
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
-from fnddp.core.sync import Sync, require_sync
+from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
-from fnddp.run.choose import AUTO, Auto, automatic
+from fnddp.run.choose import AUTO, automatic, named
 from fnddp.run.engine import Engine
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
@@ -208,7 +208,7 @@ class _Bucket:
 
 
 def register(
-    model: DistributedDataParallel, sync: Sync | Auto, *, wire: Wire = C10D, backend: str | None = None
+    model: DistributedDataParallel, sync: Sync | str, *, wire: Wire = C10D, backend: str | None = None
 ) -> Handle:
     """Make an existing DDP model synchronize its gradients with `sync`.
 
@@ -229,7 +229,7 @@ def register(
 
     Args:
         model: The wrapped module.
-        sync: The pipeline. Reducers that name no group use the model's. "auto" measures which to take: see
+        sync: The pipeline, or its text. Reducers that name no group use the model's. "auto" measures which to take: see
             `DistributedDataParallel`.
         wire, backend: See `value_and_grad`.
 
@@ -267,10 +267,10 @@ def register(
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
-        named = require_sync("register: sync", pipeline)
-        handles.append(Handle(model, named.over(group, unnamed_only=True), wire, backend))
+        given = named("register: sync", pipeline)
+        handles.append(Handle(model, given.over(group, unnamed_only=True), wire, backend))
         parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
-        return {"the backend": str(backend), **description(named, parameters, handles[0].state)}
+        return {"the backend": str(backend), **description(given, parameters, handles[0].state)}
 
     agree(set_up, group)
     (handle,) = handles

@@ -18,7 +18,7 @@ from fnddp.core.state import describe
 from fnddp.core.sync import REPLICATED, State, Sync, all_in, groups_of
 from fnddp.core.tree import Leaves
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.choose import AUTO, Auto
+from fnddp.run.choose import AUTO, named
 from fnddp.torch_private import without_modes
 from fnddp.transforms.memory import ef21
 from fnddp.wire.control import gather_over
@@ -292,9 +292,9 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         self.manager.start_quorum = partial(self._start_quorum, manager.start_quorum)
         self.manager.should_commit = partial(self._should_commit, manager.should_commit)
 
-    def _agreed(self, sync: Sync | Auto, *, verify: bool) -> tuple[Sync, State]:
+    def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
         if sync != AUTO:
-            _require_elastic(sync, self._trained.gradients())
+            _require_elastic(named("DistributedDataParallel: sync", sync), self._trained.gradients())
         return super()._agreed(sync, verify=verify)
 
     def _start_quorum(self, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:

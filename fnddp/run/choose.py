@@ -17,7 +17,7 @@ from fnddp.core import tree
 from fnddp.core.agreement import agree, description
 from fnddp.core.codec import Carrier
 from fnddp.core.parse import parse
-from fnddp.core.sync import Sync, all_in
+from fnddp.core.sync import Sync, all_in, require_sync
 from fnddp.core.tree import Leaves, Tree
 from fnddp.cost.estimate import Links
 from fnddp.cost.link import duration
@@ -198,9 +198,12 @@ def _best(costs: Sequence[Cost], backward_seconds: float | None = None) -> str:
 
 def resolved(sync: str | Sync) -> Sync | Auto:
     """Return the pipeline, that of a text; "auto" as it is."""
-    if sync == AUTO:
-        return AUTO
-    return parse(sync) if isinstance(sync, str) else sync
+    return AUTO if sync == AUTO else named("sync", sync)
+
+
+def named(what: str, sync: str | Sync) -> Sync:
+    """Return the pipeline, that of a text; `what` names it in the TypeError if it is none."""
+    return require_sync(what, parse(sync) if isinstance(sync, str) else sync)
 
 
 def automatic(

@@ -27,11 +27,11 @@ from fnddp.core.agreement import agree, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse
-from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.sync import State, Sync
 from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.choose import AUTO, Auto, automatic
+from fnddp.run.choose import AUTO, automatic, named
 from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -78,9 +78,10 @@ class DistributedDataParallel(TorchNames):
             They are not sent any more; a broken promise is an error on all ranks.
         bucket_cap_mb_list: Sizes of the first buckets in the order of arrival, the last one that of all others too.
         forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
-        sync: The pipeline. "auto" measures, in less than a second, the link between these ranks and what encoding costs
-            here, and takes what `fnddp.choose` does: the fastest pipeline that no loss shows, or the plain mean. One
-            line of the log says which, and why. A checkpoint that is loaded keeps its own. See docs/choose.md.
+        sync: The pipeline, or its text. "auto" measures, in about a second, the link between these ranks and what
+            encoding costs here, and takes what `fnddp.choose` does: the fastest pipeline that no loss shows, or the
+            plain mean. One line of the log says which, and why. A checkpoint that is loaded keeps its own. See
+            docs/choose.md.
         wire: Moves gradients between ranks; torch.distributed by default. Another one must know the group of the
             pipeline. Buffers, and `join`, use torch.distributed in any case.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
@@ -128,7 +129,7 @@ class DistributedDataParallel(TorchNames):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        sync: Sync | Auto = allreduce,
+        sync: Sync | str = allreduce,
         wire: Wire = C10D,
         backend: str | None = None,
     ) -> None:
@@ -190,7 +191,7 @@ class DistributedDataParallel(TorchNames):
         return self._engine.sync
 
     @sync.setter
-    def sync(self, sync: Sync | Auto) -> None:
+    def sync(self, sync: Sync | str) -> None:
         if self._engine.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
@@ -421,7 +422,7 @@ class DistributedDataParallel(TorchNames):
 
     # Set-up
 
-    def _agreed(self, sync: Sync | Auto, *, verify: bool) -> tuple[Sync, State]:
+    def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
         """Return the pipeline as it will run, and its initial state."""
         made: list[tuple[Sync, State]] = []
         if sync == AUTO:
@@ -429,8 +430,8 @@ class DistributedDataParallel(TorchNames):
                 sync = automatic(self._trained.gradients, self._group, self._wire)
 
         def begin() -> dict[str, str]:
-            require_sync("DistributedDataParallel: sync", sync)
-            pipeline = arguments.with_wire_dtype(sync, self.mixed_precision).over(self._group, unnamed_only=True)
+            given = named("DistributedDataParallel: sync", sync)
+            pipeline = arguments.with_wire_dtype(given, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))
             caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
