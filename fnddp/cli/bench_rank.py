@@ -192,9 +192,10 @@ def make_arms(setup: Setup, device: torch.device) -> Iterator[Arm]:
     generator = torch.Generator().manual_seed(rank)
     batch = tuple(part.to(device) for part in problem.batch(rank, dist.get_world_size(), generator))
 
-    for each in (*setup.pipelines, *setup.peers):
-        given = setup, problem.make(setup.seed).to(device), problem.loss, batch
-        yield _peer(each, *given) if isinstance(each, str) else _ours(each, *given)
+    for sync in setup.pipelines:
+        yield _ours(sync, setup, problem.make(setup.seed).to(device), problem.loss, batch)
+    for peer in setup.peers:
+        yield _peer(peer, setup, problem.make(setup.seed).to(device), problem.loss, batch)
 
 
 def _ours(sync: Sync | Auto, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:

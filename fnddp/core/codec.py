@@ -150,8 +150,9 @@ class Batch:
         return {path: part.flatten(1)[:, :width] for (path, width), part in parts}
 
     def cleared(self, x: Tensor, lengths: Mapping[str, int]) -> Tensor:
-        """Return `x` with zeros behind the first numbers of the row of each leaf."""
-        if all(n * self._unit == lengths[path] for path, n in zip(self.paths, self._pieces, strict=True)):
+        """Return `x` with zeros behind the first numbers of the row of each leaf, which are encoded with them."""
+        pieces = zip(self.paths, self._pieces, strict=True)
+        if self._unit == 1 or all(n * self._unit == lengths[path] for path, n in pieces):
             return x
         return self.join({path: row[:, : lengths[path]] for path, row in self.split(x).items()})
 

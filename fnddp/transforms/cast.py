@@ -214,5 +214,6 @@ def _rounded_at_random(x: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
 
 def _decode(wire: Tensor, leaf: Tensor) -> Tensor:
     if leaf.is_complex():
-        return torch.view_as_complex(wire.to(leaf.real.dtype).contiguous())
+        # Under vmap not as a view: rows of ranks may be of odd size.
+        return torch.complex(*wire.to(leaf.real.dtype).unbind(-1))
     return wire.to(leaf.dtype)
