@@ -1,4 +1,4 @@
-"""Measures steps of HSDP and of pipelines between its replicas, and prints docs/fsdp.md's table. Needs root.
+"""Measures steps of HSDP and of pipelines between its replicas, and prints docs/fsdp-runs.md's table. Needs root.
 
 python docs/measure_fsdp.py [rate ...]        # 200mbit 1gbit: two hosts, two shards on each, one link between them
 """

@@ -1,4 +1,4 @@
-"""Measures what codecs on FSDP2's shards do to a loss and to the time of a step, and prints docs/fsdp.md's tables.
+"""Measures what codecs on FSDP2's shards do to a loss and to the time of a step, and prints docs/fsdp-runs.md's tables.
 
 python docs/measure_shards.py loss [--rate 0.02] [--steps 400] [--seeds 3] [--ranks 4]  # of a character model
 sudo python docs/measure_shards.py time [--hosts 2] [rate ...]               # 200mbit 1gbit: a rank on each host

@@ -1,4 +1,4 @@
-"""Compares predicted with measured times on shaped links, and prints docs/cost.md's tables. Needs root.
+"""Compares predicted with measured times on shaped links, and prints docs/cost-accuracy.md's tables. Needs root.
 
 python docs/validate_cost.py [rate ...]                       # 200mbit 1gbit: all_reduces of two hosts, as plans issue
 python docs/validate_cost.py --hosts 2 4 8 -- [rate ...]      # 100mbit 200mbit 1gbit: kinds, on so many hosts

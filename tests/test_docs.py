@@ -147,8 +147,10 @@ def test_figures_of_the_readme_are_those_of_the_files_that_they_come_from() -> N
         assert f'{written}{least}"' in project
 
 
-LONG = {"cli.md", "convergence.md", "cost.md", "fsdp.md", "memory.md", "tune.md"}  # to be shortened
-APPENDICES = {"bench.md", "codec-times.md", "drop-in.md", "leaf-cost.md", "outer-loss.md", "torchft-runs.md"}
+APPENDICES = {
+    *("bench.md", "codec-times.md", "drop-in.md", "leaf-cost.md", "outer-loss.md", "torchft-runs.md"),
+    *("convergence-method.md", "cost-accuracy.md", "fsdp-runs.md", "launches.md", "tune-digits.md"),
+}
 
 
 def test_pages_are_short() -> None:
@@ -157,7 +159,8 @@ def test_pages_are_short() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         prose = "\n".join(part for part in fenced(page.read_text()) if isinstance(part, str))
         words[page.name] = len(re.sub(r"<!--.*?-->", "", prose).split())
-    assert {name: n for name, n in words.items() if n > 1200 and name not in LONG | APPENDICES} == {}
+    exempt = {*APPENDICES, "fsdp.md"}  # which has the table of what was run where
+    assert {name: n for name, n in words.items() if n > 1200 and name not in exempt} == {}
     assert len(PAGES[0].read_text().splitlines()) <= 125
 
 

@@ -71,7 +71,7 @@ def lower(
     >>> plan = lower(error_feedback(powersgd(bf16(allreduce), rank=4)), params, world_size=1024)
     >>> plan.wire_bytes, plan.rounds, len(plan.collectives)
     (4608, 2, 2)
-    >>> from fnddp import hierarchical
+    >>> from fnddp import fp16, hierarchical
     >>> sync = hierarchical(fp16(allreduce.over("across")), intra="node")
     >>> plan = lower(sync, params, world_size={"node": 8, "across": 128})
     >>> [(each.kind.name, each.world_size) for each in plan.collectives]

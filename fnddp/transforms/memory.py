@@ -256,7 +256,7 @@ class shared_momentum(Sync):
     The optimizer: `SGD(lr=lr / (1 - beta))` in place of `SGD(lr=lr, momentum=beta)`; `AdamW(lr=lr * s, betas=(0.0,
     beta2), weight_decay=wd / s)` in place of `AdamW(lr=lr, betas=(beta, beta2), weight_decay=wd)`, with s = sqrt((1 -
     beta) / (1 + beta)), as its second moment is now that of the momentum, which is smaller where gradients are noise.
-    For clipping, weight decay and warm-up see `docs/memory.md`.
+    For clipping, weight decay and warm-up see `docs/momentum.md`.
 
     The wrong choice in front of an optimizer with a momentum of its own; around what does not keep the scale of its
     input (`majority_vote`, `sign` with `scale="none"`), in which gradients no longer count; and where `.grad` is added
