@@ -598,6 +598,7 @@ class Table:
         here = [text for text in timed if runs_on(Setting("", "", n), text)]
         link = Link.parse(f"{rate}:{LATENCY}")
         first = repr(fnddp.choose(models.parameters(COSTED), link, world_size=n))  # what sync="auto" takes
+        first = first if (first, n) in self.cost else EXACT  # with few pipelines
         rows: dict[tuple[str, str], list[str]] = {("none seen", first): []}
         for optimizer in RATE:
             last = first
