@@ -15,13 +15,11 @@ from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.hooks import WeakHook
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
+from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
-from fnddp.ir.program import LeafSpec
-from fnddp.plan.draft import Donation
-from fnddp.run.choose import AUTO, automatic, named
-from fnddp.run.engine import Engine
+from fnddp.run.choose import AUTO, automatic
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
@@ -38,22 +36,9 @@ class Handle(PipelineHandle):
         self._finds_unused = model.find_unused_parameters
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
-        self._parameters = parameters = _trained(model)
+        self._parameters = _trained(model)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-
-        def engine_of(sync: Sync) -> Engine:
-            return Engine(
-                sync,
-                {name: LeafSpec.of(p) for name, p in parameters.items()},
-                state=sync.init(parameters),
-                donation=Donation(gradients="at_end", state=True),
-                learns_order=False,
-                groups=[group],
-                wire=wire,
-                backend=backend,
-            )
-
-        super().__init__(engine_of, sync, group, wire)
+        super().__init__(self._parameters, sync, group, wire, learns_order=False, backend=backend)
         fix = "wrap the module and register the pipeline again"
         self._world = Membership(group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
@@ -267,7 +252,7 @@ def register(
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
             )
-        given = named("register: sync", pipeline)
+        given = pipeline_of("register: sync", pipeline)
         handles.append(Handle(model, given.over(group, unnamed_only=True), wire, backend))
         parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
         return {"the backend": str(backend), **description(given, parameters, handles[0].state)}

@@ -1,12 +1,14 @@
 """The base classes of objects that own a pipeline and its state, and their numbers for a log."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.core.agreement import agree_on_state
 from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Leaves
 from fnddp.device import device_of
+from fnddp.ir.program import LeafSpec
+from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.run.stats import SyncStats, stats
@@ -80,13 +82,22 @@ class HasPipeline:
 class PipelineHandle(HasPipeline):
     """Base of handles of a pipeline in a model whose class is not fnddp's.
 
+    Args:
+        leaves: Tensors like the gradients, by name.
+        options: Further arguments of the engine.
+
     Attributes:
         group: Name of the model's process group; None for the default one.
     """
 
     state = HasPipeline.sync_state
 
-    def __init__(self, engine_of: Callable[[Sync], Engine], sync: Sync, group: str | None, wire: Wire = C10D) -> None:
+    def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
+        def engine_of(sync: Sync) -> Engine:
+            specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
+            donation = Donation(gradients="at_end", state=True)
+            return Engine(sync, specs, state=sync.init(leaves), donation=donation, groups=[group], wire=wire, **options)
+
         self._engine_of, self._engine = engine_of, engine_of(sync)
         self.group, self._group, self._wire = group, group, wire
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from fnddp.core.codec import Carrier
 from fnddp.core.options import did_you_mean
-from fnddp.core.sync import Sync, registry
+from fnddp.core.sync import Sync, registry, require_sync
 
 T = TypeVar("T")
 
@@ -148,3 +148,8 @@ def _problem(text: str, line: int, column: int, problem: str) -> ValueError:
 def _pointer(text: str, line: int, column: int) -> str:
     lines = text.split("\n")
     return f"  {lines[min(line, len(lines)) - 1]}\n  {' ' * column}^"
+
+
+def pipeline_of(what: str, sync: str | Sync) -> Sync:
+    """Return the pipeline, that of a text; `what` names it in the TypeError if it is none."""
+    return require_sync(what, parse(sync) if isinstance(sync, str) else sync)

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from fnddp.adapters.module import wrapper
 from fnddp.core import state as states
 from fnddp.core.agreement import RankMismatchError, description, first_difference
+from fnddp.core.parse import pipeline_of
 from fnddp.core.state import describe
 from fnddp.core.sync import REPLICATED, State, Sync, all_in, groups_of
 from fnddp.core.tree import Leaves
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.choose import AUTO, named
+from fnddp.run.choose import AUTO
 from fnddp.torch_private import without_modes
 from fnddp.transforms.memory import ef21
 from fnddp.wire.control import gather_over
@@ -294,7 +295,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 
     def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
         if sync != AUTO:
-            _require_elastic(named("DistributedDataParallel: sync", sync), self._trained.gradients())
+            _require_elastic(pipeline_of("DistributedDataParallel: sync", sync), self._trained.gradients())
         return super()._agreed(sync, verify=verify)
 
     def _start_quorum(self, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:

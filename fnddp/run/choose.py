@@ -16,8 +16,8 @@ from fnddp import cost
 from fnddp.core import tree
 from fnddp.core.agreement import agree, description
 from fnddp.core.codec import Carrier
-from fnddp.core.parse import parse
-from fnddp.core.sync import Sync, all_in, require_sync
+from fnddp.core.parse import parse, pipeline_of
+from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves, Tree
 from fnddp.cost.estimate import Links
 from fnddp.cost.link import duration
@@ -198,12 +198,7 @@ def _best(costs: Sequence[Cost], backward_seconds: float | None = None) -> str:
 
 def resolved(sync: str | Sync) -> Sync | Auto:
     """Return the pipeline, that of a text; "auto" as it is."""
-    return AUTO if sync == AUTO else named("sync", sync)
-
-
-def named(what: str, sync: str | Sync) -> Sync:
-    """Return the pipeline, that of a text; `what` names it in the TypeError if it is none."""
-    return require_sync(what, parse(sync) if isinstance(sync, str) else sync)
+    return AUTO if sync == AUTO else pipeline_of("sync", sync)
 
 
 def automatic(

@@ -26,12 +26,12 @@ from fnddp.core import state
 from fnddp.core.agreement import agree, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
-from fnddp.core.parse import parse
+from fnddp.core.parse import parse, pipeline_of
 from fnddp.core.sync import State, Sync
 from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
-from fnddp.run.choose import AUTO, automatic, named
+from fnddp.run.choose import AUTO, automatic
 from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
@@ -430,7 +430,7 @@ class DistributedDataParallel(TorchNames):
                 sync = automatic(self._trained.gradients, self._group, self._wire)
 
         def begin() -> dict[str, str]:
-            given = named("DistributedDataParallel: sync", sync)
+            given = pipeline_of("DistributedDataParallel: sync", sync)
             pipeline = arguments.with_wire_dtype(given, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.core.agreement import agree_over
 from fnddp.core.group import group_name
-from fnddp.core.parse import parse
+from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
 from fnddp.cost.estimate import columns
 from fnddp.cost.link import Link, duration, scaled
@@ -219,7 +219,7 @@ def plan_axes(
         local |= {path: p.new_empty(-(-p.shape[0] // shards), *p.shape[1:]) for path, p in parameters.items()}
     axes = [*_of_shards(traffic, of_gradients, of_weights)]
     if replicas > 1:
-        pipeline = parse(sync) if isinstance(sync, str) else sync
+        pipeline = pipeline_of("plan_axes: sync", sync)
         plans = [each.plan for each in period(pipeline, local, world_size=replicas)]
         axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), replicas))
     return AxesPlan(tuple(axes))

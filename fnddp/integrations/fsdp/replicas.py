@@ -17,15 +17,12 @@ from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.hooks import WeakHook, end_with_backward
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import group_name
-from fnddp.core.parse import parse
+from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.reductions import Ending, Ends, Reductions, Weights, reductions_of
-from fnddp.ir.program import LeafSpec
-from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
-from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.weights import NO_WEIGHT
 
@@ -55,19 +52,7 @@ class Replicas(PipelineHandle):
     ) -> None:
         self._frozen, self._shards, self._parameters = frozen, shards, parameters
         local = _local(parameters)
-
-        def engine_of(sync: Sync) -> Engine:
-            return Engine(
-                sync,
-                {name: LeafSpec.of(part) for name, part in local.items()},
-                state=sync.init(local),
-                donation=Donation(gradients="at_end", state=True),
-                learns_order=True,
-                groups=[group],
-                beside=_groups(shards),
-            )
-
-        super().__init__(engine_of, sync, group)
+        super().__init__(local, sync, group, learns_order=True, beside=_groups(shards))
         self._synchronizes = self._is_armed = True
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # that `.grad` holds
         self._before: dict[str, DTensor] = {}  # such, while others are made
@@ -293,7 +278,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
     def set_up() -> dict[str, str]:
         parameters, shards = _sharded(model, replicate)
-        pipeline = (parse(given) if isinstance(given, str) else given).over(group, unnamed_only=True)
+        pipeline = pipeline_of("compress_replicas: sync", given).over(group, unnamed_only=True)
         frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model), model))
         return description(pipeline, _local(parameters), made[-1].state)

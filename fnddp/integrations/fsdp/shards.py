@@ -13,9 +13,9 @@ from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.core.agreement import agree_on_state, agree_over
 from fnddp.core.group import Group, group_name
-from fnddp.core.parse import parse
+from fnddp.core.parse import pipeline_of
 from fnddp.core.state import require_like
-from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.sync import State, Sync
 from fnddp.integrations.fsdp.reductions import Comm, Ends, Reductions, Scatter
 from fnddp.integrations.fsdp.replicas import Replicas
 from fnddp.integrations.fsdp.unit import UNSCALED, Unit, require_codecs
@@ -228,7 +228,7 @@ def fitting(what: str, sync: str | Sync | None) -> Sync | None:
     """Return the pipeline of "gradients" or "weights"; a TypeError if shards have no place for it."""
     if sync is None:
         return None
-    sync = require_sync(f"compress_shards: {what}", parse(sync) if isinstance(sync, str) else sync)
+    sync = pipeline_of(f"compress_shards: {what}", sync)
     require_codecs(what, sync, *((ef21, allgather) if what == "weights" else (error_feedback, two_shot)))
     return sync
 
