@@ -34,6 +34,7 @@ import fnddp
 from fnddp import Link
 from fnddp.cli import characters, digits, models, picture
 from fnddp.core import tree
+from fnddp.core.sync import all_in
 from fnddp.plan.period import Recurring, period
 from fnddp.run.choose import CODEC_SECONDS
 
@@ -42,37 +43,36 @@ ASSETS = ROOT / "docs" / "assets"
 DATA = ROOT / "fnddp" / "cost" / "losses.json"
 
 EXACT = "allreduce"  # the plain mean
+ONE_BIT = "error_feedback(bucketize(sign(quantize(two_shot(server_memory=True)), chunk=128)))"  # on both hops
 PIPELINES = [  # in the order of interest; to add one, add its text
     EXACT,
     "bucketize(quantize(two_shot))",
-    "bucketize(quantize(two_shot, bits=4))",
-    "error_feedback(powersgd(bf16(allreduce), rank=8))",
     "shared_momentum(error_feedback(bucketize(quantize(two_shot, bits=4))))",
-    "shared_momentum(error_feedback(sign(allgather)))",
+    f"shared_momentum({ONE_BIT}, beta=0.5)",
+    "bucketize(quantize(two_shot, bits=4))",
     "bf16(allreduce)",
-    "bf16(two_shot)",
-    "error_feedback(powersgd(bf16(allreduce), rank=4))",
-    "shared_momentum(allreduce)",
+    "error_feedback(powersgd(bf16(allreduce), rank=8))",
     "error_feedback(bucketize(quantize(two_shot, bits=4)))",
-    "error_feedback(sign(allgather))",
-    "warmup(error_feedback(powersgd(bf16(allreduce), rank=4)), steps=20)",
+    "shared_momentum(allreduce)",
+    "shared_momentum(allreduce, beta=0.5)",
+    "shared_momentum(error_feedback(sign(allgather)))",
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+    ONE_BIT,
     "bucketize(quantize(two_shot, bits=4, rounding='stochastic'))",
     "error_feedback(topk(bf16(allgather), ratio=0.05))",
-    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
-    "shared_momentum(error_feedback(bucketize(sign(two_shot(server_memory=True), chunk=256))))",
+    "error_feedback(sign(allgather))",
 ]
 CLOSE = (  # to the plain mean, as far as three seeds show: more of them, on 8 ranks
     EXACT,
     "bucketize(quantize(two_shot))",
     "bf16(allreduce)",
-    "bf16(two_shot)",
-    "shared_momentum(error_feedback(sign(allgather)))",
     "shared_momentum(error_feedback(bucketize(quantize(two_shot, bits=4))))",
+    f"shared_momentum({ONE_BIT}, beta=0.5)",
 )
 OVER_FEW = "allgather"  # receives n - 1 payloads: on 64 ranks these send more than the plain mean
 HAS_MOMENTUM = "shared_momentum"  # gives a momentum, so the optimizer behind it has none of its own
 SEARCHED = 0.01  # nats above the plain mean, at its best learning rate, from which on a pipeline's own rate is searched
-SEARCHED_ON = 8  # ranks, for the plain mean's learning rate: all ranks together see the same samples on any number
+SEARCHED_ON = 8  # ranks, for learning rates: all ranks together see the same samples on any number
 LEAST_SEEDS = 3  # of what is reported
 AFFORDABLE = 0.05  # nats above the plain mean that "some loss" may be
 ABOUT = 1.25  # times the fastest is about as fast
@@ -192,7 +192,7 @@ def characters_task(context: int = 32, sequences: int | None = None) -> Task:
             starts = torch.arange(0, len(validation) - context, 2 * context)
             return loss(model, params, *cut(validation, starts)).item()
 
-    return Task(Characters, loss, batches, validation_loss, steps=200)
+    return Task(Characters, loss, batches, validation_loss, steps=600)
 
 
 TASKS = {"characters": characters_task, "digits": digits_task}
@@ -206,16 +206,20 @@ RISING = 0.05  # of all steps
 BETA = 0.9  # of the first moment
 
 
-def make_optimizer(name: str, rate: float, has_momentum: bool, params: list[Tensor]) -> torch.optim.Optimizer:
-    """With a momentum of its own, or for a pipeline that gives one, whose steps it then makes as long."""
+def make_optimizer(name: str, rate: float, beta: float | None, params: list[Tensor]) -> torch.optim.Optimizer:
+    """With a momentum of its own; or for a pipeline that gives one, of `beta`, whose steps it then makes as long."""
     if name == SGD:
-        rate, momentum = (rate, BETA) if has_momentum else (rate / (1 - BETA), 0.0)
+        rate, momentum = (rate, BETA) if beta is None else (rate / (1 - BETA), 0.0)
         return torch.optim.SGD(params, lr=rate, momentum=momentum)
-    if has_momentum:
+    if beta is None:
         return torch.optim.AdamW(params, lr=rate, betas=(BETA, 0.999), weight_decay=0.01)
     # A mean of gradients that are noise is shorter than they are; the decay is that of the longer rate.
-    shorter = math.sqrt((1 - BETA) / (1 + BETA))
+    shorter = math.sqrt((1 - beta) / (1 + beta))
     return torch.optim.AdamW(params, lr=rate * shorter, betas=(0.0, 0.999), weight_decay=0.01 / shorter)
+
+
+def beta_of(sync: fnddp.Sync) -> float | None:
+    return next((each.beta for each in all_in(sync) if isinstance(each, fnddp.shared_momentum)), None)
 
 
 def scheduled(
@@ -301,7 +305,7 @@ def wanted(found: Found, settings: Sequence[Setting], pipelines: Sequence[str], 
         yield from searched(found, setting._replace(n=SEARCHED_ON), EXACT, seeds[0], 0)
         octave[setting] = at_best_of_mean(found, setting)
     known = [(setting, at) for setting, at in octave.items() if at is not None]
-    mine = [(setting, text, at) for setting, at in known for text in pipelines if runs_on(setting, text)]
+    mine = [(setting, text, at) for text in pipelines for setting, at in known if runs_on(setting, text)]
     for setting, text, at in mine:
         for seed in seeds:
             yield Run(setting, text, at, seed)
@@ -311,8 +315,9 @@ def wanted(found: Found, settings: Sequence[Setting], pipelines: Sequence[str], 
                 yield Run(setting, text, at, seed)
     losing = [each for each in mine if (gap_of(found, *each, each[2], seeds) or 0) > SEARCHED]
     for setting, text, at in losing:
-        yield from searched(found, setting, text, seeds[0], at)
-        own = best(found, setting, text, seeds[0])
+        searching = setting._replace(n=SEARCHED_ON)
+        yield from searched(found, searching, text, seeds[0], at)
+        own = best(found, searching, text, seeds[0])
         if own is not None:
             for seed in seeds:
                 yield Run(setting, text, own, seed)
@@ -357,14 +362,15 @@ def done(task: Task, run: Run) -> dict[str, Any]:
         if step in (task.steps // 2, task.steps * 3 // 4):
             curve[step] = task.quality(model, dict(zip(tree.flatten(params)[0], leaves, strict=True)))
 
-    make = partial(make_optimizer, optimizer, rate, HAS_MOMENTUM not in text)
+    sync = fnddp.parse(text)
+    make = partial(make_optimizer, optimizer, rate, beta_of(sync))
     began = time.process_time()
     try:
         after = fnddp.simulate_training(
             partial(task.loss, model),
             params,
             task.batches(n, seed, task.steps),
-            fnddp.parse(text),
+            sync,
             world_size=n,
             optimizer=partial(scheduled, make, task.steps, watch),
         )

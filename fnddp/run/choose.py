@@ -15,6 +15,7 @@ from torch import nn
 from fnddp import cost
 from fnddp.core import tree
 from fnddp.core.agreement import agree, description
+from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.codec import Carrier
 from fnddp.core.parse import parse, pipeline_of
 from fnddp.core.sync import Sync, all_in
@@ -60,7 +61,7 @@ CODEC_SECONDS = {
 
 SHARE_BYTES = 8 * 2**20  # of the leaves, to measure with
 CALLS = 2  # of which the fastest counts: a rank that waits for the CPU is not a slow one
-SIZE_SECONDS = 0.03  # for each size of a message
+SIZE_SECONDS = 0.06  # for each size of a message: with less, a network's burst passes for its rate
 
 _log = logging.getLogger("fnddp")
 
@@ -80,16 +81,19 @@ class Cost:
     Attributes:
         pipeline: The pipeline, as text.
         wire_seconds: Time of its collectives, one after the other.
+        last_seconds: That of its last bucket, which begins when backward ends.
         codec_seconds: Time to encode and decode, within a step.
     """
 
     pipeline: str
     wire_seconds: float
+    last_seconds: float
     codec_seconds: float
 
     def step(self, backward_seconds: float) -> float:
-        """Return the time of a step in which collectives hide behind backward, and forward takes half its time."""
-        return 0.5 * backward_seconds + max(backward_seconds, self.wire_seconds) + self.codec_seconds
+        """Return the time of a step in which all but the last bucket hides, and forward takes half of backward."""
+        communicated = max(backward_seconds + self.last_seconds, self.wire_seconds)
+        return 0.5 * backward_seconds + communicated + self.codec_seconds
 
 
 def choose(
@@ -170,15 +174,20 @@ def _shares(leaves: Leaves, loss: Loss, n: int | None, device: torch.device) -> 
 
 def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[str, float]) -> list[Cost]:
     copy = codec_seconds.get(repr(allreduce), 0.0)  # no codec is faster than a copy
-    return [
-        Cost(
-            text,
-            each.times * each.plan.estimate(links).communication_seconds,
-            SLOWDOWN * each.times * each.nbytes * max(copy, codec_seconds.get(text, 0.0)),
-        )
-        for text, each in shares.items()
-        if text in codec_seconds or text == repr(allreduce)
-    ]
+    costs: list[Cost] = []
+    for text, each in shares.items():
+        if text in codec_seconds or text == repr(allreduce):
+            nbytes = each.times * each.nbytes
+            wire = each.times * each.plan.estimate(links).communication_seconds
+            codec = SLOWDOWN * nbytes * max(copy, codec_seconds.get(text, 0.0))
+            costs.append(Cost(text, wire, wire * _last_bucket(nbytes) / nbytes, codec))
+    return costs
+
+
+def _last_bucket(nbytes: float) -> float:
+    """Return how much of so many bytes is in the bucket that is full last."""
+    first, others = BUCKET_CAPS
+    return nbytes if nbytes <= first else (nbytes - first) % others or others
 
 
 def _best(costs: Sequence[Cost], backward_seconds: float | None = None) -> str:
@@ -234,8 +243,9 @@ def automatic(
 
 def _slowest(groups: Sequence[Sequence[Cost]]) -> list[Cost]:
     """Return the largest costs of each pipeline; none if one of the groups has none."""
+    seconds = ("wire_seconds", "last_seconds", "codec_seconds")
     return [
-        Cost(row[0].pipeline, max(each.wire_seconds for each in row), max(each.codec_seconds for each in row))
+        Cost(row[0].pipeline, *(max(getattr(each, name) for each in row) for name in seconds))
         for row in zip(*groups, strict=False)  # of an empty list: nothing
     ]
 
