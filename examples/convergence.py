@@ -207,15 +207,12 @@ BETA = 0.9  # of the first moment
 
 
 def make_optimizer(name: str, rate: float, beta: float | None, params: list[Tensor]) -> torch.optim.Optimizer:
-    """With a momentum of its own; or for a pipeline that gives one, of `beta`, whose steps it then makes as long."""
+    """With a momentum of its own; or for a pipeline that gives one, of `beta`."""
     if name == SGD:
-        rate, momentum = (rate, BETA) if beta is None else (rate / (1 - BETA), 0.0)
-        return torch.optim.SGD(params, lr=rate, momentum=momentum)
-    if beta is None:
-        return torch.optim.AdamW(params, lr=rate, betas=(BETA, 0.999), weight_decay=0.01)
-    # A mean of gradients that are noise is shorter than they are; the decay is that of the longer rate.
-    shorter = math.sqrt((1 - beta) / (1 + beta))
-    return torch.optim.AdamW(params, lr=rate * shorter, betas=(0.0, 0.999), weight_decay=0.01 / shorter)
+        made: torch.optim.Optimizer = torch.optim.SGD(params, lr=rate, momentum=BETA)
+    else:
+        made = torch.optim.AdamW(params, lr=rate, betas=(BETA, 0.999), weight_decay=0.01)
+    return made if beta is None else fnddp.without_momentum(made, beta)
 
 
 def beta_of(sync: fnddp.Sync) -> float | None:

@@ -2,7 +2,8 @@
 
     python examples/one_bit.py train     # a line of json for each run, into docs/assets/; skips what is there
     python examples/one_bit.py report    # the table of what is there
-    python examples/one_bit.py --quick   # both in a minute, into a temporary folder
+    python examples/one_bit.py backlog   # how much waits to be sent, by pipeline and momentum: two minutes
+    python examples/one_bit.py --quick   # all in a minute, into a temporary folder
 
 The characters of examples/convergence.py on 8 virtual ranks, each method at its own best learning rate. What it found
 is in docs/one-bit.md.
@@ -36,6 +37,7 @@ from convergence import (
     where,
 )
 from torch import Tensor
+from torch.func import grad, vmap
 
 import fnddp
 from fnddp.core import tree
@@ -143,6 +145,7 @@ def shorter(beta: float) -> float:
     return math.sqrt((1 - beta) / (1 + beta))
 
 
+FOUR_BITS = "error_feedback(bucketize(quantize(two_shot, bits=4)))"
 RANK8 = "error_feedback(powersgd(bf16(allreduce), rank=8))"
 METHODS = [
     Method("AdamW", EXACT),
@@ -160,6 +163,8 @@ METHODS = [
     Method("low rank, gradients", RANK8),
     Method("low rank, momentum of 0.9", f"shared_momentum({RANK8})"),
     Method("low rank, momentum of 0.5", f"shared_momentum({RANK8}, beta=0.5)"),
+    Method("four bits, momentum of 0.9", f"shared_momentum({FOUR_BITS})"),
+    Method("four bits, momentum of 0.5", f"shared_momentum({FOUR_BITS}, beta=0.5)"),
     Method("Dion", "dion(powersgd(allreduce, rank=8))", by_matrices, 0.02),
 ]
 
@@ -221,6 +226,51 @@ def done(task: Task, method: Method, rate: float, seed: int) -> dict[str, Any]:
     return line
 
 
+# How much waits to be sent.
+
+
+def backlog(task: Task, text: str) -> float:
+    """The length of the mean residual, in mean gradients of a step: an average over the second half of the steps.
+
+    A residual of momenta counts 1 / (1 - beta) times, since that is how much a gradient adds to its sum.
+    """
+    sync = fnddp.parse(text)
+    beta = beta_of(sync)
+    torch.manual_seed(0)
+    model = task.make()
+    params = named_parameters(model)
+    optimizer = make_optimizer("AdamW", METHODS[0].rate / 2, beta, list(params.values()))
+    simulation = fnddp.simulate(sync, RANKS)
+    state = simulation.init({path: leaf.expand(RANKS, *leaf.shape) for path, leaf in params.items()})
+    gradients = vmap(grad(partial(task.loss, model)), in_dims=(None, 0, 0))
+    waiting: list[float] = []
+    for x, y in task.batches(RANKS, 0, task.steps):
+        grads = gradients(params, x, y)
+        means, state = simulation(grads, state)
+        for path, leaf in params.items():
+            leaf.grad = means[path]
+        optimizer.step()
+        residual = (state if beta is None else state.inner).residual
+        lengths = [
+            torch.stack([each[path].mean(0).norm() for path in params if params[path].ndim == 2]).norm().item()
+            for each in (residual, grads)
+        ]
+        waiting.append(lengths[0] / lengths[1] / (1 - (beta or 0.0)))
+    return statistics.fmean(waiting[task.steps // 2 :])
+
+
+def backlogs(task: Task) -> str:
+    rows = ["| pipeline | of gradients | " + " | ".join(f"of a momentum of {beta}" for beta in BETAS) + " |"]
+    rows.append("| --- |" + " --: |" * (len(BETAS) + 1))
+    for text in (ONE_BIT, FOUR_BITS, RANK8):
+        texts = [text, *(f"shared_momentum({text}, beta={beta})" for beta in BETAS)]
+        rows.append(f"| `{text}` | " + " | ".join(f"{backlog(task, each):.2f}" for each in texts) + " |")
+    return "\n".join(rows)
+
+
+BETAS = (0.3, 0.5, 0.7, 0.9)
+
+
 def table(lines: Sequence[dict[str, Any]], methods: Sequence[Method]) -> str:
     first = METHODS[0]
     at = best_rate(lines, first)
@@ -244,7 +294,7 @@ def table(lines: Sequence[dict[str, Any]], methods: Sequence[Method]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=["train", "report"], default="train")
+    parser.add_argument("command", nargs="?", choices=["train", "report", "backlog"], default="train")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, into a temporary folder")
     parser.add_argument("--out", type=Path, default=ASSETS / "one-bit.jsonl", help="lines of json, one a run")
     arguments = parser.parse_args()
@@ -253,13 +303,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "one-bit.jsonl"
             few = [METHODS[0], METHODS[2], METHODS[6], METHODS[-1]]
-            train(out, few, replace(characters_task(), steps=8))
+            task = replace(characters_task(), steps=8)
+            train(out, few, task)
             print(table(lines_of(out), few))
+            print(f"{backlog(task, RANK8):.2f} steps of gradients wait")
     elif arguments.command == "train":
         train(arguments.out, METHODS, characters_task())
     else:
-        text = table(lines_of(arguments.out), METHODS)
-        (arguments.out.parent / "one-bit.md").write_text(text + "\n")
+        waits = arguments.command == "backlog"
+        text = backlogs(replace(characters_task(), steps=200)) if waits else table(lines_of(arguments.out), METHODS)
+        (arguments.out.parent / ("backlog.md" if waits else "one-bit.md")).write_text(text + "\n")
         print(text)
 
 

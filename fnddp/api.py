@@ -65,6 +65,7 @@ from fnddp.transforms.memory import ef21 as ef21
 from fnddp.transforms.memory import error_feedback as error_feedback
 from fnddp.transforms.memory import momentum_correction as momentum_correction
 from fnddp.transforms.memory import shared_momentum as shared_momentum
+from fnddp.transforms.memory import without_momentum as without_momentum
 from fnddp.transforms.powersgd import powersgd as powersgd
 from fnddp.transforms.random_k import random_block as random_block
 from fnddp.transforms.random_k import random_k as random_k

@@ -35,7 +35,11 @@ WITH_PEERS = {
     "integrations/lightning_digits.py": ("lightning", 0),
 }
 # One process, whatever the ranks: what it is asked, what it says.
-SIMULATED = {"convergence.py": ("--quick", "runs, 0.0 hours of CPU"), "outer_convergence.py": ("--quick", "6 runs on")}
+SIMULATED = {
+    "convergence.py": ("--quick", "runs, 0.0 hours of CPU"),
+    "one_bit.py": ("--quick", "steps of gradients wait"),
+    "outer_convergence.py": ("--quick", "6 runs on"),
+}
 ELSEWHERE = {"kill_and_rejoin.py", "machines/ray_train.py", "machines/train.py"}  # test_torchft.py, test_machines.py
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 200

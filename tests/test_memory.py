@@ -200,7 +200,7 @@ def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam():
 
     def body(rank: int) -> None:
         ours, sgd, adam = (torch.zeros(12, requires_grad=True) for _ in range(3))
-        behind = torch.optim.SGD([ours], lr=1.0)
+        behind = fnddp.without_momentum(torch.optim.SGD([ours], lr=0.1, momentum=0.9), beta=0.9)
         sgd_of, adam_of = torch.optim.SGD([sgd], lr=0.1, momentum=0.9), torch.optim.Adam([adam], lr=0.1)
         for step, mean in enumerate(outputs(shared_momentum(allreduce))):
             ours.grad, sgd.grad = mean, sum(gradient(other, step) for other in range(2)) / 2
@@ -211,6 +211,20 @@ def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam():
             torch.testing.assert_close(mean, adam_of.state[adam]["exp_avg"], **CLOSE)
 
     run_threads(2, body)
+
+
+def test_an_optimizer_without_its_momentum():
+    w = [torch.zeros(2, requires_grad=True)]
+    s = (0.5 / 1.5) ** 0.5
+    for kind, decay in ((torch.optim.Adam, 0.3), (torch.optim.AdamW, 0.3 / s)):
+        (group,) = fnddp.without_momentum(kind(w, lr=0.1, weight_decay=0.3), beta=0.5).param_groups
+        assert (group["lr"], group["weight_decay"]) == pytest.approx((0.1 * s, decay))
+        assert group["betas"] == (0.0, 0.999)
+    (group,) = fnddp.without_momentum(torch.optim.SGD(w, lr=0.1, momentum=0.75, dampening=0.5), 0.9).param_groups
+    assert (group["lr"], group["momentum"], group["dampening"]) == (0.2, 0.0, 0.0)
+    for other in (torch.optim.SGD(w, momentum=0.9, nesterov=True), torch.optim.RMSprop(w)):
+        with pytest.raises(TypeError, match=f"without Nesterov's momentum, got {type(other).__name__}"):
+            fnddp.without_momentum(other, beta=0.9)
 
 
 def test_an_output_is_the_callers_and_momentum_is_wider_than_gradients():

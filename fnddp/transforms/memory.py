@@ -1,5 +1,6 @@
 """Memory: transforms that keep something of earlier steps: what a lossy pipeline has lost, or a momentum."""
 
+import math
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -253,10 +254,7 @@ class shared_momentum(Sync):
     `shared_momentum(error_feedback(sign(allgather)))`. Without losses it is momentum as Adam computes it, but for the
     correction of its bias: m begins at zero, and the first 1 / (1 - beta) outputs are shorter.
 
-    The optimizer: `SGD(lr=lr / (1 - beta))` in place of `SGD(lr=lr, momentum=beta)`; `AdamW(lr=lr * s, betas=(0.0,
-    beta2), weight_decay=wd / s)` in place of `AdamW(lr=lr, betas=(beta, beta2), weight_decay=wd)`, with s = sqrt((1 -
-    beta) / (1 + beta)), as its second moment is now that of the momentum, which is smaller where gradients are noise.
-    For clipping, weight decay and warm-up see `docs/momentum.md`.
+    The optimizer: see `without_momentum`. For clipping, weight decay and warm-up see `docs/momentum.md`.
 
     The wrong choice in front of an optimizer with a momentum of its own; around what does not keep the scale of its
     input (`majority_vote`, `sign` with `scale="none"`), in which gradients no longer count; and where `.grad` is added
@@ -318,3 +316,42 @@ class shared_momentum(Sync):
         sent = {path: each.to(leaves[path].dtype) for path, each in inner.sent.items()}
         momentum = {path: inner.mean[path] for path in state.momentum}
         return Exchange(mean, sent, SharedMomentumState(momentum, inner.state))
+
+
+def without_momentum(optimizer: torch.optim.Optimizer, beta: float) -> torch.optim.Optimizer:
+    """Take the momentum out of an optimizer, in place, for `shared_momentum(..., beta=beta)` in front of it.
+
+    Its steps stay about as long. SGD's momentum becomes 0 and its rate `lr / (1 - momentum)`: the same steps to
+    rounding, if `beta` is that momentum and nothing decays. Adam's first beta becomes 0 and its rate `lr * s` with s =
+    sqrt((1 - beta) / (1 + beta)), since its second moment is now that of the momentum, which is s times as large where
+    gradients are noise; AdamW's weight decay becomes `weight_decay / s`. Make a scheduler of rates after this. The
+    wrong choice for an optimizer that has made steps: its buffers stay.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: It is none of torch's SGD, Adam and AdamW, or SGD with Nesterov's momentum.
+
+    >>> w = torch.zeros(1, requires_grad=True)
+    >>> optimizer = without_momentum(torch.optim.SGD([w], lr=0.1, momentum=0.9), beta=0.9)
+    >>> round(optimizer.param_groups[0]["lr"], 9), optimizer.param_groups[0]["momentum"]
+    (1.0, 0.0)
+    """
+    shorter = math.sqrt((1 - beta) / (1 + beta))
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and not group["nesterov"]:
+            if group["momentum"]:
+                group["lr"] *= (1 - group["dampening"]) / (1 - group["momentum"])
+            group["momentum"] = group["dampening"] = 0.0
+        elif isinstance(optimizer, torch.optim.Adam):  # of which AdamW is one
+            group["betas"] = (0.0, group["betas"][1])
+            group["lr"] *= shorter
+            if group["decoupled_weight_decay"]:
+                group["weight_decay"] /= shorter
+        else:
+            raise TypeError(
+                f"without_momentum: optimizer must be torch's SGD, Adam or AdamW, without Nesterov's momentum, got "
+                f"{type(optimizer).__name__}; give it a first beta or momentum of 0 yourself"
+            )
+    return optimizer
