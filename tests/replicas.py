@@ -184,24 +184,15 @@ class Replica:
         if self.options.get("waits"):
             read(self.folder / "go")
         together = 0
-        while together < TOGETHER and not self._is_told_to_stop():
+        while together < TOGETHER:
             done = self.step(optimizer)
             with (self.folder / f"{self.name}.jsonl").open("a") as file:
                 file.write(json.dumps(done.__dict__) + "\n")
             is_together = done.committed and done.participants == self.options["replicas"]
-            is_over = is_together and done.step > self.options.get("after", 0) and not self.options.get("endless")
+            is_over = is_together and done.step > self.options.get("after", 0)
             together = together + 1 if is_over else 0
             time.sleep(0 if is_together else 0.02)
         self.manager.shutdown(wait=False)
-
-    def _is_told_to_stop(self) -> bool:
-        """Also looks for a trap: both are files, for trainings that go on until they are told."""
-        told = self.folder / f"{self.name}.trap"
-        if told.exists():
-            self.trap = Trap(told.read_text(), self.manager.current_step())
-            told.unlink()
-        stop = self.folder / "stop"
-        return stop.exists() and self.manager.current_step() >= int(stop.read_text())
 
     def step(self, optimizer: Any) -> Record:
         optimizer.zero_grad()
@@ -365,43 +356,29 @@ class Job:
         process.start()
         self.processes[name] = process
 
-    def run(self, traps: Mapping[str, Trap], watch: Callable[["Job"], None] | None = None) -> list[Record]:
-        """Trains until all have taken the last steps together. What is killed is started again later.
-
-        Args:
-            traps: What befalls whom.
-            watch: Called now and then.
-        """
+    def run(self, traps: Mapping[str, Trap], watch: Callable[["Job"], None] = lambda job: None) -> list[Record]:
+        """Trains until all have taken the last steps together. What is killed is started again later."""
         after = max((trap.step for trap in traps.values()), default=0)
-        self.begin(traps, after=after)
+        names = [f"r{i}" for i in range(self.replicas * self.ranks)]
+        for name in names:
+            self.start(name, waits=True, trap=traps.get(name), after=after)
+        self.wait_for(lambda: all((self.path / f"{name}.ready").exists() for name in names), "to be ready")
+        (self.path / "go").touch()
         self.wait_for(lambda: self._ended(after, watch), "to end")
         records = self.records()
         require_equal(records)
         return records
 
-    def begin(self, traps: Mapping[str, Trap], **options: Any) -> None:
-        """Starts all replicas, and has them begin together."""
-        names = [f"r{i}" for i in range(self.replicas * self.ranks)]
-        for name in names:
-            self.start(name, waits=True, trap=traps.get(name), **options)
-        self.wait_for(lambda: all((self.path / f"{name}.ready").exists() for name in names), "to be ready")
-        (self.path / "go").touch()
-
-    def _ended(self, after: int, watch: Callable[["Job"], None] | None) -> bool:
-        if watch is not None:
-            watch(self)
-        self._end_whole_replicas()
+    def _ended(self, after: int, watch: Callable[["Job"], None]) -> bool:
+        watch(self)
+        for name in self.killed():  # where one rank is dead, the others too, as torch's elastic agent does
+            self.processes[name].kill()
+            self.processes[name].join()
         if any(r.committed and r.step >= after and r.participants < self.replicas for r in self.records()):
-            for name in self.killed():  # once the others have gone on without them
+            for name in self.killed():  # once those that are left have gone on without them
                 self.start(name, after=after)
         self.require_none_failed()
         return all(process.exitcode == 0 for process in self.processes.values())
-
-    def _end_whole_replicas(self) -> None:
-        """Where one rank of a replica is dead, kills the others, as torch's elastic agent does."""
-        for name in self.killed():
-            self.processes[name].kill()
-            self.processes[name].join()
 
     def killed(self) -> list[str]:
         """The ranks of replicas of which one is dead: without it, the others may fail before they are killed."""
