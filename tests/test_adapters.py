@@ -238,18 +238,6 @@ def check_steps(rank: int, adapter: str, text: str) -> None:
     assert all(bits(value) == before for value, before in held)
 
 
-def test_autograd_gives_such_gradients():
-    grads, model = gradients(0, 0), Given()
-    model(grads).backward()
-    for given in (
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-        {name: otherwise(name, grad) for name, grad in grads.items()},
-    ):
-        assert given["complex"].is_conj()
-        assert given["negated"].is_neg()
-        assert all(torch.equal(given[name], grad) for name, grad in grads.items())
-
-
 @pytest.mark.parametrize("n", [1, 3])
 @every
 def test_means_and_states_are_those_of_the_pipeline(gloo, adapter, text, n):

@@ -6,7 +6,6 @@ Everywhere a weight w of ranks 0 and 1 has the gradients 1 and 2, so the mean is
 import gc
 import types
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,31 +59,23 @@ class TwoLayers(nn.Module):
         return self.second * Fails.apply(self.first * x, fails)
 
 
-class Slotted:
-    __slots__ = ("y",)
-
-    def __init__(self, y: Tensor) -> None:
-        self.y = y
-
-
 def opaque(y: Tensor) -> Any:
     """Nothing that a search for tensors looks into."""
     return lambda: y
 
 
 class Checkpointed(nn.Module):
-    """Three weights, of which the last two are in reentrant checkpoints; returns `wrap(y)`."""
+    """Three weights, of which the last two are in reentrant checkpoints; what it returns hides its output."""
 
-    def __init__(self, wrap: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(3)])
-        self.wrap = wrap
 
     def forward(self, x: Tensor) -> Any:
         self.last = x * self.weights[0]
         for w in self.weights[1:]:
             self.last = checkpoint(lambda y, w=w: w * y, self.last, use_reentrant=True)
-        return self.wrap(self.last)
+        return opaque(self.last)
 
 
 class Fails(torch.autograd.Function):
@@ -115,7 +106,7 @@ def require_mean(model: DDP, rank: int) -> None:
 
 @on_ranks(2)
 def test_whatever_the_module_returns(rank: int) -> None:
-    for wrap in (opaque, Slotted, lambda y: types.SimpleNamespace(y=y), lambda y: torch.distributions.Normal(y, 1.0)):
+    for wrap in (opaque, lambda y: types.SimpleNamespace(y=y)):
         model = DDP(Weight(wrap))
         model(x_of(rank))
         assert torch.autograd.grad(model.module.last, model.module.w)[0].item() == MEAN
@@ -124,14 +115,9 @@ def test_whatever_the_module_returns(rank: int) -> None:
         assert model.module.w.grad.item() == MEAN
 
 
-def nested(y: Tensor) -> Any:
-    return [{"y": Slotted(y)}]
-
-
-@pytest.mark.parametrize("wrap", [opaque, nested])
 @on_ranks(2)
-def test_a_step_is_all_of_a_backward_whose_first_gradients_are_in_reentrant_checkpoints(rank: int, wrap: Any) -> None:
-    model = DDP(Checkpointed(wrap))
+def test_a_step_is_all_of_a_backward_whose_first_gradients_are_in_reentrant_checkpoints(rank: int) -> None:
+    model = DDP(Checkpointed())
     for _ in range(2):
         model.zero_grad()
         model(x_of(rank))
@@ -156,19 +142,18 @@ def test_first_gradients_in_a_backward_that_a_hook_calls_are_an_error_on_all_ran
     assert model.module.w.grad.item() == MEAN
 
 
-def after_plain_steps(rank: int, steps: int = 3) -> DDP:
-    """A module whose gradients take the short way."""
-    model = DDP(Weight())
+def train(model: DDP, rank: int, steps: int = 3) -> None:
+    """Plain steps, after which gradients take the short way."""
     for _ in range(steps):
         model(x_of(rank)).backward()
         model.zero_grad()
-    return model
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 @on_ranks(2)
 def test_what_is_asked_for(rank: int, steps: int) -> None:
-    model = after_plain_steps(rank, steps)
+    model = DDP(Weight())
+    train(model, rank, steps)
     own = model.module
     for _ in range(0 if steps else 2):  # past the outputs: not right after a backward that accumulated
         means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * own.unused, list(model.parameters()))
@@ -190,8 +175,8 @@ def test_what_is_asked_for(rank: int, steps: int) -> None:
 
 @on_ranks(2)
 def test_hooks_after_ours_never_see_a_ranks_own_gradient(rank: int) -> None:
-    model = after_plain_steps(rank)
-    seen: list[Any] = []
+    model, seen = DDP(Weight()), []
+    train(model, rank)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
     model(x_of(rank), both=True).backward()
@@ -204,9 +189,7 @@ def test_hooks_after_ours_never_see_a_ranks_own_gradient(rank: int) -> None:
 def test_what_a_later_hook_of_the_users_makes_of_a_gradient_is_synchronized(rank: int, steps: int) -> None:
     model = DDP(Weight())
     model.module.w.register_hook(lambda grad: grad**2)
-    for _ in range(steps):
-        model(x_of(rank)).backward()
-        model.zero_grad()
+    train(model, rank, steps)
     for create_graph in (False, True):
         (mean,) = torch.autograd.grad(model(x_of(rank)), model.module.w, create_graph=create_graph)
         assert mean.item() == 2.5
@@ -343,14 +326,6 @@ def test_asking_for_what_only_others_have_used(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_batches_of_gradients_are_refused(rank: int) -> None:
-    model = DDP(Weight())
-    with pytest.raises(RuntimeError, match="one gradient at a time"):
-        torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
-    require_mean(model, rank)
-
-
-@on_ranks(2)
 def test_backward_with_a_graph(rank: int) -> None:
     model = DDP(Weight())
     loss = model(x_of(rank)) ** 2  # gradient 2 w x^2, mean 5; derivative of its square 2 * 5 * 2 x^2, mean 50
@@ -424,13 +399,6 @@ def test_complex_residuals_are_shared_out():
 
 
 @on_ranks(2)
-def test_ranks_with_other_wire_dtypes(rank: int) -> None:
-    config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
-    with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
-        DDP(Weight(), mixed_precision=config)
-
-
-@on_ranks(2)
 def test_autograd_grad_where_a_function_gives_no_gradient(rank: int) -> None:
     model = DDP(Weight())
     own = model.module
@@ -465,16 +433,16 @@ def test_what_has_another_dtype_later_is_an_error(rank: int, what: str) -> None:
 
 
 @on_ranks(2)
-def test_compiled_autograd_is_refused(rank: int) -> None:
-    def run_as_it_is(graph: Any) -> Any:
-        return graph
-
+def test_batches_of_gradients_and_compiled_autograd_are_refused(rank: int) -> None:
     model = DDP(Weight())
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
+    require_mean(model, rank)
     stand_ins = {"module.w": torch.ones((), requires_grad=True)}
     losses = [model(x_of(rank)), torch.func.functional_call(model, stand_ins, x_of(rank))]
     for loss in losses:
         with (
-            torch._dynamo.compiled_autograd._enable(run_as_it_is),
+            torch._dynamo.compiled_autograd._enable(lambda graph: graph),
             pytest.raises(RuntimeError, match="not synchronized in a backward that compiled autograd runs"),
         ):
             loss.backward()
@@ -514,15 +482,6 @@ def test_parameters_and_what_stands_for_them_in_one_backward(rank: int) -> None:
         (stood_in() + model(x_of(rank))).backward()
 
 
-@on_ranks(2)
-def test_a_second_backward_through_an_activation_is_each_ranks_own(rank: int) -> None:
-    model = DDP(Weight(lambda y: 1 * y))
-    model(x_of(rank)).backward(retain_graph=True)
-    model.zero_grad()
-    model.module.last.backward()
-    assert model.module.w.grad == x_of(rank)
-
-
 # The world changes
 
 
@@ -544,26 +503,19 @@ def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
         model(x_of(rank))
     with torch.no_grad():  # an evaluation when training is over
         model(x_of(rank))
+    alone = DDP(Weight())
+    alone(x_of(rank)).backward()
+    assert alone.module.w.grad == x_of(rank)
     dist.init_process_group("gloo", rank=rank if size == 2 else 0, world_size=size, store=store)
     for run in (lambda: model(x_of(rank)), late.backward):
         with pytest.raises(RuntimeError, match=was + f"in the process group '.*' of {size} ranks"):
             run()
+    with pytest.raises(RuntimeError, match=rf"wrapped without a process group, and now it runs in .* of {size} ranks"):
+        alone(x_of(rank))
     again = DDP(model.module)
     again.zero_grad()
     again(x_of(rank)).backward()
     assert model.module.w.grad == (MEAN if size == 2 else x_of(rank))
-
-
-@on_ranks(2)
-def test_a_module_that_was_wrapped_before_there_was_a_process_group(rank: int) -> None:
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
-    dist.destroy_process_group()
-    model = DDP(Weight())
-    model(x_of(rank)).backward()
-    assert model.module.w.grad == x_of(rank)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    with pytest.raises(RuntimeError, match=r"wrapped without a process group, and now it runs in .* of 2 ranks"):
-        model(x_of(rank))
 
 
 @on_ranks(2)
@@ -610,19 +562,6 @@ def test_a_rank_that_loads_by_assignment_keeps_the_order_learnt_in_the_last_step
     orders: list[Any] = [None, None]
     dist.all_gather_object(orders, list(model.plan.buckets))
     assert orders[0] == orders[1]
-
-
-def test_a_wrapper_that_is_gone_leaves_no_open_step() -> None:
-    module = TwoLayers()
-    model = DDP(module)
-    for fails in (False, False, True):
-        model.zero_grad()
-        with pytest.raises(ArithmeticError) if fails else nullcontext():
-            model(torch.ones(()), fails).backward()
-    engine = weakref.ref(model._steps.engine)
-    del model
-    gc.collect()
-    assert engine() is None
 
 
 def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

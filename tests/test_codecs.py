@@ -163,21 +163,6 @@ def test_subnormal_numbers_stay_as_small_as_they_are(text):
             assert not read[:, ::3].any()
 
 
-@pytest.mark.parametrize("text", CODECS)
-def test_encoding_and_decoding_can_be_mapped_over_ranks(text):
-    """Simulation is a vmap over ranks, each with its own random numbers."""
-    codec, n = codec_of(text), 37
-    x = torch.randn(4, 2, n)
-
-    def of_rank(x: Tensor, rank: Tensor) -> Tensor:
-        key = Key("w", rank, seed=1)
-        return codec.decode(codec.encode(x, key) if codec.draws else codec.encode(x), n)
-
-    mapped = torch.vmap(of_rank)(x, torch.arange(4))
-    alone = torch.stack([of_rank(x[rank], torch.tensor(rank)) for rank in range(4)])
-    torch.testing.assert_close(mapped, alone, rtol=ROUNDING[text], atol=ROUNDING[text])
-
-
 # Contractions. A part in 1e5 for roundings of float32.
 
 
