@@ -482,6 +482,15 @@ def test_parameters_and_what_stands_for_them_in_one_backward(rank: int) -> None:
         (stood_in() + model(x_of(rank))).backward()
 
 
+@on_ranks(2)
+def test_a_second_backward_through_an_activation_is_each_ranks_own(rank: int) -> None:
+    model = DDP(Weight(lambda y: 1 * y))
+    model(x_of(rank)).backward(retain_graph=True)
+    model.zero_grad()
+    model.module.last.backward()
+    assert model.module.w.grad == x_of(rank)
+
+
 # The world changes
 
 

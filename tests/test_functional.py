@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
-from fnddp.laws import bits
+from fnddp.laws import bits, gather
 from fnddp.simulate.ranks import run_threads
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE
 from tests.ranks import on_ranks
@@ -63,12 +63,9 @@ def test_within_compile(rank: int) -> None:
     torch._dynamo.reset()
     sync = error_feedback(fp16(allreduce))
     step = fnddp.value_and_grad(loss_fn, sync)
-    value, grads, state = step(params(), sync.init(params()), *data(rank))
-    compiled = torch.compile(lambda *given: step(*given), backend="eager")
-    again, compiled_grads, compiled_state = compiled(params(), sync.init(params()), *data(rank))
-    torch.testing.assert_close(again, value)
-    torch.testing.assert_close(compiled_grads, grads)
-    torch.testing.assert_close(compiled_state.residual, state.residual)
+    want = step(params(), sync.init(params()), *data(rank))
+    got = torch.compile(lambda *given: step(*given), backend="eager")(params(), sync.init(params()), *data(rank))
+    torch.testing.assert_close(optree.tree_leaves(got), optree.tree_leaves(want))
 
 
 def test_within_vmap_without_ranks():
@@ -80,15 +77,6 @@ def test_within_vmap_without_ranks():
         want = torch.func.grad(loss_fn)(params(), x[i], y[i])
         torch.testing.assert_close({name: g[i] for name, g in grads.items()}, want)
     assert values.shape == (3,)
-
-
-def test_autocast_does_not_reach_the_pipeline():
-    sync = error_feedback(powersgd(allreduce, rank=2))
-    step, grads = fnddp.jit(sync), {"w": torch.randn(24, 16, generator=torch.Generator().manual_seed(0))}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mean, state = step(grads, sync.init(grads))
-        want, want_state = sync(grads, sync.init(grads))
-    assert bits((mean, state)) == bits((want, want_state))
 
 
 def test_a_gradient_that_backward_still_reads_is_not_written_over():
@@ -111,24 +99,17 @@ class Pair(NamedTuple):
     b: torch.Tensor | None
 
 
-def test_what_requires_grad_leaves_no_graph():
-    grads, sync = {"w": torch.ones(3, requires_grad=True)}, error_feedback(fp16(allreduce))
-    mean, state = sync(grads, sync.init(grads))
-    assert not mean["w"].requires_grad
-    assert not state.residual["w"].requires_grad
-    model = nn.Linear(3, 2)
-    step = fnddp.value_and_grad(lambda p, x: torch.func.functional_call(model, p, x).sum(), allreduce)
-    value, grads, _ = step(dict(model.named_parameters()), (), torch.ones(1, 3))
-    assert not value.requires_grad
-    assert not any(leaf.requires_grad for leaf in grads.values())
-
-
-def test_any_pytree_of_parameters():
-    tree = {"list": [torch.ones(2), Pair(torch.ones(3), None)], "tuple": (torch.ones(()),)}
-    step = fnddp.value_and_grad(lambda p: sum((leaf**2).sum() for leaf in optree.tree_leaves(p)), fp16(allreduce))
-    _, grads, _ = step(tree, fp16(allreduce).init(tree))
+def test_any_pytree_of_parameters_gives_one_without_a_graph():
+    tree = {"list": [torch.ones(2), Pair(torch.ones(3, requires_grad=True), None)], "tuple": (torch.ones(()),)}
+    sync = error_feedback(fp16(allreduce))
+    step = fnddp.value_and_grad(lambda p: sum((leaf**2).sum() for leaf in optree.tree_leaves(p)), sync)
+    value, grads, _ = step(tree, sync.init(tree))
     assert optree.tree_structure(grads) == optree.tree_structure(tree)
     assert all((leaf == 2).all() for leaf in optree.tree_leaves(grads))
+    mean, state = sync(tree, sync.init(tree))
+    assert not any(
+        leaf.requires_grad for leaf in optree.tree_leaves((value, grads, mean, tuple(state.residual.values())))
+    )
 
 
 def test_synchronizing_inside_a_derivative_raises():
@@ -182,11 +163,10 @@ def test_inference_mode_where_torch_gives_zeros_is_an_error(monkeypatch):
         step(params(), (), *data(0))
 
 
-def in_checkpoint(p, x):
-    return checkpoint(lambda x: (x * p["w"]).sum(), x, use_reentrant=True)
-
-
 def test_reentrant_checkpoints_that_hide_nothing_are_torchs():
+    def in_checkpoint(p, x):
+        return checkpoint(lambda x: (x * p["w"]).sum(), x, use_reentrant=True)
+
     def loss(p, x):
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own: "None of the inputs have requires_grad=True"
@@ -197,17 +177,6 @@ def test_reentrant_checkpoints_that_hide_nothing_are_torchs():
     assert grads["w"].tolist() == [2.0, 2.0]
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
         in_checkpoint({"w": torch.ones(2, requires_grad=True)}, torch.ones(2))  # outside, as torch does
-
-
-@pytest.mark.parametrize(
-    ("loss", "want"),
-    [(lambda w: w, 1), (lambda w: torch.tensor(2.0), 0), (lambda w: (3 * w.detach()).sum(), 0)],
-    ids=["a parameter", "a constant", "a detached parameter"],
-)
-def test_losses_that_compute_little(loss, want):
-    w = torch.full((), 2.0)
-    value, grads, _ = fnddp.value_and_grad(lambda p: loss(p["w"]), allreduce)({"w": w}, ())
-    assert (value.item(), grads["w"].item()) == (loss(w).item(), want)
 
 
 def test_leaves_that_have_no_dense_gradient_are_named():
@@ -267,9 +236,7 @@ def check_compiled_step(rank: int, text: str, named: bool = False) -> int:
     torch.testing.assert_close(compiled_p, p, **COMPILED)
     want, got = (fnddp.state_dict(s) for s in (state, compiled_state))
     torch.testing.assert_close(got, want, rtol=0, atol=2e-3)  # a 16-bit wire may round to the other neighbour
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, bits(compiled_p))
-    assert all(other == everyone[0] for other in everyone)
+    assert all(other == bits(compiled_p) for other in gather(bits(compiled_p)))
     return graphs
 
 
@@ -294,10 +261,9 @@ def test_compiled_whole_step(gloo, text, graphs):
     assert gloo(2, check_compiled_step, text, named) == [graphs, graphs]
 
 
-@pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(fp16(allreduce), rank=1))"])
 @on_ranks(2)
-def test_a_call_within_its_own_loss_is_an_error_on_all_ranks(rank: int, text: str) -> None:
-    sync = fnddp.parse(text)
+def test_a_call_within_its_own_loss_is_an_error_on_all_ranks(rank: int) -> None:
+    sync = error_feedback(powersgd(fp16(allreduce), rank=1))
     own, state = {"w": torch.ones(2, 2)}, sync.init({"w": torch.ones(2, 2)})
 
     def loss(params, inner):
