@@ -236,28 +236,6 @@ def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has
         assert [p.grad for p in model.parameters()] == [None, None]
 
 
-@on_ranks(2)
-def test_another_backward_after_one_that_broke_off(rank: int) -> None:
-    model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
-    model.fails = rank == 1
-    first = model(x_of(rank))
-    model.fails = False
-    second = model(x_of(rank))
-    if rank == 1:
-        with pytest.raises(ArithmeticError):
-            first.backward()
-        second.backward()
-    else:
-        with pytest.raises(StepFailedError, match="rank 1 failed with RuntimeError: its backward did not finish"):
-            first.backward()
-        model.zero_grad()
-        second.backward()
-    assert model.module.w.grad.item() == MEAN
-    everyone = [None, None]
-    dist.all_gather_object(everyone, model.sync_state.residual["w"].item())
-    assert everyone == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(("text", "want"), [("error_feedback(fp16(allreduce))", MEAN), ("all_reduce(op='sum')", 3.0)])
 @on_ranks(2)
 def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int, text: str, want: float) -> None:
@@ -537,40 +515,6 @@ def test_sums_past_the_outputs(rank: int) -> None:
         model(x_of(rank), False)
         (own.first * x_of(rank)).sum().backward()
         assert own.first.grad.item() == 2 * MEAN
-
-
-@on_ranks(2)
-def test_a_gradient_penalty_by_autograd_grad(rank: int) -> None:
-    """The first of its two backwards reaches no parameter, and is no step; the second begins past the outputs."""
-    torch.manual_seed(0)
-    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)))
-    for _ in range(3):
-        means = penalty_of(model, rank)
-        plain = [
-            torch.stack(each).mean(0) for each in zip(*(penalty_of(model.module, r) for r in range(2)), strict=True)
-        ]
-        torch.testing.assert_close(means, plain)
-
-
-def penalty_of(module: nn.Module, rank: int) -> list[Tensor]:
-    x = torch.full((2, 4), 0.3 * (rank + 1)).requires_grad_()
-    (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-    return list(torch.autograd.grad(grad.square().sum(), [*module.parameters()][:2], allow_unused=True)[:1])
-
-
-@on_ranks(2)
-def test_a_rank_that_loads_by_assignment_keeps_the_order_learnt_in_the_last_step(rank: int) -> None:
-    torch.manual_seed(0)
-    model = DDP(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), bucket_cap_mb=1e-4)
-    model.module.forward = lambda x: model.module["a"](model.module["b"](x))  # not in the order of registration
-    for step in range(2):
-        model.zero_grad()
-        model(torch.full((2, 8), 1.0 + rank)).sum().backward()
-        if rank == step == 0:
-            model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
-    orders: list[Any] = [None, None]
-    dist.all_gather_object(orders, list(model.plan.buckets))
-    assert orders[0] == orders[1]
 
 
 def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
