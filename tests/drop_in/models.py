@@ -41,7 +41,7 @@ def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:
             if p.grad.is_sparse:  # what several rows of a batch add to one is added in another order
                 torch.testing.assert_close(dense(p.grad), dense(q.grad), rtol=1e-6, atol=1e-7)
             else:
-                assert p.grad.stride() == q.grad.stride(), name
+                assert p.grad.stride() == p.stride(), name
                 assert bits([p.grad]) == bits([q.grad]), name
 
 
