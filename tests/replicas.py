@@ -52,15 +52,15 @@ class Record:
     """A step of a replica, as it wrote it down."""
 
     replica: str
+    rank: int  # within its replica
     step: int
-    committed: bool
     participants: int
     error: str
     digest: str  # of parameters, optimizer and the replicated state
-    is_unchanged: bool  # of all of the state, local too, and gradients: as before the step
+    committed: bool = False
+    is_unchanged: bool = True  # of all of the state, local too, and gradients: as before the step
     file: str = ""
     is_planned: bool = False
-    rank: int = 0  # within its replica
 
 
 class Network(nn.Sequential):
@@ -209,23 +209,22 @@ class Replica:
         except ZeroDivisionError as raised:  # that of a trap
             error = repr(raised)
             if self.options.get("leaves_out"):
-                participants = self.manager.num_participants()
-                return Record(self.name, step, False, participants, error, before, True, rank=self.rank)
+                return Record(self.name, self.rank, step, self.manager.num_participants(), error, before)
         means = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
         optimizer.step()
         committed = self.manager.current_step() > step
         self.reach("stepped", step)
         lost = self.manager.errored()
-        is_unchanged = (before, local) == (self.digest(), self.of_its_own())
         error = error or ("" if lost is None else str(lost.original_exception))
-        file = self.keep(step, means) if committed and self.options.get("keeps") else ""
-        planned, participants = getattr(self.model, "plan", None) is not None, self.manager.num_participants()
         return Record(
-            self.name, step, committed, participants, error, self.digest(), is_unchanged, file, planned, self.rank
+            *(self.name, self.rank, step, self.manager.num_participants(), error, self.digest()),
+            committed=committed,
+            is_unchanged=(before, local) == (self.digest(), self.of_its_own()),
+            file=self.keep(step, means) if committed and self.options.get("keeps") else "",
+            is_planned=getattr(self.model, "plan", None) is not None,
         )
 
     def loss(self, step: int) -> Tensor:
-        """Of this replica's batch in a step."""
         inputs = torch.randn(16, SIZES[0], generator=torch.Generator().manual_seed(1000 * self.seed + step))
         return nn.functional.mse_loss(self.model(inputs), torch.tanh(inputs[:, : SIZES[-1]]))
 
