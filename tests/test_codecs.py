@@ -172,15 +172,12 @@ def contraction(x: Tensor, read: Tensor) -> Tensor:
 
 
 @given(x=rows_of, k=st.integers(1, 80))
-def test_topk_contracts_as_it_should(x, k):
+def test_the_largest_parts_contract_as_they_should(x, k):
     n = x.shape[1]
     assert (contraction(x, coded(fnddp.topk(allgather, k=k), x)) <= 1 - min(k, n) / n + 1e-5).all()
-
-
-@given(x=rows_of, k=st.integers(1, 12))
-def test_dct_topk_contracts_as_it_should(x, k):
-    codec = fnddp.dct_topk(allgather, chunk=8, k=k)
-    assert (contraction(x, coded(codec, x)) <= 1 - k / max(64, k) + 1e-5).all()
+    assert (
+        contraction(x, coded(fnddp.dct_topk(allgather, chunk=8, k=min(k, 64)), x)) <= 1 - min(k, 64) / 64 + 1e-5
+    ).all()
 
 
 @given(x=rows_of)
@@ -206,18 +203,6 @@ def test_fp8_errs_by_at_most_half_a_unit(x, format):
     assert ((x - read).abs() <= allowed * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("text", ["random_k(allreduce, k=5)", "random_block(allreduce, block=5)"])
-def test_random_parts_contract_on_average(text):
-    """Each step loses a share in 0..1 of the square, so 300 of them are within 0.25 of 1 - k / d (Hoeffding: 1e-16)."""
-    sync, x = fnddp.parse(text), {"w": torch.randn(50)}
-    state, lost, even = sync.init(x), 0.0, {"w": torch.ones(50)}
-    for _ in range(300):
-        assert sync(even, state)[0]["w"].sum() == 5  # k elements, each once: exactly 1 - k / d
-        mean, state = sync(x, state)
-        lost += contraction(x["w"][None], mean["w"][None]).item() / 300
-    assert abs(lost - (1 - 5 / 50)) < 0.25
-
-
 # Unbiased ones.
 
 
@@ -239,11 +224,12 @@ def test_expectation_and_variance(text):
 
 
 @pytest.mark.parametrize("text", ["random_k(allreduce, k=5", "random_block(allreduce, block=5"])
-def test_random_parts_scaled_are_unbiased(text):
+def test_random_parts_contract_and_scaled_are_unbiased(text):
     """An element's mean over 500 steps errs by |x| sqrt((d / k - 1) / 500), of which 6 are allowed."""
-    sync, x = fnddp.parse(f"{text}, unbiased=True)"), {"w": torch.randn(20)}
+    plain, sync, x = fnddp.parse(f"{text})"), fnddp.parse(f"{text}, unbiased=True)"), {"w": torch.randn(20)}
     state, total = sync.init(x), torch.zeros(20)
     for _ in range(500):
+        assert plain({"w": torch.ones(20)}, state)[0]["w"].sum() == 5  # k elements, each once: exactly 1 - k / d
         mean, state = sync(x, state)
         total += mean["w"] / 500
     assert ((total - x["w"]).abs() <= 6 * x["w"].abs() * (3 / 500) ** 0.5).all()
@@ -385,9 +371,9 @@ def test_all_of_it_is_exact(x):
         assert torch.equal(mean["w"], x)
 
 
-@given(st.lists(st.integers(-120, 120), min_size=1, max_size=70), st.booleans())
-def test_powers_of_two_are_natural(exponents, negative):
-    x = (-1.0 if negative else 1.0) * torch.tensor([[2.0**e for e in exponents]])
+@given(st.lists(st.integers(-120, 120), min_size=1, max_size=70))
+def test_powers_of_two_are_natural(exponents):
+    x = torch.tensor([[2.0**e for e in exponents], [-(2.0**e) for e in exponents]])
     assert torch.equal(coded(fnddp.natural(allgather), x), x)
 
 

@@ -5,7 +5,6 @@ Last, steps over a wire whose ranks come and go: what a step that is none leaves
 
 import logging
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,17 +188,13 @@ def test_a_step_that_cannot_begin_may_have_begun_on_others(monkeypatch, sync, gr
 # What is sent when
 
 
-class SlowWork(ReadyWork):
-    def __init__(self, is_done: Callable[[], bool]) -> None:
-        self.is_completed = is_done  # type: ignore[method-assign]
-
-
 class SlowWire(AloneWire):
     is_done = True
 
     def start(self, *given: Any, **options: Any) -> ReadyWork:
-        super().start(*given, **options)
-        return SlowWork(lambda: self.is_done)
+        work = super().start(*given, **options)
+        work.is_completed = lambda: self.is_done  # type: ignore[method-assign]
+        return work
 
 
 def test_a_second_round_leaves_while_gradients_are_still_made(monkeypatch):
