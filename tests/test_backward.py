@@ -6,6 +6,7 @@ Everywhere a weight w of ranks 0 and 1 has the gradients 1 and 2, so the mean is
 import gc
 import types
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import StepFailedError, allreduce, error_feedback, fp16
 from fnddp.adapters.checkpoint import combined, shares
+from fnddp.laws import gather
 from fnddp.run.vote import Vote
 from tests.ranks import on_ranks
 
@@ -517,6 +519,71 @@ def test_sums_past_the_outputs(rank: int) -> None:
         assert own.first.grad.item() == 2 * MEAN
 
 
+@on_ranks(2)
+def test_another_backward_after_one_that_broke_off(rank: int) -> None:
+    model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
+    model.fails = rank == 1
+    first = model(x_of(rank))
+    model.fails = False
+    second = model(x_of(rank))
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            first.backward()
+        second.backward()
+    else:
+        with pytest.raises(StepFailedError, match="rank 1 failed with RuntimeError: its backward did not finish"):
+            first.backward()
+        model.zero_grad()
+        second.backward()
+    assert model.module.w.grad.item() == MEAN
+    assert gather(model.sync_state.residual["w"].item()) == [0.0, 0.0]
+
+
+@on_ranks(2)
+def test_a_gradient_penalty_by_autograd_grad(rank: int) -> None:
+    """The first of its two backwards reaches no parameter, and is no step; the second begins past the outputs."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)))
+    for _ in range(3):
+        means = penalty_of(model, rank)
+        plain = [
+            torch.stack(each).mean(0) for each in zip(*(penalty_of(model.module, r) for r in range(2)), strict=True)
+        ]
+        torch.testing.assert_close(means, plain)
+
+
+def penalty_of(module: nn.Module, rank: int) -> list[Tensor]:
+    x = torch.full((2, 4), 0.3 * (rank + 1)).requires_grad_()
+    (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    return list(torch.autograd.grad(grad.square().sum(), [*module.parameters()][:2], allow_unused=True)[:1])
+
+
+@on_ranks(2)
+def test_a_rank_that_loads_by_assignment_keeps_the_order_learnt_in_the_last_step(rank: int) -> None:
+    torch.manual_seed(0)
+    model = DDP(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), bucket_cap_mb=1e-4)
+    model.module.forward = lambda x: model.module["a"](model.module["b"](x))  # not in the order of registration
+    for step in range(2):
+        model.zero_grad()
+        model(torch.full((2, 8), 1.0 + rank)).sum().backward()
+        if rank == step == 0:
+            model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    assert len(set(map(tuple, gather(list(model.plan.buckets))))) == 1
+
+
+def test_a_wrapper_that_is_gone_leaves_no_open_step() -> None:
+    module = TwoLayers()
+    model = DDP(module)
+    for fails in (False, False, True):
+        model.zero_grad()
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            model(torch.ones(()), fails).backward()
+    engine = weakref.ref(model._steps.engine)
+    del model
+    gc.collect()
+    assert engine() is None
+
+
 def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = DDP(TwoLayers())
     with pytest.raises(ArithmeticError):
@@ -529,3 +596,10 @@ def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(()), False)
     model.sync_state = model.sync_state
+
+
+@on_ranks(2)
+def test_ranks_with_other_wire_dtypes(rank: int) -> None:
+    config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
+    with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
+        DDP(Weight(), mixed_precision=config)

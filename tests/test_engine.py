@@ -266,6 +266,17 @@ def test_of_buffers_that_somebody_holds_there_is_another():
     assert memory.pool(collective, views_apart=False).take() not in (first, second)
 
 
+def test_of_a_mean_that_somebody_holds_there_is_another():
+    memory, leaf = Memory(), LeafSpec.of(torch.empty(3, 2))
+    mean = memory.take_mean("a", leaf)
+    where, held = mean.data_ptr(), mean[1:]
+    memory.give_mean("a", mean)
+    del mean
+    assert memory.take_mean("a", leaf).data_ptr() != where
+    del held
+    assert memory.take_mean("a", leaf).data_ptr() == where
+
+
 # Ranks that come and go
 
 

@@ -305,3 +305,23 @@ def test_a_call_by_another_thread_is_an_error_and_the_step_goes_on():
         thread.join()
     assert got == [[1.0, 1.0]]
     assert step(own, (), False)[1]["w"].tolist() == [1.0, 1.0]
+
+
+def test_autocast_does_not_reach_the_pipeline():
+    sync = error_feedback(powersgd(allreduce, rank=2))
+    step, grads = fnddp.jit(sync), {"w": torch.randn(24, 16, generator=torch.Generator().manual_seed(0))}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean, state = step(grads, sync.init(grads))
+        want, want_state = sync(grads, sync.init(grads))
+    assert bits((mean, state)) == bits((want, want_state))
+
+
+@pytest.mark.parametrize(
+    ("loss", "want"),
+    [(lambda w: w, 1), (lambda w: torch.tensor(2.0), 0), (lambda w: (3 * w.detach()).sum(), 0)],
+    ids=["a parameter", "a constant", "a detached parameter"],
+)
+def test_losses_that_compute_little(loss, want):
+    w = torch.full((), 2.0)
+    value, grads, _ = fnddp.value_and_grad(lambda p: loss(p["w"]), allreduce)({"w": w}, ())
+    assert (value.item(), grads["w"].item()) == (loss(w).item(), want)
