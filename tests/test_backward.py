@@ -238,6 +238,26 @@ def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has
         assert [p.grad for p in model.parameters()] == [None, None]
 
 
+@on_ranks(2)
+def test_another_backward_after_one_that_broke_off(rank: int) -> None:
+    model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
+    model.fails = rank == 1
+    first = model(x_of(rank))
+    model.fails = False
+    second = model(x_of(rank))
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            first.backward()
+        second.backward()
+    else:
+        with pytest.raises(StepFailedError, match="rank 1 failed with RuntimeError: its backward did not finish"):
+            first.backward()
+        model.zero_grad()
+        second.backward()
+    assert model.module.w.grad.item() == MEAN
+    assert gather(model.sync_state.residual["w"].item()) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(("text", "want"), [("error_feedback(fp16(allreduce))", MEAN), ("all_reduce(op='sum')", 3.0)])
 @on_ranks(2)
 def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int, text: str, want: float) -> None:
@@ -376,6 +396,13 @@ def test_sparse_gradients_are_sparse_on_all_ranks(rank: int) -> None:
 def test_complex_residuals_are_shared_out():
     values = {0: torch.tensor([1 + 0j]), 1: torch.tensor([3 + 0j])}
     assert combined(values, shares(0, 1, 2)).tolist() == [2 + 0j]
+
+
+@on_ranks(2)
+def test_ranks_with_other_wire_dtypes(rank: int) -> None:
+    config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
+    with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
+        DDP(Weight(), mixed_precision=config)
 
 
 @on_ranks(2)
@@ -520,26 +547,6 @@ def test_sums_past_the_outputs(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_another_backward_after_one_that_broke_off(rank: int) -> None:
-    model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
-    model.fails = rank == 1
-    first = model(x_of(rank))
-    model.fails = False
-    second = model(x_of(rank))
-    if rank == 1:
-        with pytest.raises(ArithmeticError):
-            first.backward()
-        second.backward()
-    else:
-        with pytest.raises(StepFailedError, match="rank 1 failed with RuntimeError: its backward did not finish"):
-            first.backward()
-        model.zero_grad()
-        second.backward()
-    assert model.module.w.grad.item() == MEAN
-    assert gather(model.sync_state.residual["w"].item()) == [0.0, 0.0]
-
-
-@on_ranks(2)
 def test_a_gradient_penalty_by_autograd_grad(rank: int) -> None:
     """The first of its two backwards reaches no parameter, and is no step; the second begins past the outputs."""
     torch.manual_seed(0)
@@ -596,10 +603,3 @@ def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(()), False)
     model.sync_state = model.sync_state
-
-
-@on_ranks(2)
-def test_ranks_with_other_wire_dtypes(rank: int) -> None:
-    config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
-    with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
-        DDP(Weight(), mixed_precision=config)

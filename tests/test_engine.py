@@ -62,10 +62,8 @@ def plans_of(sync: Sync, calls: list[tuple[dict[str, Tensor], Any]]) -> list[Any
 
 
 def test_a_plan_for_each_phase_is_made_once_and_the_oldest_goes(monkeypatch):
-    sync, grads = (
-        fnddp.parse("powersgd(allreduce, min_compression_rate=0, refresh=3, alternate=True)"),
-        {"w": torch.ones(4, 4)},
-    )
+    sync = fnddp.parse("powersgd(allreduce, min_compression_rate=0, refresh=3, alternate=True)")
+    grads = {"w": torch.ones(4, 4)}
     states = [sync.init(grads)]
     for _ in range(5):
         states.append(sync(grads, states[-1])[1])

@@ -79,6 +79,15 @@ def test_within_vmap_without_ranks():
     assert values.shape == (3,)
 
 
+def test_autocast_does_not_reach_the_pipeline():
+    sync = error_feedback(powersgd(allreduce, rank=2))
+    step, grads = fnddp.jit(sync), {"w": torch.randn(24, 16, generator=torch.Generator().manual_seed(0))}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean, state = step(grads, sync.init(grads))
+        want, want_state = sync(grads, sync.init(grads))
+    assert bits((mean, state)) == bits((want, want_state))
+
+
 def test_a_gradient_that_backward_still_reads_is_not_written_over():
     def loss(params, x):
         # The addition hands its gradient to `position` as a view, and goes on with it to `w`.
@@ -177,6 +186,17 @@ def test_reentrant_checkpoints_that_hide_nothing_are_torchs():
     assert grads["w"].tolist() == [2.0, 2.0]
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
         in_checkpoint({"w": torch.ones(2, requires_grad=True)}, torch.ones(2))  # outside, as torch does
+
+
+@pytest.mark.parametrize(
+    ("loss", "want"),
+    [(lambda w: w, 1), (lambda w: torch.tensor(2.0), 0), (lambda w: (3 * w.detach()).sum(), 0)],
+    ids=["a parameter", "a constant", "a detached parameter"],
+)
+def test_losses_that_compute_little(loss, want):
+    w = torch.full((), 2.0)
+    value, grads, _ = fnddp.value_and_grad(lambda p: loss(p["w"]), allreduce)({"w": w}, ())
+    assert (value.item(), grads["w"].item()) == (loss(w).item(), want)
 
 
 def test_leaves_that_have_no_dense_gradient_are_named():
@@ -305,23 +325,3 @@ def test_a_call_by_another_thread_is_an_error_and_the_step_goes_on():
         thread.join()
     assert got == [[1.0, 1.0]]
     assert step(own, (), False)[1]["w"].tolist() == [1.0, 1.0]
-
-
-def test_autocast_does_not_reach_the_pipeline():
-    sync = error_feedback(powersgd(allreduce, rank=2))
-    step, grads = fnddp.jit(sync), {"w": torch.randn(24, 16, generator=torch.Generator().manual_seed(0))}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mean, state = step(grads, sync.init(grads))
-        want, want_state = sync(grads, sync.init(grads))
-    assert bits((mean, state)) == bits((want, want_state))
-
-
-@pytest.mark.parametrize(
-    ("loss", "want"),
-    [(lambda w: w, 1), (lambda w: torch.tensor(2.0), 0), (lambda w: (3 * w.detach()).sum(), 0)],
-    ids=["a parameter", "a constant", "a detached parameter"],
-)
-def test_losses_that_compute_little(loss, want):
-    w = torch.full((), 2.0)
-    value, grads, _ = fnddp.value_and_grad(lambda p: loss(p["w"]), allreduce)({"w": w}, ())
-    assert (value.item(), grads["w"].item()) == (loss(w).item(), want)
