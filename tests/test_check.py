@@ -1,5 +1,7 @@
 """`fnddp.laws.check` names the law that a transform breaks, where, and by how much; and lets sound ones pass."""
 
+from itertools import count
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,19 +103,13 @@ def test_error_feedback_around_what_lies_about_its_contribution_loses_something(
         laws.law_8_error_feedback_loses_nothing(0, lying(allreduce), laws.model)
 
 
-hidden = {"steps": 0}
-
-
-def count_and_scale(leaf: torch.Tensor) -> torch.Tensor:
-    hidden["steps"] += 1
-    return leaf * hidden["steps"]
-
-
 def test_a_state_outside_of_the_state_is_found():
+    steps = count(1)
+
     @fnddp.transform
     class counting(Around):
         inner: Sync
-        exchange = changed(count_and_scale)
+        exchange = changed(lambda leaf: leaf * next(steps))
 
     with pytest.raises(laws.LawError, match="law 7 .* step 2, resumed: the mean of 'conv.weight' is off by"):
         laws.law_7_resuming_is_exact(0, counting(allreduce), laws.model)

@@ -87,7 +87,7 @@ WRONG = {
         (["--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
         (["--model", "gtp2"], "unknown model 'gtp2'; did you mean 'gpt2'?"),
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
-        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, ends, frozen, "),
+        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, frozen, "),
         (
             ["--model", "models.py:of_width"],
             "models.py:of_width failed: TypeError: of_width() missing 1 required positional argument: ",
