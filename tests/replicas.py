@@ -49,8 +49,6 @@ class Trap:
 
 @dataclass
 class Record:
-    """A step of a replica, as it wrote it down."""
-
     replica: str
     rank: int  # within its replica
     step: int
@@ -102,7 +100,6 @@ def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
 
 
 def meet(name: str, folder: Path, ranks: int, incarnation: int = 0) -> tuple[str, int, dict[str, Any]]:
-    """The replica of the process `name`, its rank in it, and what its manager is given: the first one has the store."""
     replica, rank = divmod(int(name.removeprefix("r")), ranks)
     port = folder / f"store-{replica}-{incarnation}"
     if rank == 0:
@@ -127,7 +124,6 @@ def read(*paths: Path) -> str:
 
 
 def wait_together(name: str, folder: Path, n: int = 2, point: str = "ready") -> None:
-    """Waits until all of `n` processes are here, and the lighthouse knows of them."""
     time.sleep(HEARTBEAT)
     write(folder / f"{name}-{point}")
     read(*(folder / f"r{i}-{point}" for i in range(n)))
@@ -149,7 +145,6 @@ class Training:
 
 
 def digest_of(*trees: Any) -> str:
-    """Of the bits of all tensors and numbers."""
     made = hashlib.sha256()
     for part in tree.flatten_any(trees)[0]:
         made.update(part.detach().contiguous().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
@@ -157,8 +152,6 @@ def digest_of(*trees: Any) -> str:
 
 
 class Replica:
-    """What one process runs."""
-
     def __init__(self, name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
         self.name, self.folder, self.options = name, folder, options
         self.seed = int(name.removeprefix("r")) + 1000 * int(options.get("incarnation", 0))
@@ -229,7 +222,6 @@ class Replica:
         return nn.functional.mse_loss(self.model(inputs), torch.tanh(inputs[:, : SIZES[-1]]))
 
     def digest(self) -> str:
-        """Of what is the same on all replicas."""
         return digest_of(self.training.state_dict(), self.replicated())
 
     def replicated(self) -> dict[str, Any]:
@@ -237,19 +229,16 @@ class Replica:
         return {key: value for key, value in saved.items() if key.startswith("replicated/")}
 
     def of_its_own(self) -> str:
-        """Of what may differ: all of the state, and gradients."""
         grads = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
         return digest_of(getattr(self.model, "sync_state", ()), grads)
 
     def keep(self, step: int, means: dict[str, Tensor]) -> str:
-        """A file with what law 8 speaks of."""
         file = self.folder / f"{self.name}-{self.options.get('incarnation', 0)}-{step}.pt"
         residual = getattr(self.model.sync_state, "residual", {})
         torch.save({"grads": dict(self.grads), "means": means, "residual": dict(residual)}, file)
         return str(file)
 
     def reach(self, point: str, step: int | None = None) -> None:
-        """Springs the trap if it is here."""
         trap = self.trap
         if trap is None or (trap.point, trap.step) != (point, self.manager.current_step() if step is None else step):
             return
@@ -284,7 +273,6 @@ class Replica:
 
 
 def wrap(manager: Any, net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-    """The class under test."""
     from fnddp.integrations.torchft import DistributedDataParallel
 
     return DistributedDataParallel(
@@ -316,8 +304,6 @@ def run_replica(name: str, address: str, folder: Path, options: Mapping[str, Any
 
 
 class Job:
-    """Replicas of one training, of so many ranks each, and their lighthouse."""
-
     def __init__(self, replicas: int, ranks: int = 1, **options: Any) -> None:
         from torchft.coordination import LighthouseServer
 
@@ -348,7 +334,6 @@ class Job:
         self.folder.cleanup()
 
     def start(self, name: str, **options: Any) -> None:
-        """Starts a replica, again if it was killed."""
         count = self.incarnations[name] = self.incarnations.get(name, -1) + 1
         given = {"replicas": self.replicas, "ranks": self.ranks, "incarnation": count, **self.options, **options}
         process = self.context.Process(target=serve, args=(name, self.address, self.path, given), daemon=True)
@@ -404,11 +389,9 @@ class Job:
             time.sleep(0.02)
 
     def said(self) -> str:
-        """What all replicas have written."""
         return "\n".join(f"{file.name}:\n{file.read_text()[-6000:]}" for file in sorted(self.path.glob("*.[jl]*")))
 
     def records(self) -> list[Record]:
-        """What all replicas have written down so far, each in its order."""
         files = sorted(self.path.glob("*.jsonl"))
         lines = [line for file in files for line in file.read_text().split("\n")[:-1]]  # without what a death has cut
         return [Record(**json.loads(line)) for line in lines]

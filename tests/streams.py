@@ -32,8 +32,6 @@ LIBRARY = Path(fnddp.__file__).parent
 
 
 class Moment(NamedTuple):
-    """A point of a stream."""
-
     stream: int
     tick: int
 
@@ -46,20 +44,16 @@ class Clock:
         self.known = {number: 0}
 
     def tick(self) -> Moment:
-        """Start an operation."""
         self.known[self.number] += 1
         return Moment(self.number, self.known[self.number])
 
     def learn(self, known: dict[int, int]) -> None:
-        """Wait for what another stream knew at some moment."""
         for stream, tick in known.items():
             self.known[stream] = max(self.known.get(stream, 0), tick)
 
 
 @dataclass
 class Block:
-    """Memory that the allocator has handed out on a stream, and who has used it last."""
-
     owner: Clock
     first: int
     end: int
@@ -117,7 +111,6 @@ class Checker:
             self._stack.pop()
 
     def leaves_out(self) -> bool:
-        """Whether the wait or keep that is asked for is the one to be left out."""
         return bool(self.without) and site() == self.without
 
     def report(self, text: str) -> None:
@@ -154,7 +147,6 @@ class Checker:
             self.block(tensor).kept_for.add(stream.number)
 
     def access(self, tensor: Tensor, what: str, *, writes: bool, stream: Clock | None = None) -> None:
-        """Note an access to the bytes between the first and the last element of `tensor`."""
         if not tensor.numel():
             return
         stream = stream or self.current
@@ -212,8 +204,6 @@ def checker() -> Checker:
 
 
 class Checked(devices.Device):
-    """The CPU as a device with streams, which `checking` makes of it."""
-
     is_asynchronous = True
 
     def stream(self) -> Clock:
@@ -282,8 +272,6 @@ def _see_calls(frame: Any, event: str, called: Any) -> None:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes what each operation reads and writes."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found, name = checker(), str(func)
@@ -429,6 +417,5 @@ def checking(without: str = "") -> Iterator[Checker]:
 
 
 def require_none(found: Checker) -> None:
-    """Raise the hazards that were found."""
     if found.hazards:
         raise AssertionError(f"{len(found.hazards)} hazards:\n" + "\n".join(dict.fromkeys(found.hazards)))

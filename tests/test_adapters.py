@@ -43,8 +43,6 @@ class Trouble(Exception):
 
 
 class Troubled(C10d):
-    """Raises when the next collective is to start."""
-
     has_trouble = False
 
     def start(self, *given: Any, **options: Any) -> Any:
@@ -79,8 +77,6 @@ def otherwise(name: str, leaf: Tensor) -> Tensor:
 
 
 class Given(nn.Module):
-    """A parameter for each leaf; forward takes the gradients of those that it uses."""
-
     def __init__(self) -> None:
         super().__init__()
         for name in SHAPES:
@@ -91,8 +87,6 @@ class Given(nn.Module):
 
 
 class Wrapped:
-    """The steps of `module` and `register`."""
-
     model: Any
     holder: Any  # of the pipeline's state
     keeps_unused = True  # `.grad` of what no rank has used stays None
@@ -176,12 +170,10 @@ def gradients(rank: int, step: int) -> Grads:
 
 
 def added(*batches: Grads) -> Grads:
-    """The sums, of the leaves that are in each."""
     return {name: sum((grads[name] for grads in batches[1:]), batches[0][name]) for name in batches[0]}
 
 
 def filled(*batches: Grads) -> Grads:
-    """The sums of all leaves, with zeros for what is not there."""
     have = added(*batches) if batches else {}
     return {name: have.get(name, zeros(name)) for name in SHAPES}
 

@@ -105,7 +105,6 @@ LATER = "error_feedback(warmup(bf16(allreduce), steps=5))"  # whose first steps 
 
 
 def keeper(kind: str, timeout: timedelta) -> tuple[nn.Module, Any]:
-    """A model, and what has its pipeline's state."""
     group, sync = dist.new_group(timeout=timeout), fnddp.parse(LATER)
     if kind == "module":
         model = fnddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), sync=sync, process_group=group)

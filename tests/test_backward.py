@@ -27,8 +27,6 @@ MEAN = 1.5
 
 
 class Weight(nn.Module):
-    """Returns `wrap(w * x)`; keeps it as `last`."""
-
     def __init__(self, wrap: Any = None) -> None:
         super().__init__()
         self.w, self.unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
@@ -100,7 +98,6 @@ def x_of(rank: int) -> Tensor:
 
 
 def require_mean(model: DDP, rank: int) -> None:
-    """A plain step gives the mean."""
     model.zero_grad()
     model(x_of(rank)).backward()
     assert model.module.w.grad.item() == MEAN

@@ -160,7 +160,6 @@ SETUP = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp"], ranks=Ranks(None, 1
 
 
 def run_of(*steps: list[float], setup: Setup = SETUP, silent: tuple[int, ...] = ()) -> Run:
-    """A run on one rank, of arms that took these times."""
     times = [Times([taken], 0 if arm in silent else 9, [1] * len(taken)) for arm, taken in enumerate(steps)]
     return Run(setup, times, ["here"], 1)
 

@@ -20,8 +20,6 @@ SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 
 
 class Run:
-    """A model, its optimizer and what keeps its pipeline, in one of two classes."""
-
     def __init__(self, kind: str, sync: Any = SYNC, seed: int = 0) -> None:
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))

@@ -39,7 +39,6 @@ class halving(Sync):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the command is run: with `models.py`, `mine_own.py` and scripts."""
     shutil.copy(FILE, tmp_path / "models.py")
     (tmp_path / "mine_own.py").write_text(TRANSFORM)
     (tmp_path / "script.py").write_text('raise SystemExit("usage: script")\n')

@@ -81,7 +81,6 @@ def encoded(codec: Codec, x: Tensor, step: int = 0) -> dict[str, Tensor]:
 
 
 def coded(codec: Codec, x: Tensor, step: int = 0) -> Tensor:
-    """What becomes of rows."""
     return codec.decode(encoded(codec, x, step), x.shape[1])
 
 
@@ -166,7 +165,6 @@ def test_subnormal_numbers_stay_as_small_as_they_are(text):
 
 
 def contraction(x: Tensor, read: Tensor) -> Tensor:
-    """How much of each row's square is lost, in double precision."""
     x = x.double()
     return (x - read.double()).square().sum(1) / x.square().sum(1)
 

@@ -16,7 +16,6 @@ STEPS = 3
 
 
 def train(rank: int) -> list[torch.Tensor]:
-    """Three steps of a small model; its parameters."""
     generator = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(24, 32, generator=generator), "b": torch.zeros(32)}
     step = fnddp.value_and_grad(lambda p, x: (x @ p["w"] + p["b"]).tanh().square().mean(), SYNC)
@@ -29,7 +28,6 @@ def train(rank: int) -> list[torch.Tensor]:
 
 
 def exchanges(rank: int, steps: int) -> None:
-    """Some steps that start with all gradients."""
     step, grads = fnddp.jit(SYNC), {"w": torch.ones(24, 32), "b": torch.ones(32)}
     state = step.init(grads)
     for _ in range(steps):

@@ -33,14 +33,12 @@ def loss_of(models: list[nn.Module], which: int, rank: int) -> torch.Tensor:
 
 
 def require_means(models: list[nn.Module]) -> None:
-    """The mean over ranks of (which + 1) (rank + 1)."""
     mean = (dist.get_world_size() + 1) / 2
     for which, model in enumerate(models):
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
 
 
 def at_once(n: int, run: Callable[[int], Any]) -> list[Any]:
-    """Results of `run` on as many threads."""
     with ThreadPoolExecutor(n) as threads:
         return list(threads.map(run, range(n)))
 
@@ -139,8 +137,6 @@ def test_an_interrupt_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fragile(nn.Sequential):
-    """Raises in the middle of its backward, if it is asked to."""
-
     fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,6 @@ def check_bad_tensors(rank: int, call: Callable[[Any], Any]) -> None:
 
 
 def loss_on(rank: int, stacked: Tensor) -> Tensor:
-    """Another loss on each rank, of all tensors, whose gradients depend on them."""
     weights = torch.arange(1, 1 + stacked.numel(), dtype=torch.float64).reshape(stacked.shape)
     return ((rank + 1) * weights * stacked.abs() ** 3).sum() / 10 + stacked.abs().sum() ** 2
 
@@ -261,7 +260,6 @@ def check_vmap_is_refused(rank: int) -> None:
 
 
 def reduce_exactly(tensors: list[Tensor], op: str) -> Tensor:
-    """In integers of 64 bits, or double precision."""
     dtype, n = tensors[0].dtype, len(tensors)
     fractions = dtype.is_floating_point or dtype.is_complex
     wide = torch.promote_types(dtype, torch.float64) if fractions else torch.int64

@@ -36,8 +36,6 @@ FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?) *```$", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, and where it begins and ends in the page."""
-
     language: str
     text: str
     begin: int

@@ -30,8 +30,6 @@ OUT_OF_STEP = r"an earlier step failed on this rank \(.*desynchronized"
 
 
 class Products(nn.Module):
-    """The product of its parameters, of which each has the shape, and `x`."""
-
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
         for name, shape in shapes.items():
@@ -96,8 +94,6 @@ def test_a_slow_lowering_is_logged(monkeypatch, caplog, seconds):
 
 
 class LosingWire(AloneWire):
-    """Loses collectives, or votes, of some steps."""
-
     loses = ""
 
     def start(self, *given: Any, **options: Any) -> ReadyWork:
@@ -279,8 +275,6 @@ def test_of_a_mean_that_somebody_holds_there_is_another():
 
 
 class Restless(LosingWire, Elastic):
-    """In some steps another rank fails."""
-
     epoch = 0
     lost: Exception | None = None
     fails = False

@@ -55,20 +55,16 @@ def infinite(grad: Tensor) -> Tensor:
 
 
 def huge(grad: Tensor) -> Tensor:
-    """Finite, and beyond float16."""
     return grad * 1e9
 
 
 class Training:
-    """Steps that change parameters only where they succeed."""
-
     def __init__(self, text: str, group: dist.ProcessGroup | None = None) -> None:
         sync = fnddp.parse(text)
         self.model = fnddp.DistributedDataParallel(Hooked(), process_group=group, bucket_cap_mb=0.01, sync=sync)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
     def step(self, x: Tensor, in_backward: Callable[[Tensor], Tensor] | None = None) -> Exception | None:
-        """A step; the error if it fails."""
         self.optimizer.zero_grad()
         try:
             loss_of(self.model(x, in_backward)).backward()
@@ -83,7 +79,6 @@ class Training:
 
     @property
     def all(self) -> Any:
-        """Parameters, momentum and the pipeline's state."""
         return self.parameters, bits(self.optimizer.state_dict()["state"]), bits(self.model.sync_state)
 
 
@@ -105,7 +100,6 @@ def require_given_up(training: Training, rank: int, error: Exception | None, bef
 
 
 def require_refused(training: Training, rank: int) -> None:
-    """The module does not go on where ranks are desynchronized."""
     with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
         training.model(batch(rank, 0))
 
@@ -329,7 +323,6 @@ def test_a_rank_that_comes_after_the_timeout_or_not_at_all(gloo, n, text, step, 
 
 
 def check_death(rank: int, text: str, how: str) -> None:
-    """The last rank ends in step 1."""
     training = Training(text, short_group())
     if how == "is killed before its first backward":
         if rank == dist.get_world_size() - 1:

@@ -57,7 +57,6 @@ def sharded(mesh: DeviceMesh, seed: int = 0, **options: Any) -> nn.Module:
 
 
 def batches(steps: int, seed: int = 5) -> list[Tensor]:
-    """This rank's own."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     return [torch.randn(4, 6, generator=generator) for _ in range(steps)]
 

@@ -15,8 +15,6 @@ SYNC = error_feedback(powersgd(bf16(allreduce), rank=1))
 
 
 class Held:
-    """Memory that the user keeps, with a copy of what was in it."""
-
     def __init__(self) -> None:
         self.kept = []
 

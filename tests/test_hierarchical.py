@@ -31,7 +31,6 @@ EXACT = [
 
 
 def groups(rank: int, nodes: int, size: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's group inside its node, and that across nodes; every rank makes all, in one order."""
     inside = [dist.new_group([node * size + i for i in range(size)]) for node in range(nodes)]
     across = [dist.new_group([node * size + i for node in range(nodes)]) for i in range(size)]
     return {"inside": inside[rank // size], "across": across[rank % size]}

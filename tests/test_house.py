@@ -31,7 +31,6 @@ def place(file: Path) -> int:
 
 
 def imported(file: Path) -> set[Path]:
-    """The files that `file` imports, wherever in it that stands: under TYPE_CHECKING and in functions too."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fnddp":

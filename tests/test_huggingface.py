@@ -103,7 +103,6 @@ def with_accelerate(sync: Any, epochs: int = 2, load: str = "", save: str = "") 
 
 
 def with_trainer(sync: Any, folder: Path) -> Tensor:
-    """The stock Trainer where `sync` is None."""
     from transformers import Trainer, TrainingArguments
 
     from fnddp.integrations.huggingface import FnddpTrainerMixin

@@ -22,7 +22,6 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def rotated(leaf: torch.Tensor, n: int) -> torch.Tensor:
-    """A row for each rank, all of them different."""
     return torch.stack([leaf.roll(r) if leaf.dtype != FLOAT8 else leaf for r in range(n)])
 
 
@@ -58,13 +57,11 @@ class carried(fnddp.Sync):
 
 
 def last(rows, like):
-    """Of the last rank, plus one, so that something is computed of it."""
     made = rows[-1]
     return made.clone() if like.dtype in (torch.bool, FLOAT8) else made + 1
 
 
 def mixed(rank: int, step: int = 0, *, moving: bool = True) -> dict[str, torch.Tensor]:
-    """Leaves of many dtypes, of odd sizes."""
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(10 * step + rank))
     leaves = {
         "float": normal(7, 3),

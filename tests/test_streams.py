@@ -68,7 +68,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def read(tensors: Iterable[Tensor | None]) -> None:
-    """Read them on the current stream."""
     for tensor in tensors:
         if tensor is not None:
             tensor.square()
@@ -234,7 +233,6 @@ def functional(text: str, found: Checker) -> None:
 
 
 def compiled(text: str, found: Checker) -> None:
-    """`jit`, which takes gradients that are all there."""
     sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
     step, state = fnddp.jit(sync, wire=StreamWire()), sync.init(leaves)
     for i in range(3):
@@ -320,7 +318,6 @@ APART = {
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every call in the library, and its line."""
     for file in sorted(LIBRARY.rglob("*.py")):
         name = file.relative_to(LIBRARY).as_posix()
         if name not in APART:

@@ -70,7 +70,6 @@ def _rank(rank: int, n: int, port: int, fn: Callable[..., None], arguments: tupl
 
 
 def on(device: str, grads: Any) -> Any:
-    """A tree of tensors on `device`, with the strides they have."""
     return tree.map_leaves(lambda leaf: leaf.to(device), grads)
 
 
@@ -184,8 +183,6 @@ def test_training_over_its_backend(wrap, n):
 
 
 class Fails(nn.Module):
-    """The identity, whose backward may fail."""
-
     fails = False
 
     def forward(self, x: Tensor) -> Tensor:

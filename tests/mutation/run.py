@@ -147,7 +147,6 @@ def unchecked(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def sites(suite: str, known: dict[str, Operator]) -> dict[tuple[str, int, int], list[Mutant]]:
-    """The mutants of each place of a folder."""
     found: dict[tuple[str, int, int], list[Mutant]] = {}
     for pattern in SUITES[suite][0]:
         for path in sorted(ROOT.glob(pattern)):
