@@ -51,6 +51,7 @@ def fenced(page: str) -> list[Block]:
 
 def run(name: str, text: str, namespace: dict[str, object]) -> None:
     blocks = fenced(text)
+    assert 2 * len(blocks) == len(re.findall("^ *```", text, re.MULTILINE)), f"{name}: a block is not closed"
     for block, following in zip_longest(blocks, blocks[1:]):
         if block.language != "python":
             continue
@@ -60,8 +61,9 @@ def run(name: str, text: str, namespace: dict[str, object]) -> None:
             exec(compile("\n" * lines + block.text, name, "exec"), namespace)
         is_output = following is not None and following.language == "text"
         if is_output and re.fullmatch(r"\s*```text\n", text[block.end : following.begin]):
-            is_said = doctest.OutputChecker().check_output(following.text, printed.getvalue(), FLAGS)
-            assert is_said, f"{name}: the page says\n{following.text}\nbut the code prints\n{printed.getvalue()}"
+            says, prints = following.text, printed.getvalue()
+            is_said = doctest.OutputChecker().check_output(says, prints, FLAGS)
+            assert is_said, f"{name}:{lines + 1}: the page says\n{says}\nbut the code prints\n{prints}"
 
 
 @pytest.fixture
