@@ -18,9 +18,9 @@ from tests.forks import forks
 from tests.ranks import GlooPool
 from tests.traces import OnOneCore, in_turn
 
-# torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation and soak are run by hand;
+# torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand;
 # preload is for processes that tests fork.
-collect_ignore = ["torch_suite", "mutation", "soak", "preload.py"]
+collect_ignore = ["torch_suite", "mutation", "preload.py"]
 
 _EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)

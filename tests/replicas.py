@@ -49,18 +49,16 @@ class Trap:
 
 @dataclass
 class Record:
-    """A step of a replica, as it wrote it down."""
-
     replica: str
+    rank: int  # within its replica
     step: int
-    committed: bool
     participants: int
     error: str
     digest: str  # of parameters, optimizer and the replicated state
-    is_unchanged: bool  # of all of the state, local too, and gradients: as before the step
+    committed: bool = False
+    is_unchanged: bool = True  # of all of the state, local too, and gradients: as before the step
     file: str = ""
     is_planned: bool = False
-    rank: int = 0  # within its replica
 
 
 class Network(nn.Sequential):
@@ -102,7 +100,6 @@ def new_manager(name: str, address: str, training: Any, **options: Any) -> Any:
 
 
 def meet(name: str, folder: Path, ranks: int, incarnation: int = 0) -> tuple[str, int, dict[str, Any]]:
-    """The replica of the process `name`, its rank in it, and what its manager is given: the first one has the store."""
     replica, rank = divmod(int(name.removeprefix("r")), ranks)
     port = folder / f"store-{replica}-{incarnation}"
     if rank == 0:
@@ -127,7 +124,6 @@ def read(*paths: Path) -> str:
 
 
 def wait_together(name: str, folder: Path, n: int = 2, point: str = "ready") -> None:
-    """Waits until all of `n` processes are here, and the lighthouse knows of them."""
     time.sleep(HEARTBEAT)
     write(folder / f"{name}-{point}")
     read(*(folder / f"r{i}-{point}" for i in range(n)))
@@ -149,7 +145,6 @@ class Training:
 
 
 def digest_of(*trees: Any) -> str:
-    """Of the bits of all tensors and numbers."""
     made = hashlib.sha256()
     for part in tree.flatten_any(trees)[0]:
         made.update(part.detach().contiguous().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
@@ -157,8 +152,6 @@ def digest_of(*trees: Any) -> str:
 
 
 class Replica:
-    """What one process runs."""
-
     def __init__(self, name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
         self.name, self.folder, self.options = name, folder, options
         self.seed = int(name.removeprefix("r")) + 1000 * int(options.get("incarnation", 0))
@@ -184,24 +177,15 @@ class Replica:
         if self.options.get("waits"):
             read(self.folder / "go")
         together = 0
-        while together < TOGETHER and not self._is_told_to_stop():
+        while together < TOGETHER:
             done = self.step(optimizer)
             with (self.folder / f"{self.name}.jsonl").open("a") as file:
                 file.write(json.dumps(done.__dict__) + "\n")
             is_together = done.committed and done.participants == self.options["replicas"]
-            is_over = is_together and done.step > self.options.get("after", 0) and not self.options.get("endless")
+            is_over = is_together and done.step > self.options.get("after", 0)
             together = together + 1 if is_over else 0
             time.sleep(0 if is_together else 0.02)
         self.manager.shutdown(wait=False)
-
-    def _is_told_to_stop(self) -> bool:
-        """Also looks for a trap: both are files, for trainings that go on until they are told."""
-        told = self.folder / f"{self.name}.trap"
-        if told.exists():
-            self.trap = Trap(told.read_text(), self.manager.current_step())
-            told.unlink()
-        stop = self.folder / "stop"
-        return stop.exists() and self.manager.current_step() >= int(stop.read_text())
 
     def step(self, optimizer: Any) -> Record:
         optimizer.zero_grad()
@@ -218,28 +202,26 @@ class Replica:
         except ZeroDivisionError as raised:  # that of a trap
             error = repr(raised)
             if self.options.get("leaves_out"):
-                participants = self.manager.num_participants()
-                return Record(self.name, step, False, participants, error, before, True, rank=self.rank)
+                return Record(self.name, self.rank, step, self.manager.num_participants(), error, before)
         means = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
         optimizer.step()
         committed = self.manager.current_step() > step
         self.reach("stepped", step)
         lost = self.manager.errored()
-        is_unchanged = (before, local) == (self.digest(), self.of_its_own())
         error = error or ("" if lost is None else str(lost.original_exception))
-        file = self.keep(step, means) if committed and self.options.get("keeps") else ""
-        planned, participants = getattr(self.model, "plan", None) is not None, self.manager.num_participants()
         return Record(
-            self.name, step, committed, participants, error, self.digest(), is_unchanged, file, planned, self.rank
+            *(self.name, self.rank, step, self.manager.num_participants(), error, self.digest()),
+            committed=committed,
+            is_unchanged=(before, local) == (self.digest(), self.of_its_own()),
+            file=self.keep(step, means) if committed and self.options.get("keeps") else "",
+            is_planned=getattr(self.model, "plan", None) is not None,
         )
 
     def loss(self, step: int) -> Tensor:
-        """Of this replica's batch in a step."""
         inputs = torch.randn(16, SIZES[0], generator=torch.Generator().manual_seed(1000 * self.seed + step))
         return nn.functional.mse_loss(self.model(inputs), torch.tanh(inputs[:, : SIZES[-1]]))
 
     def digest(self) -> str:
-        """Of what is the same on all replicas."""
         return digest_of(self.training.state_dict(), self.replicated())
 
     def replicated(self) -> dict[str, Any]:
@@ -247,19 +229,16 @@ class Replica:
         return {key: value for key, value in saved.items() if key.startswith("replicated/")}
 
     def of_its_own(self) -> str:
-        """Of what may differ: all of the state, and gradients."""
         grads = {name: p.grad for name, p in self.training.net.named_parameters() if p.grad is not None}
         return digest_of(getattr(self.model, "sync_state", ()), grads)
 
     def keep(self, step: int, means: dict[str, Tensor]) -> str:
-        """A file with what law 8 speaks of."""
         file = self.folder / f"{self.name}-{self.options.get('incarnation', 0)}-{step}.pt"
         residual = getattr(self.model.sync_state, "residual", {})
         torch.save({"grads": dict(self.grads), "means": means, "residual": dict(residual)}, file)
         return str(file)
 
     def reach(self, point: str, step: int | None = None) -> None:
-        """Springs the trap if it is here."""
         trap = self.trap
         if trap is None or (trap.point, trap.step) != (point, self.manager.current_step() if step is None else step):
             return
@@ -294,7 +273,6 @@ class Replica:
 
 
 def wrap(manager: Any, net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-    """The class under test."""
     from fnddp.integrations.torchft import DistributedDataParallel
 
     return DistributedDataParallel(
@@ -326,8 +304,6 @@ def run_replica(name: str, address: str, folder: Path, options: Mapping[str, Any
 
 
 class Job:
-    """Replicas of one training, of so many ranks each, and their lighthouse."""
-
     def __init__(self, replicas: int, ranks: int = 1, **options: Any) -> None:
         from torchft.coordination import LighthouseServer
 
@@ -358,50 +334,35 @@ class Job:
         self.folder.cleanup()
 
     def start(self, name: str, **options: Any) -> None:
-        """Starts a replica, again if it was killed."""
         count = self.incarnations[name] = self.incarnations.get(name, -1) + 1
         given = {"replicas": self.replicas, "ranks": self.ranks, "incarnation": count, **self.options, **options}
         process = self.context.Process(target=serve, args=(name, self.address, self.path, given), daemon=True)
         process.start()
         self.processes[name] = process
 
-    def run(self, traps: Mapping[str, Trap], watch: Callable[["Job"], None] | None = None) -> list[Record]:
-        """Trains until all have taken the last steps together. What is killed is started again later.
-
-        Args:
-            traps: What befalls whom.
-            watch: Called now and then.
-        """
+    def run(self, traps: Mapping[str, Trap], watch: Callable[["Job"], None] = lambda job: None) -> list[Record]:
+        """Trains until all have taken the last steps together. What is killed is started again later."""
         after = max((trap.step for trap in traps.values()), default=0)
-        self.begin(traps, after=after)
+        names = [f"r{i}" for i in range(self.replicas * self.ranks)]
+        for name in names:
+            self.start(name, waits=True, trap=traps.get(name), after=after)
+        self.wait_for(lambda: all((self.path / f"{name}.ready").exists() for name in names), "to be ready")
+        (self.path / "go").touch()
         self.wait_for(lambda: self._ended(after, watch), "to end")
         records = self.records()
         require_equal(records)
         return records
 
-    def begin(self, traps: Mapping[str, Trap], **options: Any) -> None:
-        """Starts all replicas, and has them begin together."""
-        names = [f"r{i}" for i in range(self.replicas * self.ranks)]
-        for name in names:
-            self.start(name, waits=True, trap=traps.get(name), **options)
-        self.wait_for(lambda: all((self.path / f"{name}.ready").exists() for name in names), "to be ready")
-        (self.path / "go").touch()
-
-    def _ended(self, after: int, watch: Callable[["Job"], None] | None) -> bool:
-        if watch is not None:
-            watch(self)
-        self._end_whole_replicas()
+    def _ended(self, after: int, watch: Callable[["Job"], None]) -> bool:
+        watch(self)
+        for name in self.killed():  # where one rank is dead, the others too, as torch's elastic agent does
+            self.processes[name].kill()
+            self.processes[name].join()
         if any(r.committed and r.step >= after and r.participants < self.replicas for r in self.records()):
-            for name in self.killed():  # once the others have gone on without them
+            for name in self.killed():  # once those that are left have gone on without them
                 self.start(name, after=after)
         self.require_none_failed()
         return all(process.exitcode == 0 for process in self.processes.values())
-
-    def _end_whole_replicas(self) -> None:
-        """Where one rank of a replica is dead, kills the others, as torch's elastic agent does."""
-        for name in self.killed():
-            self.processes[name].kill()
-            self.processes[name].join()
 
     def killed(self) -> list[str]:
         """The ranks of replicas of which one is dead: without it, the others may fail before they are killed."""
@@ -428,11 +389,9 @@ class Job:
             time.sleep(0.02)
 
     def said(self) -> str:
-        """What all replicas have written."""
         return "\n".join(f"{file.name}:\n{file.read_text()[-6000:]}" for file in sorted(self.path.glob("*.[jl]*")))
 
     def records(self) -> list[Record]:
-        """What all replicas have written down so far, each in its order."""
         files = sorted(self.path.glob("*.jsonl"))
         lines = [line for file in files for line in file.read_text().split("\n")[:-1]]  # without what a death has cut
         return [Record(**json.loads(line)) for line in lines]

@@ -1,7 +1,7 @@
 """A device that proves the order of streams: tensors of the CPU, on streams that are vector clocks.
 
 Every operation notes which bytes it reads and writes, and when on which stream; so does a wire, on a stream of its own
-for each process group, as NCCL's. A `Hazard` is two accesses to the same bytes, one of them a write, that no wait
+for each process group, as NCCL's. A hazard is two accesses to the same bytes, one of them a write, that no wait
 orders; or memory that its own stream may hand out while another stream still uses it; or a host that waits.
 
 After `torch.cuda._sanitizer` (Lin et al.) and the vector clocks of Mattern (1989).
@@ -31,13 +31,7 @@ from fnddp.wire.kinds import Kind
 LIBRARY = Path(fnddp.__file__).parent
 
 
-class Hazard(AssertionError):
-    """What streams do not order."""
-
-
 class Moment(NamedTuple):
-    """A point of a stream."""
-
     stream: int
     tick: int
 
@@ -50,23 +44,16 @@ class Clock:
         self.known = {number: 0}
 
     def tick(self) -> Moment:
-        """Start an operation."""
         self.known[self.number] += 1
         return Moment(self.number, self.known[self.number])
 
     def learn(self, known: dict[int, int]) -> None:
-        """Wait for what another stream knew at some moment."""
         for stream, tick in known.items():
             self.known[stream] = max(self.known.get(stream, 0), tick)
-
-    def knows(self, moment: Moment) -> bool:
-        return self.known.get(moment.stream, 0) >= moment.tick
 
 
 @dataclass
 class Block:
-    """Memory that the allocator has handed out on a stream, and who has used it last."""
-
     owner: Clock
     first: int
     end: int
@@ -88,29 +75,18 @@ def site() -> str:
 
 
 class Checker:
-    """What has happened on all streams.
-
-    Args:
-        without: A line of the library (see `site`) whose waits and keeps are left out.
-
-    Attributes:
-        hazards: All that were found.
-        sites: Lines of the library at which something waited or was kept.
-        kernels: The operations on tensors of the device.
-    """
+    """What has happened on all streams; the waits and keeps of a line of the library (see `site`) may be left out."""
 
     def __init__(self, without: str = "") -> None:
         self.without, self._is_training = without, False
         self.hazards: list[str] = []
-        self.sites: set[str] = set()
-        self.kernels: list[str] = []
         self.streams: list[Clock] = []
         self.main = self.new_stream("main")
         self.wires: dict[str | None, Clock] = {}
         self._threads = threading.local()
         self._blocks: dict[int, Block] = {}  # by the address of their storage
         self._freed: dict[int, list[tuple[Moment, str]]] = defaultdict(list)  # uses of free memory, by its stream
-        self._on_host: dict[int, int] = {}  # what the host has waited for
+        self.host = self.new_stream("host")  # knows what it has waited for
 
     def new_stream(self, name: str) -> Clock:
         self.streams.append(Clock(len(self.streams), name))
@@ -135,10 +111,7 @@ class Checker:
             self._stack.pop()
 
     def leaves_out(self) -> bool:
-        """Whether the wait or keep that is asked for is the one to be left out."""
-        where = site()
-        self.sites.add(where)
-        return bool(where) and where == self.without
+        return bool(self.without) and site() == self.without
 
     def report(self, text: str) -> None:
         if len(self.hazards) < 20:
@@ -174,7 +147,6 @@ class Checker:
             self.block(tensor).kept_for.add(stream.number)
 
     def access(self, tensor: Tensor, what: str, *, writes: bool, stream: Clock | None = None) -> None:
-        """Note an access to the bytes between the first and the last element of `tensor`."""
         if not tensor.numel():
             return
         stream = stream or self.current
@@ -215,14 +187,10 @@ class Checker:
             self._is_training = False
 
     def _precedes(self, moment: Moment, stream: Clock) -> bool:
-        return stream.knows(moment) or self._on_host.get(moment.stream, 0) >= moment.tick
-
-    def host_learns(self, known: dict[int, int]) -> None:
-        for stream, tick in known.items():
-            self._on_host[stream] = max(self._on_host.get(stream, 0), tick)
+        return any(each.known.get(moment.stream, 0) >= moment.tick for each in (stream, self.host))
 
     def host_waits(self, what: str) -> None:
-        self.host_learns(self.current.known)
+        self.host.learn(self.current.known)
         if self._is_training:
             self.report(f"the host waits for the device: {what}")
 
@@ -236,12 +204,10 @@ def checker() -> Checker:
 
 
 class Checked(devices.Device):
-    """The CPU as a device with streams, which `checking` makes of it."""
-
     is_asynchronous = True
 
     def stream(self) -> Clock:
-        return checker().new_stream(f"side {len(checker().streams)}")
+        return checker().new_stream("side")
 
     def current(self) -> Clock:
         return checker().current
@@ -271,7 +237,7 @@ class Checked(devices.Device):
         known = dict(checker().current.known)
 
         def read() -> list[int]:  # a step later: the host waits for what is done by then
-            checker().host_learns(known)
+            checker().host.learn(known)
             return numbers
 
         return read
@@ -289,14 +255,7 @@ class Checked(devices.Device):
 
 # Names of the kinds of functions that have the host wait for a device.
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_NEW = (
-    "aten.new_",
-    "aten.empty_like",
-    "aten.zeros_like",
-    "aten.ones_like",
-    "aten.full_like",
-    "aten.rand",
-)  # of no data
+_NEW = ("aten.new_", "aten.empty_like", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.rand")  # no data
 
 
 def _is_of_known_size(name: str, args: Any, kwargs: Any) -> bool:
@@ -313,8 +272,6 @@ def _see_calls(frame: Any, event: str, called: Any) -> None:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes what each operation reads and writes."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found, name = checker(), str(func)
@@ -342,7 +299,6 @@ class _Operations(TorchDispatchMode):
                         found.block(each)
                 else:
                     found.access(each, name, writes=True)
-        found.kernels.append(name)
         return result
 
 
@@ -461,6 +417,5 @@ def checking(without: str = "") -> Iterator[Checker]:
 
 
 def require_none(found: Checker) -> None:
-    """Raise the hazards that were found."""
     if found.hazards:
-        raise Hazard(f"{len(found.hazards)} hazards:\n" + "\n".join(dict.fromkeys(found.hazards)))
+        raise AssertionError(f"{len(found.hazards)} hazards:\n" + "\n".join(dict.fromkeys(found.hazards)))

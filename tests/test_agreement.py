@@ -24,71 +24,65 @@ from tests.ranks import on_ranks
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 
 
-def tree(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+def tree(**changes: Any) -> dict[str, Any]:
     return {"fc.weight": torch.ones(12, 20), "fc.bias": torch.ones(12), **changes}
 
 
-def outcome(rank: int, what: str) -> str:
-    odd = rank == 1
-    sync, grads = SYNC, tree()
-    state = sync.init(grads)
-    if odd:
-        match what:
-            case "pipeline":
-                sync = error_feedback(powersgd(fp16(allreduce), rank=3))
-            case "missing":
-                grads = {"fc.weight": grads["fc.weight"]}
-            case "order":
-                grads = dict(reversed(grads.items()))
-            case "shape":
-                grads = tree(**{"fc.weight": torch.ones(20, 12)})
-            case "dtype":
-                grads = tree(**{"fc.bias": torch.ones(12, dtype=torch.float64)})
-            case "state structure":
-                state = powersgd(allreduce).init(grads)
-            case "state value":
-                state.inner.q["fc.weight"][3, 1] += 1e-6
-            case "residual":
-                state.residual["fc.weight"] += 1  # local: may differ
-            case "broken":
-                grads = {"fc.weight": "not a tensor"}
+def state(**changes: Any) -> Any:
+    made = SYNC.init(tree())
+    return made._replace(**{name: change(getattr(made, name)) for name, change in changes.items()})
+
+
+LEAF, STATE = "leaf 'fc.weight': ranks 0, 2: float32[12, 20] on cpu", "state 'inner.q.fc.weight'"
+DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {  # what rank 1 has, and what all ranks raise
+    "pipeline": ({"sync": fnddp.parse("bf16(allreduce)")}, f"pipeline: ranks 0, 2: {SYNC}; rank 1: bf16(allreduce)"),
+    "missing": (
+        {"grads": {"fc.weight": torch.ones(12, 20)}},
+        "leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: state 'residual.fc.weight' in its place",
+    ),
+    "order": ({"grads": dict(reversed(tree().items()))}, f"{LEAF}; rank 1: leaf 'fc.bias' in its place"),
+    "shape": ({"grads": tree(**{"fc.weight": torch.ones(20, 12)})}, f"{LEAF}; rank 1: float32[20, 12] on cpu"),
+    "dtype": ({"grads": tree(**{"fc.weight": torch.ones(12, 20).double()})}, f"{LEAF}; rank 1: float64[12, 20] on cpu"),
+    "structure": (
+        {"state": state().inner},
+        "state 'residual.fc.weight': ranks 0, 2: float32[12, 20]; rank 1: state 'q.",
+    ),
+    "value": (
+        {"state": state(inner=lambda inner: inner._replace(q={"fc.weight": inner.q["fc.weight"] * 1.000001}))},
+        f"{STATE}: ranks 0, 2: float32[20, 2] with digest",
+    ),
+}
+
+
+def outcome(rank: int, changes: dict[str, Any]) -> str:
+    given = {"sync": SYNC, "grads": tree(), "state": state(), **(changes if rank == 1 else {})}
     try:
-        verify(sync, grads, state)
+        verify(given["sync"], given["grads"], given["state"])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "agreed"
 
 
-DIFFERENCES = {
-    "pipeline": "ranks disagree about pipeline: ranks 0, 2: error_feedback(powersgd(fp16(allreduce), rank=2)); rank 1: error_f",
-    "missing": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: state 'residual.fc.weight' in its",
-    "order": "ranks disagree about leaf 'fc.weight': ranks 0, 2: float32[12, 20] on cpu; rank 1: leaf 'fc.bias' in its place",
-    "shape": "ranks disagree about leaf 'fc.weight': ranks 0, 2: float32[12, 20] on cpu; rank 1: float32[20, 12] on cpu",
-    "dtype": "ranks disagree about leaf 'fc.bias': ranks 0, 2: float32[12] on cpu; rank 1: float64[12] on cpu",
-    "state structure": "ranks disagree about state 'residual.fc.weight': ranks 0, 2: float32[12, 20]; rank 1: state 'q.fc.weight'",
-    "state value": "ranks disagree about state 'inner.q.fc.weight': ranks 0, 2: float32[20, 2] with digest",
-}
-
-
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_a_difference_raises_on_all_ranks(what):
-    messages = run_threads(3, outcome, what)
+    changes, message = DIFFERENCES[what]
+    messages = run_threads(3, outcome, changes)
     assert len(set(messages)) == 1
-    assert messages[0].startswith(f"RankMismatchError: {DIFFERENCES[what]}")
+    assert messages[0].startswith(f"RankMismatchError: ranks disagree about {message}")
 
 
 def test_a_broken_rank_raises_its_own_error_and_the_others_name_it():
-    messages = run_threads(3, outcome, "broken")
+    messages = run_threads(3, outcome, {"grads": {"fc.weight": "not a tensor"}})
     assert messages[1].startswith("TypeError: leaf 'fc.weight' is a str, not a tensor")
     for rank in (0, 2):
         assert "rank 1: set-up in its place, failed with TypeError: leaf 'fc.weight' is a str" in messages[rank]
 
 
-@pytest.mark.parametrize("what", ["nothing", "residual"])
-def test_agreement(what, gloo):
-    assert run_threads(3, outcome, what) == ["agreed"] * 3
-    assert gloo(2, outcome, what) == ["agreed"] * 2
-    assert outcome(0, what) == "agreed"  # without a process group
+def test_agreement(gloo):
+    own = {"state": state(residual=lambda each: {path: leaf + 1 for path, leaf in each.items()})}  # local: may differ
+    assert run_threads(3, outcome, own) == ["agreed"] * 3
+    assert gloo(2, outcome, own) == ["agreed"] * 2
+    assert outcome(1, own) == "agreed"  # without a process group
 
 
 @on_ranks(2)
@@ -111,7 +105,6 @@ LATER = "error_feedback(warmup(bf16(allreduce), steps=5))"  # whose first steps 
 
 
 def keeper(kind: str, timeout: timedelta) -> tuple[nn.Module, Any]:
-    """A model, and what has its pipeline's state."""
     group, sync = dist.new_group(timeout=timeout), fnddp.parse(LATER)
     if kind == "module":
         model = fnddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), sync=sync, process_group=group)

@@ -79,14 +79,7 @@ def test_a_run(engine: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert main.main(["bench", *pipelines, *SMALL, *options]) == 0
     said, errors = capfd.readouterr()
     assert complaints(errors) == []
-    for expected in (
-        LOW_RANK,
-        "allreduce #2",
-        "powersgd_hook is left out: torch's",
-        "in the same round",
-        "loopback",
-        "hooks",
-    ):
+    for expected in (LOW_RANK, "allreduce #2", "powersgd_hook is left out: torch's", "in the same round", "loopback"):
         assert expected in said
     assert min(imread(tmp_path / "a" / "b" / "ratios.png").shape[:2]) > 300
     results = json.loads((tmp_path / "a" / "b" / "results.json").read_text())
@@ -167,7 +160,6 @@ SETUP = Setup("tiny", [allreduce, fp16(allreduce)], ["ddp"], ranks=Ranks(None, 1
 
 
 def run_of(*steps: list[float], setup: Setup = SETUP, silent: tuple[int, ...] = ()) -> Run:
-    """A run on one rank, of arms that took these times."""
     times = [Times([taken], 0 if arm in silent else 9, [1] * len(taken)) for arm, taken in enumerate(steps)]
     return Run(setup, times, ["here"], 1)
 
@@ -201,11 +193,8 @@ def test_a_verdict(steps: list[float], verdict: str) -> None:
     assert bench_report.verdict(run_of(*times, [1.0] * 3, [0.1] * 3, setup=setup, silent=(2, 4))) == verdict
     alone = run_of(*times, [0.1] * 3, setup=replace(setup, peers=["none"]), silent=(2, 3))
     assert bench_report.verdict(alone) == ""
-
-
-def test_what_was_faster_in_most_rounds_goes_before_what_was_faster_in_some() -> None:
-    run = run_of([0.5, 0.5, 1.5, 1.5, 0.5], [0.9] * 5, [1.0] * 5)
-    assert bench_report.verdict(run) == "Fastest: fp16(allreduce), in 0.90 of the time of ddp"
+    in_most = run_of([0.5, 0.5, 1.5, 1.5, 0.5], [0.9] * 5, [1.0] * 5)  # goes before what was faster in some rounds
+    assert bench_report.verdict(in_most) == "Fastest: fp16(allreduce), in 0.90 of the time of ddp"
 
 
 def test_codecs_are_timed_against_a_copy(capsys, monkeypatch):

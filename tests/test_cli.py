@@ -4,8 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ class halving(Sync):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the command is run: with `models.py`, `mine_own.py` and scripts."""
     shutil.copy(FILE, tmp_path / "models.py")
     (tmp_path / "mine_own.py").write_text(TRANSFORM)
     (tmp_path / "script.py").write_text('raise SystemExit("usage: script")\n')
@@ -50,11 +48,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in {"mine_own", "fnddp_file_mine_own", "fnddp_file_models"} - known:
         sys.modules.pop(name, None)
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"fnddp {fnddp.__version__}\n"
 
 
 WITHOUT_TORCH = """
@@ -92,9 +85,8 @@ WRONG = {
     "plan": [
         (["--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
         (["--model", "gtp2"], "unknown model 'gtp2'; did you mean 'gpt2'?"),
-        (["--model", "nothing"], "known ones are digits, transformer, deep, gpt2, resnet18. Your own is FILE.py:fn"),
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
-        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, ends, frozen, "),
+        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, frozen, "),
         (
             ["--model", "models.py:of_width"],
             "models.py:of_width failed: TypeError: of_width() missing 1 required positional argument: ",
@@ -104,9 +96,7 @@ WRONG = {
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
         (["--model", "models.py"], "models.py is a file: name the function in it that makes the model, models.py:fn"),
         (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
-        (["--model", "script.py:f"], "cannot import script.py: SystemExit: usage: script (at "),
         (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
-        (["--import", "absent_module"], "--import: cannot import absent_module: ModuleNotFoundError"),
         ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
         (["fp16(allreduce, 3)"], "fp16() takes 1 positional argument but 2 were given\n  fp16(allreduce, 3)\n  ^"),
         (["allreduce", "powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
@@ -122,7 +112,6 @@ WRONG = {
         (["--shards", "2", "--gradients", "topk(allgather, k=1)"], "FSDP sends gradients as two_shot does"),
         (["--shards", "2", "--link", "node=1gbit"], "--link node=1gbit: give shards=..., or one link for all"),
         (["--trace", "x"], "--trace draws the plan of one pipeline on one link"),
-        (["--svg", "x", "--trace", "x"], "--svg and --trace draw the plan of one"),
         (["allreduce", "--svg", "x.svg", "--trace", "absent/x"], "--trace: cannot write absent/x: No such file"),
         (["allreduce", "--trace", "."], "--trace: cannot write .: Is a directory"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
@@ -130,12 +119,7 @@ WRONG = {
             [TWO_LEVELS, "--ranks", "1024"],
             "reduce over group 'across' and group 'node'; give --ranks across=...,node=...",
         ),
-        (
-            [TWO_LEVELS, "--ranks", "node=8"],
-            "--ranks node=8: the pipelines reduce over group 'across' and group 'node'",
-        ),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "rack=2: the pipelines reduce over group 'across' and"),
-        ([TWO_LEVELS, "--ranks", "8,node=8,across=2"], "the pipelines reduce over group 'across' and group"),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
     ],
     "bench": [
@@ -145,13 +129,11 @@ WRONG = {
         (["allreduce", "--against", "bf16_hook"], "--against bf16_hook: no peer is left to compare with; add ddp"),
         (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
         (["allreduce", "--model", "models.py:alone"], "returns a module alone; to train it, it must return (module, "),
-        (["allreduce", "--model", "models.py:pair"], "or (module, inputs, loss_fn), got (Linear, Tensor)"),
         (["allreduce", "--model", "models.py:text_in"], "returns inputs of str; inputs must be a tensor or a tuple"),
         (
             ["allreduce", "--model", "models.py:no_loss"],
             "returns float; loss_fn must be a function of the module's output",
         ),
-        (["--codecs", "fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["--codecs", "--ranks", "4", "--link", "1gbit"], "a link or a model: leave --ranks and --link out"),
     ],
     "tune": [
@@ -185,11 +167,8 @@ def test_wrong_arguments_are_answered_in_a_line_before_anything_is_done(
 
 
 @pytest.mark.parametrize("name", ["module", "Network", "values"])
-def test_a_model_may_be_a_module_a_class_or_a_function(
-    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["plan", "allreduce", "--json", "--model", f"models.py:{name}"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == 36
+def test_a_model_may_be_a_module_a_class_or_a_function(name: str, folder: Path) -> None:
+    assert sum(p.numel() for p in models.parameters(f"models.py:{name}").values()) == 36
 
 
 @pytest.mark.parametrize("name", ["example", "own_problem"])
@@ -280,20 +259,22 @@ def test_plan_needs_no_extra_and_ends_quietly_when_its_reader_does(folder: Path)
     assert (process.returncode, errors) == (BROKEN_PIPE, "")
 
 
-def completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
-    """What bash is offered for the last of `words`."""
-    monkeypatch.setenv("_FNDDP_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", " ".join(words))
-    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
-    with pytest.raises(SystemExit, match="0"):
-        main.main([])
-    return set(capsys.readouterr().out.split())
+@pytest.fixture
+def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., set[str]]:
+    """What bash is offered for the last of some words."""
+
+    def completed(*words: str) -> set[str]:
+        monkeypatch.setenv("_FNDDP_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", " ".join(words))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        with pytest.raises(SystemExit, match="0"):
+            main.main([])
+        return set(capsys.readouterr().out.split())
+
+    return completed
 
 
-def test_commands_options_and_what_options_may_be_are_completed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    complete = partial(completed, monkeypatch, capsys)
+def test_commands_options_and_what_options_may_be_are_completed(complete: Callable[..., set[str]]) -> None:
     assert {"demo", "plan", "bench", "tune", "trace", "doctor", "completion"} <= complete("fnddp", "")
     assert complete("fnddp", "plan", "--mo") == {"--model"}
     assert complete("fnddp", "plan", "--model", "g") == {"gpt2"}
@@ -302,18 +283,10 @@ def test_commands_options_and_what_options_may_be_are_completed(
 
 
 def test_models_that_a_command_refuses_are_not_completed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, complete: Callable[..., set[str]]
 ) -> None:
     monkeypatch.setattr("fnddp.cli.options.find_spec", lambda name: None if name == "sklearn" else name)
-    offered = completed(monkeypatch, capsys, "fnddp", "tune", "--model", "")
-    with torch.device("meta"):
-        modules = {name: models.load(name).build() for name in MODELS if name != "digits"}
-    changing = {
-        name
-        for name, module in modules.items()
-        if any(getattr(part, "track_running_stats", False) for part in module.modules())
-    }
-    assert offered == set(modules) - changing != set(modules)
+    assert complete("fnddp", "tune", "--model", "") == set(MODELS) - {"digits", "resnet18"}  # which has buffers
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -15,7 +15,6 @@ from fnddp.codecs.packing import pack_indices, unpack_indices
 from fnddp.codecs.topk import cosines
 from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode, unit_of
 from fnddp.simulate.ranks import run_threads
-from tests.ranks import on_ranks
 
 CODECS = [
     "topk(allgather, k=3)",
@@ -82,7 +81,6 @@ def encoded(codec: Codec, x: Tensor, step: int = 0) -> dict[str, Tensor]:
 
 
 def coded(codec: Codec, x: Tensor, step: int = 0) -> Tensor:
-    """What becomes of rows."""
     return codec.decode(encoded(codec, x, step), x.shape[1])
 
 
@@ -163,40 +161,21 @@ def test_subnormal_numbers_stay_as_small_as_they_are(text):
             assert not read[:, ::3].any()
 
 
-@pytest.mark.parametrize("text", CODECS)
-def test_encoding_and_decoding_can_be_mapped_over_ranks(text):
-    """Simulation is a vmap over ranks, each with its own random numbers."""
-    codec, n = codec_of(text), 37
-    x = torch.randn(4, 2, n)
-
-    def of_rank(x: Tensor, rank: Tensor) -> Tensor:
-        key = Key("w", rank, seed=1)
-        return codec.decode(codec.encode(x, key) if codec.draws else codec.encode(x), n)
-
-    mapped = torch.vmap(of_rank)(x, torch.arange(4))
-    alone = torch.stack([of_rank(x[rank], torch.tensor(rank)) for rank in range(4)])
-    torch.testing.assert_close(mapped, alone, rtol=ROUNDING[text], atol=ROUNDING[text])
-
-
 # Contractions. A part in 1e5 for roundings of float32.
 
 
 def contraction(x: Tensor, read: Tensor) -> Tensor:
-    """How much of each row's square is lost, in double precision."""
     x = x.double()
     return (x - read.double()).square().sum(1) / x.square().sum(1)
 
 
 @given(x=rows_of, k=st.integers(1, 80))
-def test_topk_contracts_as_it_should(x, k):
+def test_the_largest_parts_contract_as_they_should(x, k):
     n = x.shape[1]
     assert (contraction(x, coded(fnddp.topk(allgather, k=k), x)) <= 1 - min(k, n) / n + 1e-5).all()
-
-
-@given(x=rows_of, k=st.integers(1, 12))
-def test_dct_topk_contracts_as_it_should(x, k):
-    codec = fnddp.dct_topk(allgather, chunk=8, k=k)
-    assert (contraction(x, coded(codec, x)) <= 1 - k / max(64, k) + 1e-5).all()
+    assert (
+        contraction(x, coded(fnddp.dct_topk(allgather, chunk=8, k=min(k, 64)), x)) <= 1 - min(k, 64) / 64 + 1e-5
+    ).all()
 
 
 @given(x=rows_of)
@@ -222,18 +201,6 @@ def test_fp8_errs_by_at_most_half_a_unit(x, format):
     assert ((x - read).abs() <= allowed * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("text", ["random_k(allreduce, k=5)", "random_block(allreduce, block=5)"])
-def test_random_parts_contract_on_average(text):
-    """Each step loses a share in 0..1 of the square, so 300 of them are within 0.25 of 1 - k / d (Hoeffding: 1e-16)."""
-    sync, x = fnddp.parse(text), {"w": torch.randn(50)}
-    state, lost, even = sync.init(x), 0.0, {"w": torch.ones(50)}
-    for _ in range(300):
-        assert sync(even, state)[0]["w"].sum() == 5  # k elements, each once: exactly 1 - k / d
-        mean, state = sync(x, state)
-        lost += contraction(x["w"][None], mean["w"][None]).item() / 300
-    assert abs(lost - (1 - 5 / 50)) < 0.25
-
-
 # Unbiased ones.
 
 
@@ -255,11 +222,12 @@ def test_expectation_and_variance(text):
 
 
 @pytest.mark.parametrize("text", ["random_k(allreduce, k=5", "random_block(allreduce, block=5"])
-def test_random_parts_scaled_are_unbiased(text):
+def test_random_parts_contract_and_scaled_are_unbiased(text):
     """An element's mean over 500 steps errs by |x| sqrt((d / k - 1) / 500), of which 6 are allowed."""
-    sync, x = fnddp.parse(f"{text}, unbiased=True)"), {"w": torch.randn(20)}
+    plain, sync, x = fnddp.parse(f"{text})"), fnddp.parse(f"{text}, unbiased=True)"), {"w": torch.randn(20)}
     state, total = sync.init(x), torch.zeros(20)
     for _ in range(500):
+        assert plain({"w": torch.ones(20)}, state)[0]["w"].sum() == 5  # k elements, each once: exactly 1 - k / d
         mean, state = sync(x, state)
         total += mean["w"] / 500
     assert ((total - x["w"]).abs() <= 6 * x["w"].abs() * (3 / 500) ** 0.5).all()
@@ -401,9 +369,9 @@ def test_all_of_it_is_exact(x):
         assert torch.equal(mean["w"], x)
 
 
-@given(st.lists(st.integers(-120, 120), min_size=1, max_size=70), st.booleans())
-def test_powers_of_two_are_natural(exponents, negative):
-    x = (-1.0 if negative else 1.0) * torch.tensor([[2.0**e for e in exponents]])
+@given(st.lists(st.integers(-120, 120), min_size=1, max_size=70))
+def test_powers_of_two_are_natural(exponents):
+    x = torch.tensor([[2.0**e for e in exponents], [-(2.0**e) for e in exponents]])
     assert torch.equal(coded(fnddp.natural(allgather), x), x)
 
 
@@ -469,20 +437,6 @@ def test_dct_topk_takes_the_first_of_equal_coefficients(dtype, chunk):
         (basis.mT @ coefficients.view(chunk, chunk) @ basis).reshape(1, -1)
     )
     assert sorted(payload["indices"].flatten().tolist()) == [*places[:4].tolist(), places[-1].item()]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("wire", ["bf16(two_shot)", "quantize(two_shot, bits=8)"])
-@on_ranks(2)
-def test_ties_of_dct_topk_are_simulated(rank: int, wire: str) -> None:
-    """Coefficients of 16 bits are often equal: rounding must not choose, or a third of the mean is another one."""
-    sync = fnddp.parse(f"dct_topk({wire})")
-    for draw in range(30):
-        grads = torch.stack([torch.randn(256, generator=torch.Generator().manual_seed(100 * draw + r)) for r in (0, 1)])
-        simulation = fnddp.simulate(sync, 2)
-        want, _ = sync({"w": grads[rank]}, ())
-        mean, _ = simulation({"w": grads}, simulation.init({"w": grads}))
-        assert (mean["w"] - want["w"]).norm() < 2**-7 * want["w"].norm()  # of bfloat16: a coefficient rounds otherwise
 
 
 # Majority vote.

@@ -2,7 +2,10 @@
 
 import pickle
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +33,14 @@ def loss_of(models: list[nn.Module], which: int, rank: int) -> torch.Tensor:
 
 
 def require_means(models: list[nn.Module]) -> None:
-    """The mean over ranks of (which + 1) (rank + 1)."""
     mean = (dist.get_world_size() + 1) / 2
     for which, model in enumerate(models):
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
+
+
+def at_once(n: int, run: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(n) as threads:
+        return list(threads.map(run, range(n)))
 
 
 @pytest.mark.parametrize("text", TWO_ROUNDS)
@@ -51,9 +58,7 @@ def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int
 @pytest.mark.parametrize("text", TWO_ROUNDS)
 @on_ranks(2, seconds=SECONDS)
 def test_a_thread_for_each_model_which_begin_in_another_order_on_each_rank(rank: int, text: str) -> None:
-    models = models_of(text)
-    has_begun = threading.Event()
-    errors: list[BaseException] = []
+    models, has_begun = models_of(text), threading.Event()
 
     def train(which: int) -> None:
         try:
@@ -63,36 +68,24 @@ def test_a_thread_for_each_model_which_begin_in_another_order_on_each_rank(rank:
             else:
                 has_begun.wait()
             loss.backward()
-        except BaseException as error:
+        finally:
             has_begun.set()
-            errors.append(error)
 
-    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(2, train)
     require_means(models)
 
 
 @pytest.mark.parametrize("again", range(8))  # which of the threads waits first is chance
 @on_ranks(2, seconds=SECONDS)
 def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(rank: int, again: int) -> None:
-    groups = [dist.new_group(), dist.new_group()]
-    wires = [None] * 4
-    barrier = threading.Barrier(4)
+    groups, barrier = [dist.new_group(), dist.new_group()], threading.Barrier(4)
 
-    def set_up(i: int) -> None:
+    def set_up(i: int) -> str:
         barrier.wait()
-        wires[i] = with_dedicated_groups(C10D, [groups[(i + rank) % 2].group_name])
+        wire = with_dedicated_groups(C10D, [groups[(i + rank) % 2].group_name])
+        return next(iter(wire._own.values()))
 
-    threads = [threading.Thread(target=set_up, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    names = [next(iter(wire._own.values())) for wire in wires]
+    names = at_once(4, set_up)
     assert sorted(set(names)) == sorted(f"{group.group_name}/fnddp" for group in groups)
     assert names[0] == names[2]
     assert names[1] == names[3]
@@ -144,8 +137,6 @@ def test_an_interrupt_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fragile(nn.Sequential):
-    """Raises in the middle of its backward, if it is asked to."""
-
     fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,6 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, oldest first."""
     try:
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:

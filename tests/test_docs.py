@@ -14,10 +14,12 @@ import os
 import re
 import runpy
 import sys
+import textwrap
 import types
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,73 +32,38 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?) *```$", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, the number of the line after the opening fence, its text."""
-
     language: str
-    line: int
     text: str
+    begin: int
+    end: int
 
 
-class Example(NamedTuple):
-    """Python code, and the output that the page shows for it."""
-
-    code: Block
-    output: Block | None
-
-
-def fenced(text: str) -> Iterator[Block | str]:
-    """The fenced blocks of a page, and the lines between them."""
-    opened: tuple[str, int, int] | None = None
-    inside: list[str] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        bare = line.strip()
-        indent = len(line) - len(line.lstrip())
-        if opened is None and bare.startswith("```"):
-            opened, inside = (bare[3:].split()[0] if bare[3:].split() else "", number + 1, indent), []
-        elif opened is not None and bare == "```":
-            yield Block(opened[0], opened[1], "\n".join(inside) + "\n")
-            opened = None
-        elif opened is not None:
-            inside.append(line[opened[2] :])
-        else:
-            yield line
-    assert opened is None, f"line {opened[1] - 1}: the block is not closed"
+def fenced(page: str) -> list[Block]:
+    return [
+        Block(match[2].partition(" ")[0], textwrap.dedent(match[3]), match.start(3), match.end())
+        for match in FENCE.finditer(page)
+    ]
 
 
-def needed(text: str) -> str:
-    """The package that a page needs; none for most."""
-    first = text.partition("\n")[0]
-    return first.removeprefix("<!-- needs ").removesuffix(" -->") if first.startswith("<!-- needs ") else ""
-
-
-def examples(text: str) -> list[Example]:
-    found: list[Example] = []
-    follows = False  # whether only blank lines came since the last Python block
-    for part in fenced(text):
-        if isinstance(part, str):
-            follows = follows and not part.strip()
-        elif part.language == "text" and follows:
-            found[-1] = found[-1]._replace(output=part)
-            follows = False
-        else:
-            follows = part.language == "python"
-            if follows:
-                found.append(Example(part, None))
-    return found
-
-
-def run(example: Example, page: Path, namespace: dict[str, object]) -> None:
-    # Blank lines before the code make the numbers in tracebacks those of the page.
-    code = compile("\n" * (example.code.line - 1) + example.code.text, str(page), "exec")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(code, namespace)
-    if example.output is not None:
-        line, says, prints = example.output.line, example.output.text, printed.getvalue()
-        is_said = doctest.OutputChecker().check_output(says, prints, FLAGS)
-        assert is_said, f"{page}:{line}: the page says\n{says}\nbut the code prints\n{prints}"
+def run(name: str, text: str, namespace: dict[str, object]) -> None:
+    blocks = fenced(text)
+    assert 2 * len(blocks) == len(re.findall("^ *```", text, re.MULTILINE)), f"{name}: a block is not closed"
+    for block, following in zip_longest(blocks, blocks[1:]):
+        if block.language != "python":
+            continue
+        # Blank lines before the code make the numbers in tracebacks those of the page.
+        lines = text.count("\n", 0, block.begin)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * lines + block.text, name, "exec"), namespace)
+        is_output = following is not None and following.language == "text"
+        if is_output and re.fullmatch(r"\s*```text\n", text[block.end : following.begin]):
+            says, prints = following.text, printed.getvalue()
+            is_said = doctest.OutputChecker().check_output(says, prints, FLAGS)
+            assert is_said, f"{name}:{lines + 1}: the page says\n{says}\nbut the code prints\n{prints}"
 
 
 @pytest.fixture
@@ -118,14 +85,13 @@ def module(monkeypatch: pytest.MonkeyPatch, own_transforms: None) -> Iterator[ty
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_page_runs(page: Path, module: types.ModuleType) -> None:
     text = page.read_text()
-    peer = needed(text)
-    if peer and find_spec(peer) is None:
-        pytest.skip(f"needs {peer}")
+    peer = re.match("<!-- needs (.*) -->\n", text)
+    if peer and find_spec(peer[1]) is None:
+        pytest.skip(f"needs {peer[1]}")
     with warnings.catch_warnings():
         if peer:
             warnings.simplefilter("default")
-        for example in examples(text):
-            run(example, page, module.__dict__)
+        run(str(page), text, module.__dict__)
     assert not dist.is_initialized(), f"{page}: the last block must call dist.destroy_process_group()"
 
 
@@ -157,8 +123,7 @@ def test_pages_are_short() -> None:
     """Words that are read, without code; methods of measurement are in appendices."""
     words: dict[str, int] = {}
     for page in (ROOT / "docs").glob("*.md"):
-        prose = "\n".join(part for part in fenced(page.read_text()) if isinstance(part, str))
-        words[page.name] = len(re.sub(r"<!--.*?-->", "", prose).split())
+        words[page.name] = len(re.sub(r"<!--.*?-->", "", FENCE.sub("", page.read_text())).split())
     exempt = {*APPENDICES, "fsdp.md"}  # which has the table of what was run where
     assert {name: n for name, n in words.items() if n > 1200 and name not in exempt} == {}
     assert len(PAGES[0].read_text().splitlines()) <= 125
@@ -178,14 +143,6 @@ def test_files_that_pages_show_are_there() -> None:
     files = {match[1] for match in found if match}
     assert "examples/functional.py" in files
     assert {file for file in files if not (ROOT / file).is_file()} == set()
-
-
-def test_blocks_and_their_outputs_are_found() -> None:
-    text = "a\n```python\nprint(1)\n```\n\n```text\n1\n```\n```text\nnot its output\n```\n"
-    text += "- b\n\n    ```python\n    x = 1\n    ```\n"
-    first, second = examples(text)
-    assert first == (Block("python", 3, "print(1)\n"), Block("text", 7, "1\n"))
-    assert second == (Block("python", 15, "x = 1\n"), None)
 
 
 PEERS = ("Lightning", "Accelerate", "transformers", "Ray Train", "torchft", "TensorBoard")

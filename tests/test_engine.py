@@ -5,7 +5,6 @@ Last, steps over a wire whose ranks come and go: what a step that is none leaves
 
 import logging
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fnddp
-from fnddp import (
-    DistributedDataParallel,
-    StepFailedError,
-    Sync,
-    all_reduce,
-    allgather,
-    allreduce,
-    error_feedback,
-    fp16,
-    none,
-)
+from fnddp import DistributedDataParallel, StepFailedError, Sync, allgather, allreduce, error_feedback, fp16
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
@@ -41,8 +30,6 @@ OUT_OF_STEP = r"an earlier step failed on this rank \(.*desynchronized"
 
 
 class Products(nn.Module):
-    """The product of its parameters, of which each has the shape, and `x`."""
-
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
         for name, shape in shapes.items():
@@ -64,31 +51,32 @@ def wrapped(sync: Sync = allreduce, wire: AloneWire | None = None, **options: An
 # What steps keep
 
 
-def plan_of(step: fnddp.jit, grads: dict[str, Tensor], state: Any = ()) -> Any:
-    step(grads, state)
-    return step.plan
+def plans_of(sync: Sync, calls: list[tuple[dict[str, Tensor], Any]]) -> list[Any]:
+    step, plans = fnddp.jit(sync, wire=AloneWire()), []
+    for grads, state in calls:
+        step(grads, state)
+        plans.append(step.plan)
+    return plans
 
 
 def test_a_plan_for_each_phase_is_made_once_and_the_oldest_goes(monkeypatch):
     sync = fnddp.parse("powersgd(allreduce, min_compression_rate=0, refresh=3, alternate=True)")
-    step, grads = fnddp.jit(sync, wire=AloneWire()), {"w": torch.ones(4, 4)}
+    grads = {"w": torch.ones(4, 4)}
     states = [sync.init(grads)]
     for _ in range(5):
         states.append(sync(grads, states[-1])[1])
-    plans = [plan_of(step, grads, state) for state in states]
+    plans = plans_of(sync, [(grads, state) for state in states])
     assert len({id(plan) for plan in plans}) == 3
     assert all(plans[i + 3] is plans[i] for i in range(3))
     monkeypatch.setattr(engines, "MAX_PHASES", 2)
-    few = fnddp.jit(sync, wire=AloneWire())
-    plans = [plan_of(few, grads, states[i]) for i in (0, 1, 0, 2, 0)]
+    plans = plans_of(sync, [(grads, states[i]) for i in (0, 1, 0, 2, 0)])
     assert plans[2] is plans[0] is not plans[4]
 
 
 def test_plans_are_those_of_leaves_of_such_shapes_and_the_oldest_goes(monkeypatch):
     monkeypatch.setattr(engines, "MAX_PHASES", 2)
-    step = fnddp.jit(allreduce, wire=AloneWire())
     one, other, wide = {"w": torch.ones(1)}, {"w": torch.ones(2)}, {"w": torch.ones(1, dtype=torch.float64)}
-    plans = [plan_of(step, each) for each in (one, other, one, wide, one, other)]  # one is used again and again
+    plans = plans_of(allreduce, [(each, ()) for each in (one, other, one, wide, one, other)])  # one again and again
     assert plans[0] is plans[2] is plans[4]
     assert len({id(plan) for plan in plans}) == 4
 
@@ -106,8 +94,6 @@ def test_a_slow_lowering_is_logged(monkeypatch, caplog, seconds):
 
 
 class LosingWire(AloneWire):
-    """Loses collectives, or votes, of some steps."""
-
     loses = ""
 
     def start(self, *given: Any, **options: Any) -> ReadyWork:
@@ -164,7 +150,9 @@ def test_a_failure_that_others_know_of_is_over_with_the_step(loses):
         assert model.module.a.grad.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(("sync", "group"), [(allreduce, None), (all_reduce(group="7"), "7"), (none, None)], ids=str)
+@pytest.mark.parametrize(
+    ("sync", "group"), [(allreduce, None), (fnddp.all_reduce(group="7"), "7"), (fnddp.none, None)], ids=str
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.usefixtures("own_transforms")
 def test_a_step_that_cannot_begin_may_have_begun_on_others(monkeypatch, sync, group, ranks):
@@ -194,17 +182,13 @@ def test_a_step_that_cannot_begin_may_have_begun_on_others(monkeypatch, sync, gr
 # What is sent when
 
 
-class SlowWork(ReadyWork):
-    def __init__(self, is_done: Callable[[], bool]) -> None:
-        self.is_completed = is_done  # type: ignore[method-assign]
-
-
 class SlowWire(AloneWire):
     is_done = True
 
     def start(self, *given: Any, **options: Any) -> ReadyWork:
-        super().start(*given, **options)
-        return SlowWork(lambda: self.is_done)
+        work = super().start(*given, **options)
+        work.is_completed = lambda: self.is_done  # type: ignore[method-assign]
+        return work
 
 
 def test_a_second_round_leaves_while_gradients_are_still_made(monkeypatch):
@@ -290,12 +274,7 @@ def test_of_a_mean_that_somebody_holds_there_is_another():
 # Ranks that come and go
 
 
-X = torch.ones(3, 4)
-
-
 class Restless(LosingWire, Elastic):
-    """In some steps another rank fails."""
-
     epoch = 0
     lost: Exception | None = None
     fails = False
@@ -311,6 +290,9 @@ class Restless(LosingWire, Elastic):
 
     def report(self, error: Exception) -> None:
         self.reported.append(error)
+
+
+X = torch.ones(3, 4)
 
 
 def linear(wire: Restless, **options: Any) -> DistributedDataParallel:

@@ -54,6 +54,21 @@ class Mixture(nn.Module):
         return self.out(torch.empty_like(y).index_copy(0, order, y) * score.unsqueeze(-1))
 
 
+def trained_alike(rank: int, model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
+    """Train `model` on this rank's tokens and `plain` on those of all; the parameters of `plain`."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x = torch.randn(3 + 2 * rank, WIDTH, generator=generator)
+        pooled = torch.cat(everyones(x))
+        (model(x).square().sum() / (len(pooled) * WIDTH)).backward()
+        plain(pooled).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return plain.state_dict()
+
+
 @pytest.mark.parametrize("copies", [1, 2])
 @on_ranks(4)
 def test_experts_and_the_rest_are_those_of_one_process(rank: int, copies: int) -> None:
@@ -70,17 +85,7 @@ def test_experts_and_the_rest_are_those_of_one_process(rank: int, copies: int) -
     # Without a broadcast, which would give all ranks the first one's expert.
     model = fnddp.DistributedDataParallel(module, sync=sync, init_sync=False)
     plain = Mixture(4 // copies, None)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        x = torch.randn(3 + 2 * rank, WIDTH, generator=generator)
-        pooled = torch.cat(everyones(x))
-        (model(x).square().sum() / (len(pooled) * WIDTH)).backward()
-        plain(pooled).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    want = plain.state_dict()
+    want = trained_alike(rank, model, plain)
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, want[name.replace("expert.0", f"expert.{own}")], rtol=1e-4, atol=1e-6)
     assert not torch.equal(*everyones(module.expert[0].weight.detach())[:2])
@@ -101,17 +106,7 @@ def test_experts_of_fsdp_have_shards_of_their_own(rank: int, text: str) -> None:
     handle = compress_shards(model, text, "allgather")
     assert sorted(each.ranks for each in handle.traffic) == [2, 4]
     plain = Mixture(2, None)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        x = torch.randn(3 + 2 * rank, WIDTH, generator=generator)
-        pooled = torch.cat(everyones(x))
-        (model(x).square().sum() / (len(pooled) * WIDTH)).backward()
-        plain(pooled).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    want, lossy = plain.state_dict(), text != "two_shot"
+    want, lossy = trained_alike(rank, model, plain), text != "two_shot"
     for name, p in model.named_parameters():
         expected = want[name.replace("expert.0", f"expert.{own}")]
         torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=5e-3 if lossy else 1e-6)

@@ -55,20 +55,16 @@ def infinite(grad: Tensor) -> Tensor:
 
 
 def huge(grad: Tensor) -> Tensor:
-    """Finite, and beyond float16."""
     return grad * 1e9
 
 
 class Training:
-    """Steps that change parameters only where they succeed."""
-
     def __init__(self, text: str, group: dist.ProcessGroup | None = None) -> None:
         sync = fnddp.parse(text)
         self.model = fnddp.DistributedDataParallel(Hooked(), process_group=group, bucket_cap_mb=0.01, sync=sync)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
     def step(self, x: Tensor, in_backward: Callable[[Tensor], Tensor] | None = None) -> Exception | None:
-        """A step; the error if it fails."""
         self.optimizer.zero_grad()
         try:
             loss_of(self.model(x, in_backward)).backward()
@@ -83,7 +79,6 @@ class Training:
 
     @property
     def all(self) -> Any:
-        """Parameters, momentum and the pipeline's state."""
         return self.parameters, bits(self.optimizer.state_dict()["state"]), bits(self.model.sync_state)
 
 
@@ -96,8 +91,15 @@ def require_same_on_all_ranks(value: Any) -> None:
     assert all(other == everyone[0] for other in everyone)
 
 
+def require_given_up(training: Training, rank: int, error: Exception | None, before: Any) -> None:
+    """A step in which another rank was missed has left nothing, and the module does not go on."""
+    assert isinstance(error, CollectiveError), repr(error)
+    assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
+    assert training.all == before
+    require_refused(training, rank)
+
+
 def require_refused(training: Training, rank: int) -> None:
-    """The module does not go on where ranks are desynchronized."""
     with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
         training.model(batch(rank, 0))
 
@@ -243,11 +245,7 @@ def check_one_step_behind(rank: int, text: str, how: str) -> None:
         assert training.step(batch(rank, 4)) is None  # for it all is well
     else:
         before = training.all
-        error = training.step(batch(rank, 4))
-        assert isinstance(error, CollectiveError)
-        assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
-        assert training.all == before
-        require_refused(training, rank)
+        require_given_up(training, rank, training.step(batch(rank, 4)), before)
     require_same_on_all_ranks(training.parameters)
     for step in (0, 1, 3, 4) if rank == 1 else range(4):
         assert straight.step(batch(rank, step)) is None
@@ -257,14 +255,7 @@ def check_one_step_behind(rank: int, text: str, how: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("n", "text", "how"),
-    [
-        (2, PLAIN, "forward"),
-        (3, COMPRESSED, "forward"),
-        (2, CHECKED, "forward"),
-        (3, PLAIN, "loss"),
-        (2, COMPRESSED, "no backward"),
-        (3, CHECKED, "no backward"),
-    ],
+    [(3, COMPRESSED, "forward"), (2, CHECKED, "forward"), (3, PLAIN, "loss"), (2, COMPRESSED, "no backward")],
 )
 def test_a_rank_that_skips_a_step_is_one_behind(gloo, n, text, how):
     gloo(n, check_one_step_behind, text, how, timeout=DEADLINE)
@@ -303,36 +294,35 @@ def check_missed(rank: int, text: str, step: int, how: str) -> None:
     if rank == 1 and how == "comes late":
         dist.barrier()
     error = training.step(batch(rank, 1), fails if rank == 1 and how == "fails" else None)
-    if rank == 1 and how == "fails":
-        assert isinstance(error, Trouble)
-    else:
-        assert isinstance(error, CollectiveError)
-        assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
     if rank != 1 or how == "fails":
         dist.barrier()
-    assert training.all == before
-    require_refused(training, rank)
+    if rank == 1 and how == "fails":
+        assert isinstance(error, Trouble)
+        assert training.all == before
+        require_refused(training, rank)
+    else:
+        require_given_up(training, rank, error, before)
     require_same_on_all_ranks(training.parameters)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("n", "text", "step"), [(2, PLAIN, 1), (3, COMPRESSED, 1), (2, CHECKED, 1), (2, COMPRESSED, 0)]
+    ("n", "text", "step", "how"),
+    [
+        (3, COMPRESSED, 1, "comes late"),
+        (2, CHECKED, 1, "comes late"),
+        (2, COMPRESSED, 0, "comes late"),
+        (2, COMPRESSED, 1, "fails"),
+    ],
 )
-def test_a_rank_that_comes_after_the_timeout(gloo, n, text, step):
-    gloo(n, check_missed, text, step, "comes late", timeout=DEADLINE)
-
-
-@pytest.mark.thorough
-def test_a_rank_that_fails_in_backward_and_does_not_go_on(gloo):
-    gloo(2, check_missed, COMPRESSED, 1, "fails", timeout=DEADLINE)
+def test_a_rank_that_comes_after_the_timeout_or_not_at_all(gloo, n, text, step, how):
+    gloo(n, check_missed, text, step, how, timeout=DEADLINE)
 
 
 # Ranks that die
 
 
 def check_death(rank: int, text: str, how: str) -> None:
-    """The last rank ends in step 1."""
     training = Training(text, short_group())
     if how == "is killed before its first backward":
         if rank == dist.get_world_size() - 1:
@@ -344,11 +334,7 @@ def check_death(rank: int, text: str, how: str) -> None:
         if how == "raises in forward":
             training.model(torch.ones(8, 3))
         loss_of(training.model(batch(rank, 1), dies if how == "is killed" else fails)).backward()
-    error = training.step(batch(rank, 1))
-    assert isinstance(error, CollectiveError), repr(error)
-    assert "Another rank has failed, left, or not called backward; see its own error" in str(error)
-    assert training.all == before
-    require_refused(training, rank)
+    require_given_up(training, rank, training.step(batch(rank, 1)), before)
 
 
 @pytest.mark.thorough
@@ -403,15 +389,11 @@ def check_not_finite(rank: int, text: str, poison: Any, forgets: bool) -> None:
 @pytest.mark.parametrize(
     ("n", "text", "poison", "forgets"),
     [
-        (2, PLAIN, not_a_number, True),
         (3, PLAIN, infinite, True),
-        (3, "fp16(allreduce)", not_a_number, True),
         (2, "fp16(allreduce)", huge, True),
         (2, "powersgd(fp16(allreduce), rank=2)", not_a_number, True),
-        (2, "powersgd(fp16(allreduce), rank=2)", huge, True),
         (2, "error_feedback(fp16(allreduce))", huge, False),
         (3, COMPRESSED, not_a_number, False),
-        (2, COMPRESSED, infinite, False),
     ],
 )
 def test_a_gradient_that_is_not_finite(gloo, n, text, poison, forgets):

@@ -1,8 +1,10 @@
-"""FSDP2 itself, on four gloo ranks: 2 replicas of 2 shards, and 1 of 4."""
+"""FSDP2 itself, on four gloo ranks: 2 replicas of 2 shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress_replicas
 from fnddp.run import choose as choosing
 from fnddp.run.step import Step
-from tests.peers import everyones
+from tests.peers import everyones, residual
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.thorough
@@ -41,8 +43,8 @@ class Net(nn.Module):
         return {"out": last(x.tanh() + self.extra(x) if extra else x)}
 
 
-def meshes(replicas: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard"))
+def meshes() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(mesh: DeviceMesh, seed: int = 0, **options: Any) -> nn.Module:
@@ -55,20 +57,17 @@ def sharded(mesh: DeviceMesh, seed: int = 0, **options: Any) -> nn.Module:
 
 
 def batches(steps: int, seed: int = 5) -> list[Tensor]:
-    """This rank's own."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     return [torch.randn(4, 6, generator=generator) for _ in range(steps)]
 
 
-def train(model: nn.Module, steps: list[Tensor], no_sync: Callable[[], Any] | None = None, **given: Any) -> None:
-    optimizer = given.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def train(model: nn.Module, steps: list[Tensor], no_sync: Callable[[], Any] = nullcontext) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x in steps:
-        for i, part in enumerate(x.chunk(2)):
-            if i == 0 and no_sync is not None:
-                with no_sync():
-                    model(part)["out"].square().mean().backward()
-            else:
-                model(part)["out"].square().mean().backward()
+        first, second = x.chunk(2)
+        with no_sync():
+            model(first)["out"].square().mean().backward()
+        model(second)["out"].square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -82,7 +81,7 @@ def shards(model: nn.Module) -> Tensor:
 @on_ranks(4)
 def test_the_plain_mean_is_that_of_hsdp(rank: int, way: str) -> None:
     """To the bit. The second microbatch is sent together with the first, or in a step of its own."""
-    mesh = meshes(2)
+    mesh = meshes()
     options: dict[str, Any] = {"plain": {}, "checkpointed": {"checkpointed": True}}.get(way) or {}
     sync: Any = "allreduce"
     if way == "mixed":
@@ -98,17 +97,13 @@ def test_the_plain_mean_is_that_of_hsdp(rank: int, way: str) -> None:
     train(ours, steps)
     assert torch.equal(shards(ours), shards(native))
 
-    def at_last(model: Any) -> Callable[[], Any]:
-        class Unsynchronized:
-            def __enter__(self) -> None:
-                model.set_requires_all_reduce(False)
+    @contextmanager
+    def at_last() -> Iterator[None]:
+        native.set_requires_all_reduce(False)
+        yield
+        native.set_requires_all_reduce(True)
 
-            def __exit__(self, *_: object) -> None:
-                model.set_requires_all_reduce(True)
-
-        return Unsynchronized
-
-    train(native, steps, at_last(native))
+    train(native, steps, at_last)
     train(ours, steps, replicas.no_sync)
     assert torch.equal(shards(ours), shards(native))
 
@@ -118,7 +113,7 @@ def test_the_plain_mean_is_that_of_hsdp(rank: int, way: str) -> None:
 )
 @on_ranks(4)
 def test_replicas_stay_equal_with_any_pipeline(rank: int, sync: str) -> None:
-    mesh = meshes(2)
+    mesh = meshes()
     model = sharded(mesh["shard"])
     replicas = compress_replicas(model, sync, mesh["replicate"])
     train(model, batches(4))
@@ -136,38 +131,25 @@ def test_replicas_stay_equal_with_any_pipeline(rank: int, sync: str) -> None:
 
 
 @on_ranks(4)
-def test_one_replica_of_four_shards_is_fsdp(rank: int) -> None:
-    mesh = meshes(1)
-    ours, native = sharded(mesh["shard"]), sharded(mesh["shard"])
-    compress_replicas(ours, allreduce, mesh["replicate"])
-    train(ours, batches(3))
-    train(native, batches(3))
-    assert torch.equal(shards(ours), shards(native))
-
-
-@on_ranks(4)
 def test_a_failure_on_one_rank_is_one_on_all(rank: int) -> None:
-    mesh = meshes(2)
+    mesh = meshes()
     model = sharded(mesh["shard"])
     replicas = compress_replicas(model, SYNC, mesh["replicate"])
     train(model, batches(1))
-    before, state = shards(model), torch.cat([r.flatten() for r in replicas.state.residual.values()])
-    if rank == 3:
-        feed, calls = Step.feed, []
+    before, state = shards(model), residual(replicas.state)
+    feed, calls = Step.feed, []
 
-        def failing(step: Step, name: str, grad: Tensor) -> None:
-            calls.append(name)
-            if len(calls) == 2:
-                raise ValueError("the second gradient is odd")
-            feed(step, name, grad)
+    def failing(step: Step, name: str, grad: Tensor) -> None:
+        calls.append(name)
+        if rank == 3 and len(calls) == 2:
+            raise ValueError("the second gradient is odd")
+        feed(step, name, grad)
 
-        Step.feed = failing  # type: ignore[method-assign]
     kind, text = (ValueError, "is odd") if rank == 3 else (StepFailedError, "rank 3 failed with ValueError: the second")
-    with pytest.raises(kind, match=text):
-        model(batches(1)[0])["out"].sum().backward()
-    if rank == 3:
-        Step.feed = feed  # type: ignore[method-assign]
-    assert torch.equal(torch.cat([r.flatten() for r in replicas.state.residual.values()]), state)
+    output = model(batches(1)[0])["out"].sum()
+    with mock.patch.object(Step, "feed", failing), pytest.raises(kind, match=text):
+        output.backward()
+    assert torch.equal(residual(replicas.state), state)
     assert torch.equal(shards(model), before)
     model.zero_grad()
     train(model, batches(2))
@@ -178,7 +160,7 @@ def test_a_failure_on_one_rank_is_one_on_all(rank: int) -> None:
 @on_ranks(4)
 def test_unused_and_kept_gradients(rank: int) -> None:
     """As torch's DDP: unused on one replica counts as zero, on both it stays None; kept gradients add up."""
-    mesh, (x,) = meshes(2), batches(1)
+    mesh, (x,) = meshes(), batches(1)
     model = sharded(mesh["shard"])
     replicas = compress_replicas(model, SYNC, mesh["replicate"])
     parameters: Any = dict(model.named_parameters())
@@ -206,7 +188,7 @@ def test_unused_and_kept_gradients(rank: int) -> None:
 
 @on_ranks(4)
 def test_what_a_last_backward_leaves_out_is_sent_with_it(rank: int) -> None:
-    mesh, (x,) = meshes(2), batches(1)
+    mesh, (x,) = meshes(), batches(1)
     in_two, in_one = sharded(mesh["shard"]), sharded(mesh["shard"])
     replicas = compress_replicas(in_two, allreduce, mesh["replicate"])
     compress_replicas(in_one, allreduce, mesh["replicate"])
@@ -222,7 +204,7 @@ def test_what_a_last_backward_leaves_out_is_sent_with_it(rank: int) -> None:
 
 @on_ranks(4)
 def test_what_fsdp_would_do_as_well_raises(rank: int) -> None:
-    mesh = meshes(2)
+    mesh = meshes()
     with pytest.raises(TypeError, match="'layers.0.weight' is not sharded, .* call fully_shard"):
         compress_replicas(Net(), SYNC, mesh["replicate"])
     with pytest.raises(TypeError, match=r"'layers.0.weight' is on .* FSDP reduces between them already"):
@@ -231,7 +213,7 @@ def test_what_fsdp_would_do_as_well_raises(rank: int) -> None:
 
 @on_ranks(4)
 def test_a_parameter_that_is_unfrozen_later_raises(rank: int) -> None:
-    mesh, (x,) = meshes(2), batches(1)
+    mesh, (x,) = meshes(), batches(1)
     torch.manual_seed(0)
     model = Net()
     model.extra.requires_grad_(False)
@@ -255,13 +237,12 @@ def test_replicas_of_all_shards_take_one_measured_pipeline(rank: int, tmp_path: 
         taken: list[Any] = []
         for fast in (shard == 0, False, True):
             choosing.measure_link = lambda *_, fast=fast, **__: Link(1e12 if fast else 1e2)
-            mesh = meshes(2)
+            mesh = meshes()
             model = sharded(mesh["shard"])
             taken.append((model, compress_replicas(model, "auto", mesh["replicate"])))
         first, slow, last = taken
-        everyone: list[Any] = [None] * 4
-        dist.all_gather_object(everyone, [repr(each.sync.over(None)) for _, each in (first, slow, last)])
-        assert everyone == [[repr(slow[1].sync.over(None))] * 2 + ["allreduce"]] * 4
+        chosen = everyones([repr(each.sync.over(None)) for _, each in (first, slow, last)])
+        assert chosen == [[repr(slow[1].sync.over(None))] * 2 + ["allreduce"]] * 4
         assert slow[1].sync.over(None) != allreduce
         save(tmp_path, slow[0], sync=slow[1])
         load(tmp_path, last[0], sync=last[1])

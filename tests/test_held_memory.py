@@ -15,8 +15,6 @@ SYNC = error_feedback(powersgd(bf16(allreduce), rank=1))
 
 
 class Held:
-    """Memory that the user keeps, with a copy of what was in it."""
-
     def __init__(self) -> None:
         self.kept = []
 
@@ -31,19 +29,12 @@ class Held:
 # What becomes of a gradient in a hook, or in the backward of a function of the user's.
 GIVEN = {
     "numpy's": lambda grad, held: torch.from_numpy(held.keep(grad.numpy().copy())),
-    "a producer's of DLPack": lambda grad, held: torch.from_dlpack(held.keep(grad.numpy().copy())),
     "a buffer of Python's": lambda grad, held: torch.frombuffer(
         held.keep(np.frombuffer(bytearray(grad.numpy().tobytes()), np.float32)), dtype=torch.float32
     ).view(grad.shape),
-    "given to numpy": lambda grad, held: _kept(grad.clone(), held, torch.Tensor.numpy),
-    "given away by DLPack": lambda grad, held: _kept(grad.clone(), held, np.from_dlpack),
+    "given away by DLPack": lambda grad, held: torch.from_dlpack(held.keep(np.from_dlpack(grad.clone()))),
     "a tensor": lambda grad, held: held.keep(grad.clone()),
 }
-
-
-def _kept(grad, held, give):
-    held.keep(give(grad))
-    return grad
 
 
 class Gives(torch.autograd.Function):

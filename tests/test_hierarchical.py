@@ -7,17 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import DistributedDataParallel, allreduce, hierarchical, none, powersgd
-from fnddp.laws import (
-    DONATIONS,
-    LAWS,
-    LOWERED,
-    applies,
-    gather,
-    law_5_lossless_is_exact,
-    law_6_lowered_is_eager,
-    law_7_resuming_an_engine_is_exact,
-)
+from fnddp import DistributedDataParallel, allreduce, hierarchical, laws, none
 from fnddp.plan.period import period
 from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.pipelines import TREES
@@ -41,7 +31,6 @@ EXACT = [
 
 
 def groups(rank: int, nodes: int, size: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's group inside its node, and that across nodes; every rank makes all, in one order."""
     inside = [dist.new_group([node * size + i for i in range(size)]) for node in range(nodes)]
     across = [dist.new_group([node * size + i for node in range(nodes)]) for i in range(size)]
     return {"inside": inside[rank // size], "across": across[rank % size]}
@@ -62,14 +51,15 @@ def few(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 def check_laws(rank: int, text: str, nodes: int, size: int) -> None:
     sync = made(text, rank, nodes, size)
-    for law in LAWS:
-        if law not in LOWERED and applies(law, sync) and (law is not law_5_lossless_is_exact or text in EXACT):
+    for law in laws.LAWS:
+        is_for_exact = law is laws.law_5_lossless_is_exact
+        if law not in laws.LOWERED and laws.applies(law, sync) and (not is_for_exact or text in EXACT):
             law(rank, sync, TREES["mixed"])
     if nodes == size:
-        donation = DONATIONS[len(text) % len(DONATIONS)]
-        law_6_lowered_is_eager(rank, sync, few, donation=donation)
+        donation = laws.DONATIONS[len(text) % len(laws.DONATIONS)]
+        laws.law_6_lowered_is_eager(rank, sync, few, donation=donation)
         if text == LOSSY[1]:
-            law_7_resuming_an_engine_is_exact(rank, sync, few)
+            laws.law_7_resuming_an_engine_is_exact(rank, sync, few)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +95,6 @@ def test_a_plan_of_given_sizes_is_that_of_real_ranks(inner):
     run_threads(6, check)
 
 
-def test_a_plan_of_given_sizes_repeats_and_is_timed():
-    sync, sizes = fnddp.parse(LOSSY[1]), {"inside": 2, "across": 3}
-    params = {"w": torch.randn(40, 12)}
-    (each,) = period(sync, params, world_size=sizes)
-    assert {c.group: c.world_size for c in each.plan.collectives} == sizes
-    assert len(fnddp.measure_segments(each.plan, calls=1)) == len(each.plan.segments)
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -124,10 +106,9 @@ def test_a_plan_of_given_sizes_repeats_and_is_timed():
     ],
 )
 def test_wrong_sizes(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        fnddp.lower(fnddp.parse(LOSSY[0]), {"w": torch.empty(8, 2)}, world_size=sizes)
-    with pytest.raises(ValueError, match=message):
-        period(fnddp.parse(LOSSY[0]), {"w": torch.empty(8, 2)}, world_size=sizes)
+    for plan in (fnddp.lower, period):
+        with pytest.raises(ValueError, match=message):
+            plan(fnddp.parse(LOSSY[0]), {"w": torch.empty(8, 2)}, world_size=sizes)
 
 
 @pytest.mark.parametrize("shard", [True, False])
@@ -157,20 +138,9 @@ def test_an_owner_takes_what_its_shard_loses():
         node = sum((2 * (rank // 2) + i + 1) / 3 for i in range(2)) / 2
         want = 2 * (torch.tensor(node) - torch.tensor(node).half())
         torch.testing.assert_close(lost[2 * mine : 2 * mine + 2], want.expand(2, 3), rtol=1e-3, atol=1e-7)
-        return gather(done.sent["w"])
+        return laws.gather(done.sent["w"])
 
     run_threads(4, body)
-
-
-def test_shards_are_rows_where_little_pads_them():
-    def body(rank: int) -> list[tuple[int, ...]]:
-        pair = groups(rank, 2, 2)
-        sync = hierarchical(powersgd(allreduce, min_compression_rate=0).over(pair["across"]), intra=pair["inside"])
-        leaves = {"even": (8, 6), "odd": (33, 6), "padded": (5, 6), "one": (1, 40), "vector": (7,), "scalar": ()}
-        state = sync.init({path: torch.empty(shape) for path, shape in leaves.items()})
-        return {path: tuple(q.shape) for path, q in state.inner.q.items()}
-
-    assert run_threads(4, body) == [{"even": (6, 1), "odd": (6, 1)}] * 4  # the others' shards are vectors
 
 
 @pytest.mark.parametrize(
@@ -215,9 +185,6 @@ def test_what_a_shard_must_not_be_averaged_with_is_named():
         hierarchical(allreduce.over("5"), intra="6").over("7")
     with pytest.raises(TypeError, match="add"):
         fnddp.topk(hierarchical(none), k=1)
-
-
-def test_adapters_leave_named_groups_as_they_are():
     named = hierarchical(allreduce.over("5"), intra="6")
     assert named.over("7", unnamed_only=True) == named
     assert hierarchical(none).over("7", unnamed_only=True) == hierarchical(none, intra="7")

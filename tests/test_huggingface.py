@@ -103,7 +103,6 @@ def with_accelerate(sync: Any, epochs: int = 2, load: str = "", save: str = "") 
 
 
 def with_trainer(sync: Any, folder: Path) -> Tensor:
-    """The stock Trainer where `sync` is None."""
     from transformers import Trainer, TrainingArguments
 
     from fnddp.integrations.huggingface import FnddpTrainerMixin
@@ -139,17 +138,13 @@ def test_each_way_ends_with_the_same_parameters(rank: int, tmp_path: Path) -> No
 
 @on_ranks(2)
 def test_accelerate_takes_a_measured_pipeline_and_its_checkpoints_keep_it(rank: int, tmp_path: Path) -> None:
-    measured, folder = choosing.measure_link, str(tmp_path / "state")
-    try:
-        with accelerated(rank):
-            choosing.measure_link = lambda *_, **__: fnddp.Link(1e2)
-            saved, _ = with_accelerate("auto", 1, save=folder)
-            choosing.measure_link = lambda *_, **__: fnddp.Link(1e12)
-            assert torch.equal(with_accelerate("auto", 1)[0], with_accelerate("allreduce", 1)[0])
-            assert torch.equal(with_accelerate("auto", 0, load=folder)[0], saved)
-            assert not torch.equal(with_accelerate("auto", 2)[0], with_accelerate("auto", 1, load=folder)[0])
-    finally:
-        choosing.measure_link = measured
+    folder = str(tmp_path / "state")
+    with accelerated(rank), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "measure_link", lambda *_, **__: fnddp.Link(1e2))
+        saved, _ = with_accelerate("auto", 1, save=folder)
+        patch.setattr(choosing, "measure_link", lambda *_, **__: fnddp.Link(1e12))
+        assert torch.equal(with_accelerate("auto", 1)[0], with_accelerate("allreduce", 1)[0])
+        assert torch.equal(with_accelerate("auto", 0, load=folder)[0], saved)
 
 
 @on_ranks(2)
@@ -168,39 +163,30 @@ def test_accelerate_resumes_with_the_residual_of_each_rank(rank: int, tmp_path: 
             with_accelerate(error_feedback(powersgd(allreduce, rank=2)), 1, load=folder)
 
 
-def _train_and_save(rank: int, folder: str) -> Tensor:
+def _residual(rank: int, *given: Any) -> Tensor:
     with accelerated(rank):
-        return residual(with_accelerate(SYNC, 1, save=folder)[1])
-
-
-def _load(rank: int, folder: str) -> Tensor:
-    with accelerated(rank):
-        return residual(with_accelerate(SYNC, 0, load=folder)[1])
+        return residual(with_accelerate(SYNC, *given)[1])
 
 
 def test_another_number_of_ranks_takes_shares(gloo: Any, tmp_path: Path) -> None:
-    one, other = gloo(2, _train_and_save, str(tmp_path))
-    for rank, loaded in enumerate(gloo(4, _load, str(tmp_path))):
+    one, other = gloo(2, _residual, 1, "", str(tmp_path))
+    for rank, loaded in enumerate(gloo(4, _residual, 0, str(tmp_path))):
         assert torch.equal(loaded, one if rank < 2 else other)
 
 
 @on_ranks(2)
-def test_a_file_that_one_rank_lacks_is_an_error_on_both(rank: int, tmp_path: Path) -> None:
+def test_a_file_that_one_rank_lacks_is_an_error_on_both_and_a_folder_without_any_is_told_of(
+    rank: int, tmp_path: Path
+) -> None:
     with accelerated(rank):
         with_accelerate(SYNC, 1, save=str(tmp_path))
-        torch.distributed.barrier()
-        if rank == 0:
+        if rank == 1:
             (tmp_path / "fnddp-rank1.pt").unlink()
         torch.distributed.barrier()
         with pytest.raises((FileNotFoundError, fnddp.RankMismatchError), match="there is no .*fnddp-rank1.pt"):
             with_accelerate(SYNC, 1, load=str(tmp_path))
-
-
-@on_ranks(2)
-def test_a_folder_without_a_state_is_told_of(rank: int, tmp_path: Path) -> None:
-    with accelerated(rank):
-        with_accelerate(SYNC, 1, save=str(tmp_path))
-        (tmp_path / f"fnddp-rank{rank}.pt").unlink()
+        torch.distributed.barrier()
+        (tmp_path / f"fnddp-rank{rank}.pt").unlink(missing_ok=True)
         torch.distributed.barrier()
         case, name = unittest.TestCase(), "fnddp.integrations.huggingface"
         with case.assertLogs(name) if rank == 0 else case.assertNoLogs(name) as logged:

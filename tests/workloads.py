@@ -71,16 +71,8 @@ def broken():
     raise KeyError("no such layer")
 
 
-def ends():
-    raise SystemExit(3)
-
-
 def number():
     return 3
-
-
-def pair():
-    return nn.Linear(3, 2), torch.ones(2, 3)
 
 
 def text_in():

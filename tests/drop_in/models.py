@@ -20,7 +20,6 @@ SMALL = {"bucket_cap_mb": 0.001}
 
 
 def total(output: Any) -> Tensor:
-    """A loss of whatever a module returns."""
     return (output.abs() if output.is_complex() else output).square().float().mean()
 
 
@@ -41,7 +40,7 @@ def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:
             if p.grad.is_sparse:  # what several rows of a batch add to one is added in another order
                 torch.testing.assert_close(dense(p.grad), dense(q.grad), rtol=1e-6, atol=1e-7)
             else:
-                assert p.grad.stride() == q.grad.stride(), name
+                assert p.grad.stride() == p.stride(), name
                 assert bits([p.grad]) == bits([q.grad]), name
 
 
@@ -65,7 +64,6 @@ def step(model: nn.Module, *inputs: Any, descends: bool = True, **kwargs: Any) -
 
 
 def steps_alike(rank: int, *models: nn.Module, at: Iterable[int] = range(3), use: Iterable[Any] = ()) -> None:
-    """Steps of all models, after each of which their gradients are the same."""
     for i in at:
         for model in models:
             step(model, batch(rank, i), *use)
@@ -102,8 +100,6 @@ def steps_by_hand(rank: int, model: fnddp.DistributedDataParallel, plain: nn.Mod
 
 
 class Parts(nn.Module):
-    """Uses those of its layers that it is told to."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -114,8 +110,6 @@ class Parts(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of three dtypes."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

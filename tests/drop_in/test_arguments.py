@@ -203,21 +203,16 @@ def test_mixed_precision_trains(rank: int, options: dict[str, Any], text: str, w
     assert {collective.dtype for collective in model.plan.collectives} == {wire}
 
 
-def test_mixed_precision_casts_buffers():
-    mixed = _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    model = DDP(normed(), mixed_precision=mixed)
-    assert model.module[1].running_mean.dtype == torch.bfloat16
-    step(model, batch(0, 0))
-    assert {g.dtype for g in grads_of(model)} == {torch.float32}
-
-
-def test_mixed_precision_may_not_contradict_the_pipeline():
-    mixed = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+def test_mixed_precision_casts_buffers_and_may_not_contradict_the_pipeline():
+    dtypes = dict.fromkeys(["param_dtype", "buffer_dtype", "reduce_dtype"], torch.bfloat16)
+    mixed = _MixedPrecision(**dtypes)
     with pytest.raises(ValueError, match=r"reduce_dtype=torch.bfloat16, but the pipeline fp16\(allreduce\) says"):
         DDP(make_model(), sync=fp16(allreduce), mixed_precision=mixed)
-    model = DDP(make_model(), mixed_precision=mixed)
+    model = DDP(normed(), mixed_precision=mixed)
+    assert model.module[1].running_mean.dtype == torch.bfloat16
     before = model.sync
     with pytest.raises(ValueError, match="says itself what travels"):
         model.sync = fp16(allreduce)
     assert model.sync == before
     step(model, batch(0, 0))
+    assert {g.dtype for g in grads_of(model)} == {torch.float32}

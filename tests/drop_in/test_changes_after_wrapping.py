@@ -114,7 +114,6 @@ def images(rank: int) -> Tensor:
 
 
 def mean_grads(module: nn.Module, rank: int, backwards: int = 1) -> list[Tensor]:
-    """What gradients must be: the mean over ranks of those of the bare module."""
     loss = total(module(images(rank)))
     for _ in range(backwards):
         loss.backward(retain_graph=True)

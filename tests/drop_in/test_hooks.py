@@ -37,7 +37,6 @@ def weighted_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[T
 
 
 HOOKS: dict[str, tuple[Any, Any]] = {
-    "allreduce": (allreduce_hook, allreduce_hook),
     "fp16": (fp16_compress_hook, fp16_compress_hook),
     "parameters": (weighted_hook, weighted_hook),
     "partial": (partial(allreduce_hook), allreduce_hook),

@@ -1,9 +1,7 @@
 """Mutation tests of the library's core: a seeded sample of small changes, each of which some test must notice.
 
-Outside CI (pytest does not collect it). It needs cosmic-ray, whose operators it uses, in addition to the test
-dependencies:
+Outside CI (pytest does not collect it). It uses the operators of cosmic-ray: pip install cosmic-ray
 
-    pip install cosmic-ray
     python tests/mutation/run.py                        # a sample of every folder, by the first ring of tests
     python tests/mutation/run.py --thorough             # by both rings: `-m thorough`, too
     python tests/mutation/run.py plan run --sample 100 --seed 7
@@ -51,38 +49,32 @@ HANGS = 40  # seconds after which ranks are not waited for
 SECONDS = {False: 400, True: 1200}  # that a mutant gets, in one ring and in both
 
 
-@dataclass(frozen=True)
-class Suite:
-    """The files of a folder, and its tests, the quick and the general first; doctests come before them."""
-
-    files: tuple[str, ...]
-    tests: str
-
-    def paths(self) -> list[str]:
-        doctests = [pattern.partition("/*")[0] for pattern in self.files]
-        tests = [name if name.endswith("/") else f"test_{name}.py" for name in self.tests.split()]
-        return doctests + [f"tests/{name}" for name in tests if (ROOT / "tests" / name).exists()]
-
-
+# The files of a folder, and its tests, the quick and the general first; doctests come before them.
 SUITES = {
-    "plan": Suite(
+    "plan": (
         ("fnddp/plan/**/*.py", "fnddp/ir/*.py"),
         "plan engine period show kinds carriers cost step stats powersgd backends passes plan_cli hierarchical "
         "execute laws",
     ),
-    "run": Suite(
+    "run": (
         ("fnddp/run/*.py",),
-        "engine adapters stats weights functional backward step elastic backends kinds wire module schedules "
+        "engine adapters stats weights functional backward step backends kinds wire module schedules "
         "user_collectives debug execute plan failures drop_in/",
     ),
-    "memory": Suite(("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
-    "transforms": Suite(("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
-    "module": Suite(
+    "memory": (("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
+    "transforms": (("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
+    "module": (
         ("fnddp/adapters/**/*.py",),
-        "stats backward adapters drop_in/ elastic functional weights module register "
+        "stats backward adapters drop_in/ functional weights module register "
         "user_collectives debug state agreement checkpoint schedules failures",
     ),
 }
+
+
+def paths_of(suite: str) -> list[str]:
+    files, tests = SUITES[suite]
+    names = [name if name.endswith("/") else f"test_{name}.py" for name in tests.split()]
+    return [*(pattern.partition("/*")[0] for pattern in files), *(f"tests/{name}" for name in names)]
 
 
 class DeleteStatement(Operator):
@@ -145,7 +137,7 @@ def unchecked(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     found: list[Any] = []
     for node in ast.walk(ast.parse(source)):
         found += [node] if isinstance(node, ast.Assert) else []
-        found += [node.value] if isinstance(node, ast.keyword) and _is_promise(node) else []
+        found += [node.value] if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen") else []
         for decorator in getattr(node, "decorator_list", []):
             if ast.unparse(decorator) == "abc.abstractmethod":
                 decorator.col_offset -= 1  # with its @
@@ -154,14 +146,9 @@ def unchecked(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return [((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)) for part in found]
 
 
-def _is_promise(node: ast.keyword) -> bool:
-    return node.arg in ("strict", "frozen") and isinstance(node.value, ast.Constant)
-
-
 def sites(suite: str, known: dict[str, Operator]) -> dict[tuple[str, int, int], list[Mutant]]:
-    """The mutants of each place of a folder."""
     found: dict[tuple[str, int, int], list[Mutant]] = {}
-    for pattern in SUITES[suite].files:
+    for pattern in SUITES[suite][0]:
         for path in sorted(ROOT.glob(pattern)):
             source, name = path.read_text(), str(path.relative_to(ROOT))
             skipped, module = unchecked(source), parso.parse(source)
@@ -211,7 +198,7 @@ def forked_gloo() -> None:
     ranks.GlooPool = lambda: pool if pool.alive else make()
 
 
-def run_tests(suite: Suite, mutant: Mutated | None, thorough: bool, report: Callable[[str], None]) -> None:
+def run_tests(suite: str, mutant: Mutated | None, thorough: bool, report: Callable[[str], None]) -> None:
     if mutant is not None:
         sys.meta_path.insert(0, mutant)
     try:
@@ -226,7 +213,7 @@ def run_tests(suite: Suite, mutant: Mutated | None, thorough: bool, report: Call
         return
     options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--doctest-modules", "--rootdir", str(ROOT)]
     rings = ["not thorough", "thorough"] if thorough else ["not thorough"]
-    for ring, tests in itertools.product(rings, suite.paths()):  # to collect all at once takes longer than most live
+    for ring, tests in itertools.product(rings, paths_of(suite)):  # to collect all at once takes longer than most live
         first = Failure()
         code = pytest.main([*options, "-m", ring, tests], plugins=[first])
         if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):  # interrupted: a file does not import
@@ -241,16 +228,14 @@ def run_tests(suite: Suite, mutant: Mutated | None, thorough: bool, report: Call
 class Failure:
     name = ""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self.name = self.name or report.nodeid
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.name = self.name or report.nodeid
+    pytest_collectreport = pytest_runtest_logreport
 
 
-def in_fork(suite: Suite, mutant: Mutated | None, thorough: bool) -> str:
+def in_fork(suite: str, mutant: Mutated | None, thorough: bool) -> str:
     """`killed <by what>`, `survived`, `incompetent` or `timed out`."""
     read, write = os.pipe()
     sys.stdout.flush()
@@ -292,14 +277,14 @@ def main() -> None:
         importlib.import_module(module)
     known = operators()
     for name in given.suites or SUITES:
-        passed = in_fork(SUITES[name], None, given.thorough)
+        passed = in_fork(name, None, given.thorough)
         if passed != "survived":
             raise SystemExit(f"{name}, without a mutant: {passed}; see the output above")
         counts: Counter[str] = Counter()
         for mutant in sample(name, known, given.sample, given.seed):
             mutated, begin = mutant.source(known), time.monotonic()
             assert mutated is not None
-            result = in_fork(SUITES[name], Mutated(mutant.path, mutated), given.thorough)
+            result = in_fork(name, Mutated(mutant.path, mutated), given.thorough)
             took = f"[{time.monotonic() - begin:.0f} s]  line {mutant.line}  {mutant.operator}"
             print(f"{result}  {took}  {mutant.change(mutated)}", flush=True)
             counts[result.split()[0]] += 1

@@ -19,8 +19,6 @@ CPU = torch.device("cpu")
 
 
 class NoStream:
-    """A CUDA stream, event or device context that does nothing."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -42,7 +40,6 @@ class OnCpu(TorchFunctionMode):
 
 
 def run_on_cpu() -> None:
-    """Changes torch in this process."""
     for name, value in {"BACKEND": "gloo", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}.items():
         os.environ.setdefault(name, value)
     (Path(os.environ["TEMP_DIR"]) / "barrier").mkdir(exist_ok=True)
@@ -102,8 +99,6 @@ def with_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def moves(to: Callable[..., Any]) -> Callable[..., Any]:
-    """`to` of a module or tensor, to the CPU."""
-
     def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
         return to(self, *map(on_cpu, args[:1]), *args[1:], **with_cpu(kwargs))
 
