@@ -58,7 +58,6 @@ def undisturbed(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
     hosts: Hosts, undisturbed: str, tmp_path: Path
 ) -> None:
-    """With torchrun's c10d rendezvous, where the ranks of both hosts meet again."""
     where = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", 2)
     where = (*where, "--rdzv-endpoint", f"{hosts.names[0]}:{free_port()}")
     command = (sys.executable, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT))
@@ -213,8 +212,3 @@ def test_ray(ray_folder: Path, tmp_path: Path) -> None:
         time.sleep(0.2)
     assert started_in(ray_folder) == []
     assert set(Path("/dev/shm").glob("plasma*")) <= before
-
-
-def test_every_recipe_is_tested() -> None:
-    names = {"train.py", "slurm.sh", "slurm_ranks.sh", "ray_train.py"}
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == names

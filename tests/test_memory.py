@@ -119,25 +119,6 @@ def test_means_are_the_papers(n, sync, paper):
             torch.testing.assert_close(mine.double(), torch.from_numpy(theirs), **CLOSE)
 
 
-def descend(sync: Sync, steps: int = 100, rate: float = 0.1) -> float:
-    """How far descent ends from the least of the mean of |x - b_i|^2 / 2, with a target b_i for each rank."""
-    targets = [3 * gradient(rank, 0, 6) for rank in range(dist.get_world_size())]
-    x = torch.zeros(6)
-    state = sync.init({"x": x})
-    for _ in range(steps):
-        mean, state = sync({"x": x - targets[dist.get_rank()]}, state)
-        x = x - rate * mean["x"]
-    return float((x - torch.stack(targets).mean(0)).norm())
-
-
-def test_ranks_that_pull_apart_meet_with_ef21_and_a_constant_step():
-    """Each rank's gradient stays large where their mean vanishes: what error feedback holds back keeps shaking x."""
-    compressed = topk(allgather, k=1)
-    assert min(run_threads(3, lambda rank: descend(compressed))) > 1
-    assert min(run_threads(3, lambda rank: descend(error_feedback(compressed)))) > 0.1
-    assert max(run_threads(3, lambda rank: descend(ef21(compressed)))) < 1e-3
-
-
 def drift(sync: Sync, dtype: torch.dtype, steps: int = 500) -> float:
     """How far the mean of h is from what all ranks hold of it, relative to it."""
     rank = dist.get_rank()
@@ -156,22 +137,6 @@ def test_the_mean_estimate_drifts_by_float32_roundings_only():
 
 
 # Momentum correction
-
-
-@pytest.mark.parametrize(("masking", "momentum"), [(False, 0.9), (True, 0.0)])
-def test_uncompressed_it_is_torchs_sgd(masking, momentum):
-    """With momentum; or, where what is sent forgets its momentum, without."""
-
-    def body(rank: int) -> None:
-        w, theirs = torch.zeros(12), torch.zeros(12, requires_grad=True)
-        optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=momentum)
-        for step, mean in enumerate(outputs(momentum_correction(topk(allgather, ratio=1.0), masking=masking))):
-            theirs.grad = sum(gradient(other, step) for other in range(2)) / 2
-            optimizer.step()
-            w = w - 0.1 * mean
-            torch.testing.assert_close(w, theirs.detach(), **CLOSE)
-
-    run_threads(2, body)
 
 
 def test_a_warm_up_of_the_ratio_keeps_the_momentum():
@@ -222,36 +187,6 @@ def test_an_output_is_the_callers_and_momentum_is_wider_than_gradients():
         mean["w"].zero_()
         assert torch.equal(state.momentum["w"], momentum)
     assert momentum.item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
-
-
-def test_a_clip_inside_is_kept_and_one_outside_is_not():
-    grads = [{"w": torch.tensor([each])} for each in (100.0, 0.0, 0.0)]
-    found: list[list[float]] = []
-    for sync in (
-        shared_momentum(fnddp.clip_by_global_norm(allreduce, 1.0)),
-        fnddp.clip_by_global_norm(shared_momentum(allreduce), 1.0),
-    ):
-        state, means = sync.init(grads[0]), list[float]()
-        for grad in grads:
-            mean, state = sync(grad, state)
-            means.append(mean["w"].item())
-        found.append(means)
-    assert found[0] == pytest.approx([1, 0.9, 0.81], rel=1e-4)
-    assert found[1] == pytest.approx([1, 1, 1], rel=1e-4)
-
-
-def test_a_gradient_that_is_not_finite_leaves_no_trace_behind_skip_nonfinite():
-    sync = fnddp.skip_nonfinite(shared_momentum(error_feedback(sign(allgather))))
-
-    def body(rank: int) -> None:
-        state = sync.init({"w": gradient(rank, 0)})
-        for step, bad in enumerate((False, True, False)):
-            before = state
-            mean, state = sync({"w": gradient(rank, step) / (0 if bad and rank == 1 else 1)}, before)
-            assert mean["w"].isfinite().all() != bad
-            assert torch.equal(state.inner.momentum["w"], before.inner.momentum["w"]) == bad
-
-    run_threads(2, body)
 
 
 # One bit, with a residual on each side

@@ -168,25 +168,6 @@ def test_other_transforms_synchronize_or_raise(rank: int) -> None:
     assert bits([got[f"module.{n}"] for n in alone]) == bits(list(mean.values()))
 
 
-@on_ranks(2)
-def test_a_backward_from_within_after_one_that_broke_off(rank: int) -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2))))
-    hidden: list[Tensor] = []
-    model.module[0].register_forward_hook(lambda *given: hidden.append(given[-1]))
-    for step in range(3):
-        model.zero_grad()
-        loss = model(torch.full((1, 2), 1.0 + rank)).sum()
-        if step < 2:
-            loss.backward()
-    hook = hidden[-1].register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    hook.remove()
-    hidden[-1].sum().backward()
-    assert model.module[0].weight.grad.tolist() == [[1.5, 1.5]] * 2
-
-
 # State
 
 
@@ -307,43 +288,6 @@ def test_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
         for _ in range(2 + rank):
             model(X).sum().backward()
     require_mean(model, rank, 2)
-
-
-def test_a_backward_synchronizes_parameters_or_what_stands_for_them():
-    model = wrapped()
-    tensors = stand_ins(model)
-    other = torch.func.functional_call(model, tensors, (X,)).sum()
-    both = model(X).sum() + other
-    with pytest.raises(RuntimeError, match="tensors that stand for parameters cannot be a part of one that synchron"):
-        both.backward()
-    assert model.sync_stats()["steps"] == 0
-    require_mean(model, 0, 1)
-    assert model.sync_stats()["failed_steps"] == 1
-
-
-def test_a_backward_that_is_running_has_not_finished():
-    model = wrapped()
-    found: list[str] = []
-
-    def look(grad: Tensor) -> None:
-        with pytest.raises(RuntimeError, match="has not finished"):
-            model._check_reducer_finalized()
-        found.append("open")
-
-    model.module.bias.register_post_accumulate_grad_hook(look)
-    require_mean(model, 0, 1)
-    model._check_reducer_finalized()
-    assert found == ["open"]
-
-
-@on_ranks(2)
-def test_without_its_hooks_gradients_are_the_ranks_own(rank: int) -> None:
-    model = wrapped()
-    require_mean(model, rank, 2)
-    model._remove_autograd_hooks()
-    model.zero_grad()
-    ((1 + rank) * model(X).sum()).backward()
-    assert model.module.bias.grad.tolist() == [3.0 * (1 + rank)] * 2
 
 
 def test_buffers_that_cannot_be_made_equal(monkeypatch):

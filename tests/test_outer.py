@@ -1,6 +1,5 @@
 """Outer steps as values: their laws, over every registered name, on threaded and on virtual ranks."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 import fnddp
 from fnddp import Sync, WireCounter, allreduce, outer, two_shot
 from fnddp.core.state import parts
-from fnddp.core.sync import REPLICATED, Exchange
+from fnddp.core.sync import REPLICATED
 from fnddp.core.tree import Leaves
 from fnddp.laws import bits, gather
 from fnddp.outer.contract import Exchanges, outers
@@ -178,22 +177,6 @@ def test_simulated_is_real(name: str):
     for rank, seen in enumerate(run_threads(RANKS, trained, step)):
         virtual = {path: leaf[rank] for path, leaf in params.items()}
         assert bits((virtual, simulation.of_rank(state, rank))) == bits(seen[-1])
-
-
-@dataclass(frozen=True, repr=False)
-class backwards(Sync):
-    """Means in another order than the leaves."""
-
-    def init(self, grads: Any) -> Any:
-        return ()
-
-    def exchange(self, leaves: Leaves, state: Any) -> Exchange:
-        return Exchange(dict(reversed(leaves.items())), leaves, state)
-
-
-def test_leaves_come_back_in_their_places():
-    step, params = outer.local_sgd(every=1, sync=backwards()), (torch.tensor(1.0), torch.tensor(2.0))
-    assert step(params, step.init(params))[0] == params
 
 
 # What they are

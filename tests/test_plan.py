@@ -18,7 +18,6 @@ from fnddp import (
     lower,
     partition,
     powersgd,
-    warmup,
 )
 from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
@@ -57,23 +56,6 @@ def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
 
 
 # Trace
-
-
-def test_a_trace_has_no_step_numbers():
-    sync = powersgd(allreduce, warm_start=False)
-    leaves = {"w": torch.ones(12, 20)}
-    state = sync.init(leaves)
-    traced = trace_of(sync, leaves, state)
-    assert len(traced.phase.counters) == 1
-    assert [traced.phase.holds([step]) for step in (0, 1, 2, 1000)] == [True] * 4
-
-
-def test_a_phase_ends_where_the_comparison_does():
-    sync = warmup(fp16(allreduce), steps=3)
-    leaves = {"w": torch.ones(4)}
-    first, later = (trace_of(sync, leaves, sync.init(leaves)._replace(step=step)) for step in (0, 3))
-    assert [first.phase.holds([step]) for step in range(5)] == [True, True, True, False, False]
-    assert [later.phase.holds([step]) for step in range(5)] == [False, False, False, True, True]
 
 
 def test_what_only_sent_needs_is_not_computed():
@@ -129,15 +111,6 @@ def test_fused_steps_keep_the_bits(shape, rank):
 
 
 # Combine
-
-
-def test_one_collective_for_a_bucket():
-    leaves = params(**{f"w{i}": (7, 5) for i in range(40)})
-    (collective,) = lower(allreduce, leaves, world_size=4).collectives
-    assert len(collective.payloads) == 40
-    assert collective.numel == 40 * 35
-    spans = sorted((payload.offset, payload.numel) for payload in collective.payloads)
-    assert [offset for offset, _ in spans] == [35 * i for i in range(40)]  # without gaps
 
 
 def test_buckets_are_closed_at_the_cap_and_the_first_one_early():

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from fnddp.simulate.ranks import RankFailed, run_threads
-from tests.ranks import GlooPool
 
 
 def total(rank: int) -> float:
@@ -19,18 +18,6 @@ def total(rank: int) -> float:
 def fail_on_one(rank: int) -> None:
     if rank == 1:
         raise ValueError("rank one's own words")
-
-
-def hang_on_one(rank: int) -> None:
-    if rank == 1:
-        time.sleep(1000)
-
-
-@pytest.mark.parametrize("n", [1, 4])
-def test_all_ranks_take_part(gloo, n):
-    expected = [n * (n + 1) / 2] * n
-    assert run_threads(n, total) == expected
-    assert gloo(n, total) == expected
 
 
 def test_a_failure_names_the_rank(gloo):
@@ -51,12 +38,3 @@ def test_a_late_rank_is_told_of_and_does_not_meet_the_next_ranks():
         run_threads(2, late_on_one, seconds=0.3)
     assert isinstance(caught.value.errors[0], TimeoutError)
     assert run_threads(2, total) == [3, 3]
-
-
-@pytest.mark.thorough
-def test_a_hang_is_ended_and_shows_where():
-    pool = GlooPool(ranks=2)
-    pool.run(2, total)  # started up
-    with pytest.raises(TimeoutError, match="hang_on_one"):
-        pool.run(2, hang_on_one, timeout=2)
-    assert not pool.alive

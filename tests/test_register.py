@@ -1,7 +1,6 @@
 """`register` on torch's DDP: the numbers of the pipeline, whatever DDP's options and buckets."""
 
 import gc
-import re
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -13,11 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback, fp16
+from fnddp import StepFailedError, allreduce, error_feedback, fp16
 from fnddp.laws import bits
-from fnddp.simulate.ranks import run_threads
-from fnddp.wire.c10d import C10d
-from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
 
 COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -119,35 +115,6 @@ def test_parameters_that_were_frozen_at_set_up_are_not_silently_left_out(rank: i
     frozen_before = {"before DDP": "DistributedDataParallel", "before register": "register"}[when]
     with pytest.raises(ValueError, match=f"parameter '2.weight' was frozen when {frozen_before} was called"):
         loss_of(ddp(batch(rank, 0))).backward()
-
-
-class Lost(C10d):
-    is_lost = False
-
-    def start(self, *given: Any, **options: Any) -> Any:
-        if self.is_lost:
-            raise RuntimeError("no connection")
-        return super().start(*given, **options)
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_an_error_that_others_do_not_hear_of_never_mixes_steps(rank: int) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    ddp = DistributedDataParallel(make_model(), process_group=group)
-    wire = Lost()
-    handle = fnddp.register(ddp, error_feedback(allreduce), wire=wire)
-    loss_of(ddp(batch(rank, 0))).backward()
-    wire.is_lost, before = rank == 0, bits(handle.state)
-    if rank == 0:
-        with pytest.raises(CollectiveError, match="no connection"):
-            loss_of(ddp(batch(rank, 0))).backward()
-        with pytest.raises(RuntimeError, match=r"an earlier step failed on this rank \(CollectiveError: "):
-            ddp(batch(rank, 1))  # neither DDP's collectives nor ours may meet those that rank 1 waits in
-    else:
-        with pytest.raises(RuntimeError, match="(?i)timed out|timeout|closed"):  # gloo's
-            loss_of(ddp(batch(rank, 0))).backward()
-    assert bits(handle.state) == before
 
 
 class Trouble(Exception):
@@ -274,23 +241,6 @@ def test_bad_use(rank: int) -> None:
         fnddp.register(model, allreduce)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("pipeline", f"pipeline: ranks 0, 2: {COMPRESSED}; rank 1: fp16("),
-        ("frozen", "leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'"),
-    ],
-)
-def test_disagreement_at_set_up_raises_on_all_ranks(what, message):
-    def body(rank: int) -> None:
-        ddp = DistributedDataParallel(make_model())
-        ddp.module[0].weight.requires_grad_(rank != 1 or what != "frozen")
-        with pytest.raises(RankMismatchError, match=re.escape(f"ranks disagree about {message}")):
-            fnddp.register(ddp, fnddp.parse("fp16(allreduce)" if rank == 1 and what == "pipeline" else COMPRESSED))
-
-    run_threads(3, body)
-
-
 @on_ranks(2)
 def test_another_process_group_than_when_registered(rank: int) -> None:
     model = DistributedDataParallel(make_model())
@@ -302,21 +252,6 @@ def test_another_process_group_than_when_registered(rank: int) -> None:
     for run in (lambda: model(batch(rank, 1)), late.backward):
         with pytest.raises(RuntimeError, match=error):
             run()
-
-
-@pytest.mark.parametrize(("text", "looks"), [("fp16(allreduce)", False), (COMPRESSED, True)])
-@on_ranks(2)
-def test_parameters_have_hooks_only_where_a_segment_waits_for_a_collective(rank: int, text: str, looks: bool) -> None:
-    module = make_model()
-    for _ in range(2):  # the second time in the place of the first, whose hooks went with it
-        model = DistributedDataParallel(module)
-        handle = fnddp.register(model, fnddp.parse(text))
-        for step in range(3):
-            loss_of(model(batch(rank, step))).backward()
-        assert all(len(p._post_accumulate_grad_hooks or ()) == looks for p in module.parameters())
-        del model, handle
-        gc.collect()
-        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 @on_ranks(1)

@@ -23,7 +23,6 @@ from fnddp import (
     laws,
     lower,
     measure,
-    partition,
     powersgd,
     skip_nonfinite,
     switch,
@@ -129,25 +128,6 @@ def test_unused_leaves_keep_what_they_have_and_what_cannot_return_none_refuses(r
         assert [p.grad is None for p in others] == [step % 2 == 0] * len(others)
 
 
-@pytest.mark.parametrize("kind", ["module", "register"])
-@on_ranks(2)
-def test_a_delayed_mean_is_the_users_and_a_kept_state_is_not(rank: int, kind: str) -> None:
-    sync = delayed(partition({"0.*": fnddp.none, "*": allreduce}))
-    model, state = wrapped(kind, make_model(), sync, gradient_as_bucket_view=True)
-    own = []
-    for step in range(3):
-        model.zero_grad()
-        plain = make_model()
-        loss_of(plain(batch(rank, step))).backward()
-        own.append(plain[0].weight.grad)
-        loss_of(model(batch(rank, step))).backward()
-        kept = state().last["0.weight"]
-        if step:
-            torch.testing.assert_close(model.module[0].weight.grad, own[step - 1])
-            model.module[0].weight.grad.mul_(0)
-        torch.testing.assert_close(kept, own[step])
-
-
 # every
 
 
@@ -158,24 +138,6 @@ def draws(rank: int, step: int) -> dict[str, Tensor]:
 
 def mean_of(n: int, step: int, name: str) -> np.ndarray:
     return np.mean([draws(rank, step)[name].double().numpy() for rank in range(n)], axis=0)
-
-
-def test_memory_outside_of_every_adds_up_what_it_skips_and_without_memory_it_is_lost():
-    def body(rank: int) -> None:
-        remembering, forgetting = error_feedback(every(3, allreduce)), every(3, allreduce)
-        states = [sync.init(draws(rank, 0)) for sync in (remembering, forgetting)]
-        for step in range(6):
-            sums, states[0] = remembering(draws(rank, step), states[0])
-            lasts, states[1] = forgetting(draws(rank, step), states[1])
-            if step % 3 < 2:
-                assert sums == lasts == {"w": None, "b": None}
-                continue
-            for name in sums:
-                total = sum(mean_of(2, each, name) for each in range(step - 2, step + 1))
-                np.testing.assert_allclose(sums[name], total, atol=1e-5)
-                np.testing.assert_allclose(lasts[name], mean_of(2, step, name), atol=1e-6)
-
-    run_threads(2, body)
 
 
 def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
@@ -390,15 +352,6 @@ def test_a_lossless_pipeline_measures_nothing_lost_and_zeros_have_no_angle():
     zeros = {"w": torch.zeros(3)}
     _, state = sync(zeros, sync.init(zeros))
     assert (state.error.item(), state.cosine.item()) == (0, 0)
-
-
-def test_the_exact_mean_is_sent_only_in_the_steps_that_measure():
-    params, inner = draws(0, 0), topk(allgather, ratio=0.25)
-    sync = measure(inner, every_steps=3)
-    dense, sparse = 4 * sum(leaf.numel() for leaf in params.values()), lower(inner, params, world_size=4).wire_bytes
-    state = sync.init(params)
-    sent = [lower(sync, params, state=state._replace(step=step), world_size=4).wire_bytes for step in range(3)]
-    assert sent == [sparse + dense, sparse, sparse]
 
 
 # What ranks would not do alike.

@@ -79,10 +79,6 @@ def along_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % dist.get_world_size() == 0 else None
 
 
-def in_microbatches(model: Any, no_sync: Callable[[], Any] | None) -> None:
-    train(model, batches(3), no_sync)
-
-
 class Unsynchronized:
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -165,25 +161,6 @@ def test_factors_of_the_user_are_kept(rank: int, factor: float) -> None:
     for a, b, want in zip(*(whole_grads(model).values() for model in (before, after, native)), strict=True):
         assert torch.equal(a, want)
         assert torch.equal(b, want)
-
-
-@on_ranks(2)
-def test_16_bits_travel_and_32_are_added(rank: int) -> None:
-    """The sum of rounded gradients in float32, in rank order, at half the bytes."""
-    (x,) = batches(1)
-    plain, ours = sharded(), sharded()
-    handle = compress_shards(ours, "bf16(two_shot)")
-    everyone: Any = everyones(local_grads(x))
-    with WireCounter() as counter:
-        loss(plain, x).backward()
-    native_bytes = counter.wire_bytes
-    with WireCounter() as counter:
-        loss(ours, x).backward()
-    reduced = sum(each.gradients for each in handle.traffic)
-    assert native_bytes - counter.wire_bytes == reduced  # what is sent is half of what it was
-    for name, grad in whole_grads(ours).items():
-        rounded: Any = [each[name].bfloat16().float() for each in everyone]
-        assert torch.equal(grad, sum(rounded[1:], rounded[0]) / len(rounded)), name
 
 
 @pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7)])

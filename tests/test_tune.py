@@ -1,7 +1,6 @@
 """`fnddp tune`: who wins, by outcomes made up here; and the whole of it, on few virtual ranks for a few steps."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 import fnddp
 from fnddp import Compute, Link, parse
 from fnddp.cli import main, models, picture, tune_report
-from fnddp.cli.checks import check_share
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import to_tune as asked
 from fnddp.cost.step import MeanStep, Span, Step
@@ -160,22 +158,6 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     assert by_name["bf16(two_shot)"].loss == pytest.approx(plain.loss, rel=0.05)
 
 
-@pytest.mark.parametrize(("small", "threads"), [(0, 2), (5, 1)])
-def test_small_models_train_with_one_thread(small: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes on the same cores make two many times as slow."""
-    seen: set[int] = set()
-
-    def quality(forward: Any) -> float:
-        seen.add(torch.get_num_threads())
-        return 0.0
-
-    monkeypatch.setattr(sys.modules[tune.__module__], "SMALL", small)
-    torch.set_num_threads(2)
-    tune(replace(line_problem(), quality=quality), [], link=Link.parse("1gbit"), ranks=2, steps=1, seeds=(0,))
-    assert seen == {threads}
-    assert torch.get_num_threads() == 2
-
-
 @pytest.mark.parametrize(
     ("text", "steps"),
     [
@@ -253,10 +235,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(results["pipelines"]) == 5
     assert results["verdict"] in said
     assert results["within"] == 0.05
-
-
-def test_no_worse_is_a_share() -> None:
-    assert [check_share(text) for text in ("0", "0%", "2%", "0.02")] == [0, 0, 0.02, 0.02]
 
 
 def test_problems_have_a_row_for_each_rank() -> None:

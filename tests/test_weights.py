@@ -7,50 +7,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fnddp
 from fnddp import laws
-from fnddp.laws import bits, gather, law_11_weighted_is_pooled
+from fnddp.laws import law_11_weighted_is_pooled
 from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
-
-HALF = 4e-3  # of float16 on the wire
-LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
-WEIGHTS = [[3.0, 1.0, 0.0, 5.0], [0.0, 2.0, 7.0, 1.0], [1.0, 0.5, 2.5, 0.0], [4.0, 4.0, 1.0, 9.0]]  # by step, by rank
-
-
-def check_memory(rank: int, text: str) -> None:
-    sync = fnddp.parse(text)
-    n = gather(rank)[-1] + 1
-    state, total, want = sync.init(laws.model(0, 0)), {}, {}
-    for step, weights in enumerate(WEIGHTS):
-        mean, state = sync(laws.model(rank, step), state, weight=weights[rank])
-        for path, leaf in mean.items():
-            total[path] = total.get(path, 0) + leaf.double()
-            sums = sum([w * laws.model(r, step)[path].double() for r, w in enumerate(weights[:n])])
-            want[path] = want.get(path, 0) + sums / sum(weights[:n])
-    residuals = gather(state.residual)
-    for path, expected in want.items():
-        left = torch.stack([residual[path].double() for residual in residuals]).mean(0)
-        torch.testing.assert_close(total[path] + left, expected, rtol=HALF, atol=HALF)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("text", ["error_feedback(fp16(allreduce))", LOSSY])
-def test_error_feedback_remembers_what_is_weighted(text, n):
-    run_threads(n, check_memory, text)
-
-
-def check_equal_weights(rank: int, text: str) -> None:
-    sync, step_of = fnddp.parse(text), fnddp.jit(fnddp.parse(text))
-    state = sync.init(laws.model(0, 0))
-    plain, _ = sync(laws.model(rank, 0), state)
-    for run in (sync, step_of):
-        for weight in (1.0, 0.25, 3.0, 1e6):
-            assert bits(run(laws.model(rank, 0), state, weight=weight)[0]) == bits(plain)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_equal_weights_change_no_bit(n):
-    for text in ("allreduce", LOSSY):
-        run_threads(n, check_equal_weights, text)
 
 
 def test_weights_that_are_all_0_are_an_error_on_all_ranks():

@@ -164,19 +164,6 @@ def test_parts_that_are_wrapped_have_a_weight_of_their_own(rank: int, alone: boo
         model.zero_grad()
 
 
-@on_ranks(2)
-def test_two_modules_in_one_backward_have_a_weight_each(rank: int) -> None:
-    first, second = wrapped(), wrapped()
-    for _ in range(3):
-        first.zero_grad()
-        second.zero_grad()
-        with first.weight(rank + 1), second.weight(2 - rank):
-            (loss(first, rank) + loss(second, rank)).backward()
-        assert (grad(first), grad(second)) == pytest.approx((weighted(2), (1 * 2 + 2 * 1) / 3))
-    require_steps(first, rank)
-    require_steps(second, rank)
-
-
 # What is an error
 
 
@@ -293,19 +280,6 @@ def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int,
     model.zero_grad()
     loss(model, rank).backward()
     assert grad(model) == 3
-
-
-@on_ranks(2)
-def test_a_rank_that_fails_on_its_own_names_its_error_where_weights_are_exchanged_first(rank: int) -> None:
-    model = wrapped()
-    require_steps(model, rank)
-    model.zero_grad()
-    made = loss(model, rank)
-    if rank:
-        made.register_hook(lambda _: 1 / 0)
-    with raises(rank == 1, ZeroDivisionError, "", "rank 1 failed with"), model.weight(1 + rank):
-        made.backward()
-    require_steps(model, rank)
 
 
 # What it costs, and what it computes
