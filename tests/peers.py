@@ -16,7 +16,6 @@ __all__ = ["everyones", "launched", "residual", "weights"]
 
 @contextmanager
 def launched(rank: int, **more: str) -> Iterator[None]:
-    """What torchrun tells a rank."""
     size = dist.get_world_size()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     before = dict(os.environ)

@@ -50,9 +50,6 @@ def outputs(sync: Sync) -> list[torch.Tensor]:
     return means
 
 
-# EF21
-
-
 def papers_ef21(n: int, k: int, eta: float) -> list[np.ndarray]:
     """EF21, Algorithm 2, and EF21-SGDM, Algorithm 1, which differ in eta, for all ranks at once, from zero."""
     g, v = np.zeros((n, 12)), np.zeros((n, 12))
@@ -136,11 +133,7 @@ def test_the_mean_estimate_drifts_by_float32_roundings_only():
     assert min(run_threads(3, lambda rank: drift(ef21(bf16(allreduce)), torch.float32))) > 1e-3
 
 
-# Momentum correction
-
-
 def test_a_warm_up_of_the_ratio_keeps_the_momentum():
-    """Warm-ups nest around top-k, inside the memory: what waits in a phase is sent in the next one."""
     sparse = topk(allgather, ratio=0.25)
     for i, ratio in enumerate((0.063, 0.015, 0.004, 0.001), start=1):
         sparse = warmup(topk(allgather, ratio=ratio), steps=2 * i, before=sparse)
@@ -155,9 +148,6 @@ def test_a_warm_up_of_the_ratio_keeps_the_momentum():
         waiting = before.v["w"] + 0.9 * before.u["w"] + gradient(0, step, 1000)
         torch.testing.assert_close(mean["w"] + state.v["w"], waiting, **CLOSE)
     assert kept == [250, 250, 63, 63, 15, 15, 4, 4, 1, 1]
-
-
-# Shared momentum
 
 
 def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam():
@@ -189,9 +179,6 @@ def test_an_output_is_the_callers_and_momentum_is_wider_than_gradients():
     assert momentum.item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
 
 
-# One bit, with a residual on each side
-
-
 @pytest.mark.parametrize("n", [1, 4])
 def test_one_bit_with_both_residuals_loses_nothing(n):
     run_threads(n, both_residuals)
@@ -212,9 +199,6 @@ def both_residuals(rank: int) -> None:
     torch.testing.assert_close(total + workers + servers, exact, rtol=0, atol=1e-4)
 
 
-# In few bits, and nested.
-
-
 @pytest.mark.parametrize(
     "memory",
     [error_feedback, ef21, partial(momentum_correction, momentum=0.0)],
@@ -232,7 +216,6 @@ def test_small_gradients_of_16_bits_add_up(memory):
 
 @pytest.mark.parametrize("text", ["bf16(allgather)", "bf16(two_shot)", "bf16(sign(allgather))"])
 def test_a_cast_of_what_carries_rounds_nothing_but_what_travels(text):
-    """So the sum of all outputs and the mean residual is that of all mean gradients, however many steps there are."""
     sync = error_feedback(fnddp.parse(text))
 
     def rank_errs_by(rank: int) -> float:

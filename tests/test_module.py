@@ -1,8 +1,6 @@
 """`fnddp.DistributedDataParallel` on gloo processes: torch's DDP in everything users rely on."""
 
 import copy
-from contextlib import ExitStack, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -168,9 +166,6 @@ def test_other_transforms_synchronize_or_raise(rank: int) -> None:
     assert bits([got[f"module.{n}"] for n in alone]) == bits(list(mean.values()))
 
 
-# State
-
-
 def test_a_state_of_another_pipeline_is_refused():
     model = DistributedDataParallel(make_model(), sync=error_feedback(fp16(allreduce)))
     state = model.sync_state
@@ -190,52 +185,6 @@ def test_a_state_of_another_pipeline_is_refused():
         with pytest.raises(ValueError, match=message):
             model.sync_state = wrong
     model.sync_state = state
-
-
-class Backwards(nn.Module):
-    """Makes gradients in another order than DDP expects: that of registration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first, self.unused = (nn.Linear(4, 4, bias=False) for _ in range(3))
-        for parameter in self.parameters():
-            nn.init.eye_(parameter)
-        self.uses = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.last(self.first(x))
-        return self.unused(y) if self.uses else y
-
-
-@pytest.mark.parametrize("given", [True, False])
-@on_ranks(2)
-def test_one_rank_may_load_with_assign(rank: int, given: bool) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=20))
-    options: Any = {"bucket_cap_mb": 1e-5, "process_group": group, "skip_all_reduce_unused_params": True}
-    models = [DistributedDataParallel(Backwards(), **options) for _ in range(2)]
-
-    def step() -> None:
-        outs = []
-        for scale, model in enumerate(models, 1):
-            model.zero_grad()
-            outs.append(model(scale * (rank + 1) * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum())
-        with ExitStack() as blocks:
-            for model in models:
-                blocks.enter_context(model.weight(1) if given else nullcontext())
-            sum(outs).backward()
-        for scale, model in enumerate(models, 1):
-            for layer in (model.module.first, model.module.last):
-                assert layer.weight.grad[0].tolist() == [1.5 * scale, 3 * scale, 4.5 * scale, 6 * scale]
-
-    step()
-    step()
-    if rank == 0:
-        models[0].load_state_dict(models[0].state_dict(), assign=True)
-    step()
-    step()
-    models[0].module.uses = True
-    with pytest.raises(RuntimeError, match="one parameter is unused in first iteration, but then got used"):
-        step()
 
 
 # Errors, after each of which it goes on as if nothing had been

@@ -41,7 +41,6 @@ def make_model(seed: int = 0) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    """Steps on this rank's own batches."""
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * rank + step)
         optimizer.zero_grad()
@@ -54,7 +53,6 @@ def parameters(model: nn.Module) -> Leaves:
 
 
 def agree(value: Any) -> bool:
-    """True on all ranks, or on none."""
     return len({str(each) for each in gather(bits(value))}) == 1
 
 
@@ -65,9 +63,6 @@ def attached_model(
     optimizer = make(model.parameters())
     step = outer.parse(step) if isinstance(step, str) else step
     return model, optimizer, outer.attach(model, optimizer, step, **options)
-
-
-# The same as the function
 
 
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", "local_sgd(every=2, sync=two_shot)", STREAMING])
@@ -99,9 +94,6 @@ def test_streaming_on_gloo(rank: int):
     assert attached.under_way == ("0", "1")  # one began with call 10, the other with call 12
     attached.detach()
     assert attached.under_way == ()
-
-
-# What travels, and when
 
 
 class Trouble(Exception):
@@ -155,13 +147,9 @@ def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_els
         assert votes == sorted(set(waited))
 
 
-# Saved and resumed
-
-
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
 @pytest.mark.parametrize("at", [4, 6])
 def test_resuming_is_exact(text: str, at: int):
-    """In the middle of an exchange too: who loads a state sends again what was under way."""
 
     def body(rank: int) -> None:
         model, optimizer, attached = attached_model(text, ADAMW)
@@ -191,9 +179,6 @@ def test_a_state_of_another_step_is_refused():
     with pytest.raises(ValueError, match="for this model"):
         attached.state = outer.local_sgd(every=2).init(parameters(model))
     attached.state = outer.diloco(allreduce, every=2).init(parameters(model))
-
-
-# Failures
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -248,7 +233,6 @@ def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchang
 
 
 def test_what_prepare_loads_is_what_the_step_goes_on_from():
-    """A rank that joins, and gets parameters and what is replicated from another one, within the step."""
 
     def body(rank: int) -> None:
         def prepare() -> None:
@@ -301,9 +285,6 @@ def test_what_is_wrong_is_said_at_once():
         outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
 
 
-# Optimizers
-
-
 def test_moments_are_exchanged_at_their_own_periods():
     step = outer.des_loc(
         {
@@ -332,7 +313,6 @@ def test_an_optimizer_without_such_moments_is_an_error():
 
 
 def test_steps_of_the_callers_own_and_muon():
-    """Two optimizers, one after the other; the outer step is called by hand."""
 
     def body(rank: int) -> None:
         model = make_model()
@@ -370,14 +350,10 @@ def test_what_one_rank_trains_later_is_an_error_on_all(rank: int, how: str):
         train(model, optimizer, rank, range(1, 2))
 
 
-# torch's own
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["post_local_sgd", "hierarchical_local_sgd"])
 @on_ranks(4)
 def test_local_sgd_is_torchs(rank: int, kind: str):
-    """The same parameters, equal on all ranks after the same steps."""
     group, own = ([dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] for _ in range(2))
     theirs, ours = make_model(), make_model()
     if kind == "post_local_sgd":

@@ -174,7 +174,6 @@ def test_second_rounds_go_behind_the_next_buckets_first_one():
 
 @pytest.fixture(scope="module")
 def first_steps() -> list[tuple[fnddp.Sync, Any, Traces]]:
-    """Pipelines and states: whatever is donated, the trace is the same."""
     with within(World(size=2)):
         return [(sync, sync.init(grads("model", 0)), Traces()) for sync in map(fnddp.parse, EXAMPLES.values())]
 

@@ -103,9 +103,6 @@ def test_alternating_takes_one_round():
     assert (both.rounds, both.wire_bytes) == (2, 4 * (2 * 64 + 2 * 32 + 64))
 
 
-# Refreshing
-
-
 @pytest.mark.parametrize("alternate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_queries_become_leading_singular_vectors(dtype, alternate):
@@ -132,9 +129,6 @@ def test_queries_become_leading_singular_vectors(dtype, alternate):
             torch.testing.assert_close(p_hat @ (p_hat.mH @ compute @ basis), compute @ basis, rtol=0, atol=1e-3)
 
     run_threads(2, body)
-
-
-# Torch's hook, and the paper's bytes
 
 
 @on_ranks(1, 2)

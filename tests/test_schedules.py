@@ -37,7 +37,6 @@ from tests.test_register import Branches, batch, loss_of, make_model
 
 
 def wrapped(kind: str, module: nn.Module, sync: fnddp.Sync, **options: Any) -> tuple[nn.Module, Any]:
-    """The module with either adapter, and what returns its state."""
     if kind == "module":
         model = fnddp.DistributedDataParallel(module, sync=sync, bucket_cap_mb=0.01)
         return model, lambda: model.sync_state
@@ -59,7 +58,6 @@ def wrapped(kind: str, module: nn.Module, sync: fnddp.Sync, **options: Any) -> t
 def test_adam_does_not_move_what_has_no_update(
     rank: int, kind: str, options: dict[str, Any], set_to_none: bool
 ) -> None:
-    """Neither weight decay nor moments."""
     model, _ = wrapped(kind, make_model(), error_feedback(every(3, allreduce)), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     for step in range(6):
@@ -128,9 +126,6 @@ def test_unused_leaves_keep_what_they_have_and_what_cannot_return_none_refuses(r
         assert [p.grad is None for p in others] == [step % 2 == 0] * len(others)
 
 
-# every
-
-
 def draws(rank: int, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + step)
     return {"w": torch.randn(24, 16, generator=generator), "b": torch.randn(24, generator=generator)}
@@ -155,9 +150,6 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
             run({"w": torch.ones(2)}, ())
     with pytest.raises(ValueError, match="give all of them"):
         lower(sync, {"w": torch.ones(2)}, world_size=2)
-
-
-# switch
 
 
 def test_switch_carries_a_residual_over_holds_it_once_and_goes_on_with_what_fits_the_stage_before():
@@ -185,9 +177,6 @@ def test_switch_carries_a_residual_over_holds_it_once_and_goes_on_with_what_fits
     assert state.step == 2
 
 
-# delayed
-
-
 def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late():
     sync = error_feedback(delayed(topk(allgather, ratio=0.2)))
 
@@ -206,9 +195,6 @@ def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late():
             np.testing.assert_allclose(have, sum(mean_of(2, each, "w") for each in range(step + 1)), atol=1e-5)
 
     run_threads(2, body)
-
-
-# skip_nonfinite
 
 
 @pytest.mark.parametrize("inner", ["powersgd(fp16(allreduce), rank=2)", "quantize(two_shot)", "every(2, allreduce)"])
@@ -288,9 +274,6 @@ def test_a_delayed_mean_comes_after_the_step_that_was_skipped(text: str, bad: di
     run_threads(2, body)
 
 
-# clip_by_global_norm
-
-
 @given(scale=st.floats(2**-20, 2**20), max_norm=st.floats(2**-10, 2**10))
 def test_clipping_is_torchs(scale: float, max_norm: float):
     params = [nn.Parameter(torch.zeros_like(leaf)) for leaf in draws(0, 0).values()]
@@ -316,9 +299,6 @@ def test_what_is_clipped_inside_of_memory_comes_back():
     mean, state = outside(grads, outside.init(grads))
     assert state.residual["w"].tolist() == [0, 0]
     assert mean["count"].tolist() == [7]
-
-
-# measure
 
 
 def test_what_is_measured_is_the_error_and_the_cosine_to_the_exact_mean():
@@ -352,9 +332,6 @@ def test_a_lossless_pipeline_measures_nothing_lost_and_zeros_have_no_angle():
     zeros = {"w": torch.zeros(3)}
     _, state = sync(zeros, sync.init(zeros))
     assert (state.error.item(), state.cosine.item()) == (0, 0)
-
-
-# What ranks would not do alike.
 
 
 def test_a_nan_that_one_rank_alone_gets_is_a_step_that_has_not_been_on_all():

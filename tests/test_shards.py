@@ -53,7 +53,6 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """The weights as a forward sees them."""
     modules: Any = [module for module in model.modules() if hasattr(module, "unshard")]
     for module in modules:
         module.unshard()
@@ -64,7 +63,6 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_grads(x: Tensor, extra: bool = True) -> dict[str, Tensor]:
-    """The gradients of this rank alone, by no sharded module."""
     torch.manual_seed(0)
     model = Net()
     loss(model, x, extra).backward()
@@ -236,7 +234,6 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
 
 @on_ranks(2)
 def test_error_feedback_loses_nothing(rank: int) -> None:
-    """The sum of what comes out, plus the mean of what is kept, is the sum of the gradients' means."""
     ours = sharded()
     handle = compress_shards(ours, "error_feedback(sign(two_shot))")
     expected: dict[str, Tensor] = {}
@@ -423,7 +420,6 @@ def test_several_meshes_in_one_module_raise(rank: int) -> None:
 @pytest.mark.thorough
 @on_ranks(4)
 def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
-    """Two replicas of two shards: beside FSDP's own all-reduce, and beside `compress_replicas`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     native, ours, both = sharded(mesh), sharded(mesh), sharded(mesh["shard"])
     compress_shards(ours, "two_shot", "allgather")
@@ -447,7 +443,6 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
 @pytest.mark.thorough
 @on_ranks(4)
 def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> None:
-    """Also on ranks that share no process group with it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def attempts() -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -525,7 +520,6 @@ _encode = fnddp.quantize.encode
 
 
 def raising(self: Any, x: Tensor, *arguments: Any) -> Any:
-    """An `encode` that cannot do what is not zero."""
     if x.any():
         raise ValueError("odd")
     return _encode(self, x, *arguments)

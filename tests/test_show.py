@@ -50,7 +50,6 @@ def plan_of(sync: Sync = SYNC, params: Tree = PARAMS, world_size: Any = 2, donat
 
 
 def many(world_size: int = 4) -> Plan:
-    """Nine leaves in several buckets."""
     weights = {f"layers.{i}.weight": torch.empty(96, 96, device="meta") for i in range(4)}
     biases = {f"layers.{i}.bias": torch.empty(96, device="meta") for i in range(5)}
     return plan_of(params=weights | biases, world_size=world_size)

@@ -15,43 +15,12 @@ from fnddp.core import collectives, tree
 from fnddp.laws import bits
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.simulate import simulate
-from fnddp.wire.kinds import KINDS
-from fnddp.wire.simulated import Ranks
 from tests.pipelines import EXAMPLES
 
 
 def stacked(name: str, n: int) -> dict[str, Tensor]:
     each = [tree.flatten(laws.TREES[name](rank, 0))[0] for rank in range(n)]
     return {path: torch.stack([leaves[path] for leaves in each]) for path in each[0]}
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_collective_is_what_all_ranks_receive(kind, n, mapped):
-    payloads = torch.randn(n, n, 6) if mapped else torch.randn(n, 6).expand(n, n, 6)
-    op = "sum" if kind.computes else None
-
-    def of_a_rank(rank: Tensor, payload: Tensor) -> Tensor:
-        return Ranks(n, rank).moved(kind, payload, op, None)
-
-    sent = payloads if mapped else payloads[0]
-    got = torch.func.vmap(of_a_rank, (0, 0 if mapped else None))(torch.arange(n), sent)
-    assert torch.equal(got, kind.together(payloads, op))
-
-
-def test_what_all_ranks_have_is_not_mapped():
-    sync = fnddp.error_feedback(fnddp.powersgd(fnddp.allreduce, rank=2, warm_start=True))
-    simulation = simulate(sync, 6)
-    grads = {"w": torch.randn(6, 12, 20), "b": torch.randn(6, 12)}
-    state = simulation.init(grads)
-    mean, after = simulation(grads, state)
-    assert {path: leaf.shape for path, leaf in mean.items()} == {"w": (12, 20), "b": (12,)}
-    for each in (state, after):
-        shapes = {part.path: tuple(part.value.shape) for part in laws.parts(each) if isinstance(part.value, Tensor)}
-        assert shapes == {"residual.w": (6, 12, 20), "residual.b": (6, 12), "inner.q.w": (20, 2)}
-    assert tree.structure(state) == tree.structure(after)
-    assert bits(simulation.of_ranks([simulation.of_rank(after, rank) for rank in range(6)])) == bits(after)
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"none", "unreduced", "measure"}))
@@ -186,9 +155,6 @@ def test_errors_say_what_to_do(call, message):
 def test_gradients_through_a_simulation_are_refused():
     with pytest.raises(RuntimeError, match=r"inside torch.func.grad"):
         torch.func.grad(lambda w: simulate(fnddp.allreduce, 2)({"w": w}, ())[0]["w"].sum())(torch.ones(2, 3))
-
-
-# Training.
 
 
 def model_of(seed: int) -> nn.Module:

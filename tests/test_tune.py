@@ -97,7 +97,6 @@ def test_losses_that_do_not_distinguish_pipelines_are_doubted() -> None:
 
 
 def line_problem() -> Problem:
-    """A line through points without noise."""
 
     def batch(rank: int, n: int, generator: torch.Generator):
         x = torch.randn(4, 3, generator=generator)

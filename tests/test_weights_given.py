@@ -45,7 +45,6 @@ def weighted(n: int) -> float:
 
 
 def require_steps(model: DistributedDataParallel, rank: int) -> None:
-    """A plain step and a weighted one are right."""
     n = torch.distributed.get_world_size()
     model.zero_grad()
     loss(model, rank).backward()
@@ -54,9 +53,6 @@ def require_steps(model: DistributedDataParallel, rank: int) -> None:
     with model.weight(rank + 1):
         loss(model, rank).backward()
     assert grad(model) == pytest.approx(weighted(n), rel=HALF)
-
-
-# What a block means
 
 
 @on_ranks(2, 3)
@@ -162,9 +158,6 @@ def test_parts_that_are_wrapped_have_a_weight_of_their_own(rank: int, alone: boo
             loss(model, rank).backward()
         assert [p.grad.item() for p in model.parameters()] == [pytest.approx(weighted(2))] * 2
         model.zero_grad()
-
-
-# What is an error
 
 
 def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
@@ -282,12 +275,7 @@ def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int,
     assert grad(model) == 3
 
 
-# What it costs, and what it computes
-
-
 class Voting(C10d):
-    """Counts votes."""
-
     votes = 0
 
     def vote(self, flags: Tensor, group: str | None) -> Any:

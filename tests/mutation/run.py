@@ -73,14 +73,14 @@ SUITES = {
     "run": Suite(
         ("fnddp/run/*.py",),
         "engine adapters stats weights functional backward step elastic backends kinds wire module schedules "
-        "user_collectives debug execute plan failures drop_in/",
+        "debug execute plan failures drop_in/",
     ),
     "memory": Suite(("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
     "transforms": Suite(("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": Suite(
         ("fnddp/adapters/**/*.py",),
         "stats backward adapters drop_in/ elastic functional weights module register "
-        "user_collectives debug state agreement checkpoint schedules failures",
+        "wire debug state agreement checkpoint schedules failures",
     ),
 }
 
