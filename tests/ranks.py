@@ -151,7 +151,7 @@ def _picklable(error: BaseException) -> BaseException:
     return error
 
 
-def on_ranks(*sizes: int, seconds: float = POOL_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(*sizes: Any, seconds: float = POOL_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes the body of a test, whose first parameter is `rank`, what each of n gloo processes runs, for n in `sizes`.
 
     Its other parameters come from `parametrize`, or are fixtures whose values pickle.

@@ -8,19 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import (
-    allgather,
-    allreduce,
-    bf16,
-    ef21,
-    error_feedback,
-    momentum_correction,
-    shared_momentum,
-    sign,
-    topk,
-    two_shot,
-    warmup,
-)
+from fnddp import allgather, allreduce, ef21, error_feedback, momentum_correction, shared_momentum, sign, topk, two_shot
 from fnddp.core.sync import Sync
 from fnddp.laws import gather
 from fnddp.simulate.ranks import run_threads
@@ -130,24 +118,7 @@ def test_the_mean_estimate_drifts_by_float32_roundings_only():
     """By the root of the number of steps: 6e-8 * 500 ** 0.5 is 1.3e-6. What a 16-bit sum rounds stays for good."""
     for dtype in (torch.float32, torch.bfloat16):
         assert max(run_threads(3, lambda rank, dtype=dtype: drift(ef21(topk(allgather, k=20)), dtype))) < 5e-6
-    assert min(run_threads(3, lambda rank: drift(ef21(bf16(allreduce)), torch.float32))) > 1e-3
-
-
-def test_a_warm_up_of_the_ratio_keeps_the_momentum():
-    sparse = topk(allgather, ratio=0.25)
-    for i, ratio in enumerate((0.063, 0.015, 0.004, 0.001), start=1):
-        sparse = warmup(topk(allgather, ratio=ratio), steps=2 * i, before=sparse)
-    sync = momentum_correction(sparse)
-    assert fnddp.parse(repr(sync)) == sync
-    state = sync.init({"w": torch.empty(1000)})
-    kept: list[int] = []
-    for step in range(10):
-        before = state
-        mean, state = sync({"w": gradient(0, step, 1000)}, state)
-        kept.append(int(mean["w"].count_nonzero()))
-        waiting = before.v["w"] + 0.9 * before.u["w"] + gradient(0, step, 1000)
-        torch.testing.assert_close(mean["w"] + state.v["w"], waiting, **CLOSE)
-    assert kept == [250, 250, 63, 63, 15, 15, 4, 4, 1, 1]
+    assert min(run_threads(3, lambda rank: drift(ef21(fnddp.bf16(allreduce)), torch.float32))) > 1e-3
 
 
 def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam():
@@ -168,15 +139,12 @@ def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam():
     run_threads(2, body)
 
 
-def test_an_output_is_the_callers_and_momentum_is_wider_than_gradients():
+def test_momentum_is_wider_than_gradients():
     sync, grads = shared_momentum(allreduce, beta=0.999), {"w": torch.ones(1, dtype=torch.bfloat16)}
     state = sync.init(grads)
     for _ in range(3000):
-        mean, state = sync(grads, state)
-        momentum = state.momentum["w"].clone()
-        mean["w"].zero_()
-        assert torch.equal(state.momentum["w"], momentum)
-    assert momentum.item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
+        _, state = sync(grads, state)
+    assert state.momentum["w"].item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
 
 
 @pytest.mark.parametrize("n", [1, 4])

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import (
-    WireCounter,
-    allreduce,
-    error_feedback,
-    fp16,
-    lower,
-    partition,
-    powersgd,
-)
+from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd
 from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.ir.program import Divisor, Grad, LeafSpec, Mean, Part, Received, Sent, Span

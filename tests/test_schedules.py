@@ -12,22 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import (
-    allgather,
-    allreduce,
-    clip_by_global_norm,
-    delayed,
-    error_feedback,
-    every,
-    fp16,
-    laws,
-    lower,
-    measure,
-    powersgd,
-    skip_nonfinite,
-    switch,
-    topk,
-)
+from fnddp import allgather, allreduce, delayed, error_feedback, every, fp16, measure, skip_nonfinite, topk
 from fnddp.laws import bits, gather
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
@@ -149,12 +134,12 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
         with pytest.raises(ValueError, match="give all of them"):
             run({"w": torch.ones(2)}, ())
     with pytest.raises(ValueError, match="give all of them"):
-        lower(sync, {"w": torch.ones(2)}, world_size=2)
+        fnddp.lower(sync, {"w": torch.ones(2)}, world_size=2)
 
 
 def test_switch_carries_a_residual_over_holds_it_once_and_goes_on_with_what_fits_the_stage_before():
-    lossy = [error_feedback(powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
-    sync = switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})
+    lossy = [error_feedback(fnddp.powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
+    sync = fnddp.switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})
     state = sync.init(draws(0, 0))
     shapes = {key: list(v.shape) for key, v in fnddp.state_dict(state).items() if "step" not in key}
     assert shapes == {
@@ -280,7 +265,7 @@ def test_clipping_is_torchs(scale: float, max_norm: float):
     for p, leaf in zip(params, draws(0, 0).values(), strict=True):
         p.grad = scale * leaf
     grads = {str(i): p.grad.clone() for i, p in enumerate(params)}
-    done = clip_by_global_norm(allreduce, max_norm=max_norm).exchange(grads, ())
+    done = fnddp.clip_by_global_norm(allreduce, max_norm=max_norm).exchange(grads, ())
     torch.nn.utils.clip_grad_norm_(params, max_norm)
     for p, mean, sent in zip(params, done.mean.values(), done.sent.values(), strict=True):
         torch.testing.assert_close(mean, p.grad, rtol=1e-6, atol=0)
@@ -290,8 +275,8 @@ def test_clipping_is_torchs(scale: float, max_norm: float):
 def test_what_is_clipped_inside_of_memory_comes_back():
     grads = {"w": torch.tensor([3.0, 4.0]), "count": torch.tensor([7])}
     inside, outside = (
-        error_feedback(clip_by_global_norm(allreduce, 1)),
-        clip_by_global_norm(error_feedback(allreduce), 1),
+        error_feedback(fnddp.clip_by_global_norm(allreduce, 1)),
+        fnddp.clip_by_global_norm(error_feedback(allreduce), 1),
     )
     mean, state = inside(grads, inside.init(grads))
     torch.testing.assert_close(mean["w"], torch.tensor([0.6, 0.8]))
@@ -358,7 +343,7 @@ STAGES = ["allreduce", "powersgd(allreduce)", "every(2, allreduce)", "error_feed
 )
 def test_stages_of_a_switch_may_have_states_of_other_structures(first, second):
     sync = fnddp.parse(f"switch({{0: {first}, 2: {second}}})")
-    laws.check(sync, ranks=[2], grads=laws.model)
+    fnddp.laws.check(sync, ranks=[2], grads=fnddp.laws.model)
 
 
 def test_a_delayed_mean_of_another_tree_is_named():

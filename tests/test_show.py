@@ -177,16 +177,6 @@ def test_dark_pages_have_dark_pictures():
         assert f'="{light}"] {{fill: {dark}}}' in picture
 
 
-def test_bars_are_as_long_as_what_they_stand_for():
-    plan = many()
-    largest = max(c.wire_bytes for c in plan.collectives)
-    widths = [bar.width for bar in bars_of(svg_of(plan), "collective")]
-    for c, width in zip(plan.collectives, widths, strict=True):
-        assert width == pytest.approx(max(4, max(widths) * c.wire_bytes / largest), abs=0.1)
-    slow = [bar.width for bar in bars_of(svg_of(plan, Link(bandwidth=1e12, latency=1.0)), "collective")]
-    assert max(slow) - min(slow) < 0.1  # all latency
-
-
 def test_in_a_notebook():
     html = plan_of(params=HOSTILE)._repr_html_()
     assert html.count("<svg") == 1

@@ -7,22 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fnddp
-from fnddp import (
-    all_reduce,
-    allreduce,
-    batched_powersgd,
-    bf16,
-    bucketize,
-    cast,
-    error_feedback,
-    fp16,
-    from_hook,
-    lower,
-    partition,
-    powersgd,
-    squared,
-    warmup,
-)
+from fnddp import all_reduce, allreduce, bf16, bucketize, cast, error_feedback, fp16, from_hook, partition, powersgd
 from fnddp.core.buckets import MB
 from fnddp.core.random import normal
 from fnddp.core.sync import groups_of, registry
@@ -92,8 +77,8 @@ def test_groups_are_kept_by_name():
         assert sync.over(None) == error_feedback(fp16(allreduce))
         # In the order of the expression, which is the same on all ranks.
         assert groups_of(partition({"a": all_reduce("z"), "b": all_reduce("y"), "*": allreduce})) == ("z", "y", None)
-        named = warmup(all_reduce(group), steps=1)
-        assert named.over("other", unnamed_only=True) == warmup(all_reduce(group), 1, all_reduce("other"))
+        named = fnddp.warmup(all_reduce(group), steps=1)
+        assert named.over("other", unnamed_only=True) == fnddp.warmup(all_reduce(group), 1, all_reduce("other"))
         mean, _ = again({"w": torch.tensor([float(rank)])}, again.init({"w": torch.ones(1)}))
         return mean["w"].item()
 
@@ -211,6 +196,9 @@ def test_bad_options_are_named_at_construction(text):
         fnddp.parse(text)
 
 
+A_TEXT = "sync must be a pipeline .*; read its text with fnddp.parse$"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -220,14 +208,17 @@ def test_bad_options_are_named_at_construction(text):
         (lambda: fp16(allreduce, 3), r"fp16\(\) takes 1 positional argument but 2 were given"),
         (lambda: cast(allreduce, torch.int8), "dtype must be one of .*, got torch.int8"),
         (lambda: from_hook(3), "expected hook"),
-        (lambda: lower(allreduce, {}, world_size=2.5), r"lower: world_size must be an int, got 2\.5"),
+        (lambda: fnddp.lower(allreduce, {}, world_size=2.5), r"lower: world_size must be an int, got 2\.5"),
+        (lambda: fnddp.lower("fp16(allreduce)", {}), f"^lower: {A_TEXT}"),
+        (lambda: fnddp.jit("fp16(allreduce)"), f"^jit: {A_TEXT}"),
+        (lambda: fnddp.value_and_grad(torch.sum, "fp16(allreduce)"), f"^value_and_grad: {A_TEXT}"),
         (
             lambda: from_hook(default_hooks.allreduce_hook)({"w": torch.ones(1)}, ()),
             r"needs a process group: call torch.distributed.init_process_group\(\) ",
         ),
     ],
 )
-def test_what_is_no_text_is_refused_too(make, message):
+def test_what_is_no_pipeline_and_no_option_is_refused(make, message):
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         make()
 
@@ -248,7 +239,7 @@ def test_what_cannot_be_lowered_says_so_however_deep_it_is(wrap):
             sync = fnddp.parse(wrap.format(inner))
         assert not sync.traceable
         with pytest.raises(fnddp.LoweringError, match="`traceable` is False"):
-            lower(sync, grads)
+            fnddp.lower(sync, grads)
 
 
 # cast
@@ -469,7 +460,7 @@ ZEROS = {
 @pytest.mark.parametrize("name", ZEROS)
 def test_powersgd_of_difficult_matrices(name, rank):
     gradients, number = {"w": ZEROS[name]}, rank + list(ZEROS).index(name)
-    for make, options in ((powersgd, {"min_compression_rate": 0}), (batched_powersgd, {})):
+    for make, options in ((powersgd, {"min_compression_rate": 0}), (fnddp.batched_powersgd, {})):
         sync = make(allreduce, rank=rank, orthogonalization=METHODS[number % 3], **options)
         mean, state = steps(sync, gradients)
         assert all(part.value.isfinite().all() for part in fnddp.core.state.parts(state) if torch.is_tensor(part.value))
@@ -590,13 +581,13 @@ def test_random_numbers_are_standard_normal_and_independent():
 def test_squares_hold_every_size():
     for size in (0, 1, 2, 3, 4, 5, 9, 10, 99, 100, 101):
         gradients = {"flat": torch.arange(float(size))}
-        side = squared(error_feedback(fp16(allreduce))).init(gradients).residual["flat"].shape[0]
+        side = fnddp.squared(error_feedback(fp16(allreduce))).init(gradients).residual["flat"].shape[0]
         assert side**2 >= size > (side - 1) ** 2 or size == side == 0
-        torch.testing.assert_close(squared(allreduce)(gradients, ())[0], gradients)
+        torch.testing.assert_close(fnddp.squared(allreduce)(gradients, ())[0], gradients)
 
 
 def test_warmup_switches_once_and_stops_counting():
-    sync = warmup(fp16(allreduce), steps=2)
+    sync = fnddp.warmup(fp16(allreduce), steps=2)
     gradients = {"w": torch.tensor([1 + 2**-20])}
     state = sync.init(gradients)
     seen = []
@@ -681,7 +672,7 @@ def test_from_hook(rank):
 
 def test_numbers_of_numpy_are_plain_numbers():
     rank, decay = np.int64(4), np.float32(0.5)
-    sync = error_feedback(powersgd(warmup(allreduce, np.int32(3)), rank=rank, warm_start=np.True_), decay=decay)
+    sync = error_feedback(powersgd(fnddp.warmup(allreduce, np.int32(3)), rank=rank, warm_start=np.True_), decay=decay)
     assert repr(sync) == "error_feedback(powersgd(warmup(allreduce, 3), rank=4), decay=0.5)"
     assert fnddp.parse(repr(sync)) == sync
 
@@ -691,6 +682,15 @@ def test_rules_may_be_pairs():
     assert sync == partition({"*.bias": allreduce, "*": fp16(allreduce)})
     assert hash(sync) == hash(fnddp.parse(repr(sync)))
     assert sync.over("7") == partition({"*.bias": all_reduce("7"), "*": fp16(all_reduce("7"))})
+
+
+def test_autocast_does_not_reach_the_factors():
+    gradients = {"w": torch.outer(torch.arange(1.0, 33.0), torch.arange(1.0, 25.0))}
+    sync = powersgd(allreduce, rank=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean, _ = sync(gradients, sync.init(gradients))
+        assert torch.is_autocast_enabled("cpu")
+    torch.testing.assert_close(mean["w"], gradients["w"], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.usefixtures("own_transforms")
@@ -721,16 +721,3 @@ def test_names_are_taken_once():
         @fnddp.transform
         class fp16(fnddp.Sync):
             inner: fnddp.Sync
-
-
-@pytest.mark.parametrize(
-    ("use", "name"),
-    [
-        (lambda sync: fnddp.value_and_grad(torch.sum, sync), "value_and_grad"),
-        (lambda sync: fnddp.jit(sync), "jit"),
-        (lambda sync: lower(sync, torch.nn.Linear(3, 2)), "lower"),
-    ],
-)
-def test_texts_are_no_pipelines(use, name):
-    with pytest.raises(TypeError, match=f"^{name}: sync must be a pipeline .*; read its text with fnddp.parse$"):
-        use("fp16(allreduce)")

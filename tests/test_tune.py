@@ -18,7 +18,7 @@ from fnddp.cli.models import to_tune as asked
 from fnddp.cost.step import MeanStep, Span, Step
 from fnddp.run import choose as choosing
 from fnddp.simulate.ranks import run_threads
-from fnddp.simulate.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, cost, final_loss, trained, tune
+from fnddp.simulate.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, final_loss, trained, tune
 from tests.workloads import SMALL
 
 
@@ -155,28 +155,6 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     assert plain.losses[0] != plain.losses[1]
     assert found.chosen == "bf16(allreduce)"  # the fastest of those that are safe and tried
     assert by_name["bf16(two_shot)"].loss == pytest.approx(plain.loss, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("text", "steps"),
-    [
-        ("error_feedback(every(10, allreduce))", [0] * 9 + [400_000]),
-        ("measure(allreduce)", [800_000]),
-        ("measure(allreduce, every_steps=2)", [800_000, 400_000]),
-        ("powersgd(allreduce, refresh=3)", [400_000, 4_400, 4_400]),
-        ("powersgd(allreduce, alternate=True)", [4_000, 400]),
-        ("warmup(every(2, fp16(allreduce)), steps=10000)", [0, 200_000]),
-    ],
-)
-def test_a_step_costs_the_mean_over_what_is_repeated(text: str, steps: list[int]) -> None:
-    found = cost(parse(text), {"w": torch.zeros(1000, 100)}, Link.parse("1gbit"), 4, Compute(1.0, 1.0, {"w": 1.0}), 25)
-    assert found.wire_bytes == round(sum(steps) / len(steps))
-    assert found.link_bytes == pytest.approx(1.5 * found.wire_bytes, abs=4)
-    assert found.step.communication_seconds == pytest.approx(found.link_bytes / 125e6, rel=1e-3)
-    assert found.step.exposed_seconds == pytest.approx(found.step.communication_seconds)
-    assert 2 + found.step.exposed_seconds <= found.seconds < 4  # with encoding and decoding, measured here
-    for (step, _), size in zip(found.step.steps, dict.fromkeys(steps), strict=True):
-        assert sum(each.wire_bytes for each in step.collectives) == size
 
 
 @pytest.mark.parametrize(
