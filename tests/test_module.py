@@ -239,6 +239,26 @@ def test_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
     require_mean(model, rank, 2)
 
 
+@on_ranks(2)
+def test_methods_of_torchs_class_that_tools_call(rank: int) -> None:
+    model, found = wrapped(), list[str]()
+
+    def look(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="has not finished"):
+            model._check_reducer_finalized()
+        found.append("open")
+
+    hook = model.module.bias.register_post_accumulate_grad_hook(look)
+    require_mean(model, rank, 2)
+    model._check_reducer_finalized()
+    assert found == ["open"]
+    hook.remove()
+    model._remove_autograd_hooks()
+    model.zero_grad()
+    ((1 + rank) * model(X).sum()).backward()
+    assert model.module.bias.grad.tolist() == [3.0 * (1 + rank)] * 2
+
+
 def test_buffers_that_cannot_be_made_equal(monkeypatch):
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.BatchNorm1d(4))

@@ -190,6 +190,22 @@ def test_the_outer_optimizer_is_torch_sgd_to_the_bit(momentum: float, nesterov: 
         assert not call % 2 or bits(params) == bits(anchor)
 
 
+@pytest.mark.parametrize("text", ["diloco(allreduce, every=1, lr=1, momentum=0)", "local_sgd(every=1)"])
+def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(text: str):
+    def body(rank: int) -> None:
+        step, want = outer.parse(text), torch.tensor([1.0, -2.0, 3.0])
+        params = {"w": want}
+        state = step.init(params)
+        for call in range(3):
+            draws = [torch.Generator().manual_seed(10 * other + call) for other in range(2)]
+            grads = [torch.randint(-3, 4, (3,), generator=draw).float() for draw in draws]
+            params, state = step({"w": params["w"] - 0.5 * grads[rank]}, state)
+            want = want - 0.5 * sum(grads) / 2
+            assert torch.equal(params["w"], want)
+
+    run_threads(2, body)
+
+
 def test_a_delayed_exchange_applies_what_it_started_with():
     """By hand: one leaf, plain descent, ranks that move by 1 and by 3 a step."""
     step = outer.streaming_diloco(allreduce, every=4, fragments=1, delay=2, alpha=0.25, lr=0.5, momentum=0)

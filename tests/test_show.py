@@ -14,7 +14,7 @@ from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 from fnddp.show import drawing
-from fnddp.show.drawing import CHARACTER
+from fnddp.show.drawing import CHARACTER, MARGIN, WIDEST
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}
@@ -73,6 +73,7 @@ PLANS = {
     "nothing to do": lambda: plan_of(allreduce, {}),
     "hostile names": lambda: plan_of(params=HOSTILE),
     "a long pipeline": long_pipeline,
+    "wrapped": lambda: plan_of(allreduce, {f"layers.{i}": torch.empty(96, 96, device="meta") for i in range(30)}),
 }
 
 
@@ -152,6 +153,7 @@ def test_picture(name):
 def require_order(plan: Plan, link: Link | None) -> None:
     svg = svg_of(plan, link)
     _, _, width, height = map(float, svg.get("viewBox", "").split())
+    assert width <= WIDEST + 2 * MARGIN
     for text in svg.iter("text"):
         x, y, size = (float(text.get(key, "")) for key in ("x", "y", "font-size"))
         assert 0 <= x < x + CHARACTER * size * len(text.text or "") <= width, text.text

@@ -1,6 +1,7 @@
 """Numbers of steps: what they count, that they are of the last step, and that writers get them. No time is asserted."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,16 @@ def test_a_writer_gets_what_is_known() -> None:
     assert writer == {f"sync/{name}": (value, 7) for name, value in stats.items() if value is not None}
     assert "sync/residual_norm" in writer
     assert "sync/encode_seconds" not in writer
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard")
+    model = wrapped(0, SYNC)
+    backward(model)
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        fnddp.log_sync_stats(writer, model)
+    (file,) = tmp_path.iterdir()
+    assert b"fnddp/residual_norm" in file.read_bytes()
 
 
 def test_a_trace_without_a_step_is_refused() -> None:

@@ -1,6 +1,7 @@
 """`fnddp tune`: who wins, by outcomes made up here; and the whole of it, on few virtual ranks for a few steps."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,21 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     assert plain.losses[0] != plain.losses[1]
     assert found.chosen == "bf16(allreduce)"  # the fastest of those that are safe and tried
     assert by_name["bf16(two_shot)"].loss == pytest.approx(plain.loss, rel=0.05)
+
+
+@pytest.mark.parametrize(("small", "threads"), [(0, 2), (5, 1)])
+def test_small_models_train_with_one_thread(small: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+
+    def quality(forward: Any) -> float:
+        seen.add(torch.get_num_threads())
+        return 0.0
+
+    monkeypatch.setattr(sys.modules[tune.__module__], "SMALL", small)
+    torch.set_num_threads(2)
+    tune(replace(line_problem(), quality=quality), [], link=Link.parse("1gbit"), ranks=2, steps=1, seeds=(0,))
+    assert seen == {threads}
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize(
