@@ -1,6 +1,7 @@
 """`fnddp.DistributedDataParallel` on gloo processes: torch's DDP in everything users rely on."""
 
 import copy
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -166,6 +167,25 @@ def test_other_transforms_synchronize_or_raise(rank: int) -> None:
     assert bits([got[f"module.{n}"] for n in alone]) == bits(list(mean.values()))
 
 
+@on_ranks(2)
+def test_a_backward_from_within_after_one_that_broke_off(rank: int) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2))))
+    hidden: list[Tensor] = []
+    model.module[0].register_forward_hook(lambda *given: hidden.append(given[-1]))
+    for step in range(3):
+        model.zero_grad()
+        loss = model(torch.full((1, 2), 1.0 + rank)).sum()
+        if step < 2:
+            loss.backward()
+    hook = hidden[-1].register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    hidden[-1].sum().backward()
+    assert model.module[0].weight.grad.tolist() == [[1.5, 1.5]] * 2
+
+
 def test_a_state_of_another_pipeline_is_refused():
     model = DistributedDataParallel(make_model(), sync=error_feedback(fp16(allreduce)))
     state = model.sync_state
@@ -222,6 +242,43 @@ def test_a_pipeline_is_no_device_and_a_module_on_the_cpu_has_none(rank: int) -> 
     with pytest.raises(ValueError, match=r"device_ids must name one device, got \[0, 1\]"):
         wrapped(device_ids=[0, 1])
     require_mean(wrapped(), rank, 1)
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2, bias=False), nn.Linear(4, 2)
+        self.uses = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) + (self.unused(x) if self.uses else 0)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@on_ranks(2)
+def test_one_rank_may_load_with_assign(rank: int, given: bool) -> None:
+    models = [DistributedDataParallel(Switched(), skip_all_reduce_unused_params=True) for _ in range(2)]
+
+    def step() -> None:
+        outs = []
+        for model in models:
+            model.zero_grad()
+            outs.append(model((rank + 1) * X).sum())
+        with ExitStack() as blocks:
+            for model in models:
+                blocks.enter_context(model.weight(1) if given else nullcontext())
+            sum(outs).backward()
+        assert [model.module.used.weight.grad.tolist() for model in models] == [[[4.5] * 4] * 2] * 2
+
+    step()
+    step()
+    if rank == 0:
+        models[0].load_state_dict(models[0].state_dict(), assign=True)
+    step()
+    step()
+    models[0].module.uses = True
+    with pytest.raises(RuntimeError, match="one parameter is unused in first iteration, but then got used"):
+        step()
 
 
 @on_ranks(2)

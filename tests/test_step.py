@@ -111,6 +111,15 @@ def test_segments_are_measured_for_ranks_that_are_not_there(text):
     assert plan.predict(LINK, Compute(segments=seconds)).seconds > sum(seconds)
 
 
+def test_a_state_that_is_given_is_not_written_over():
+    params = {"w": torch.randn(24, 16)}
+    sync = parse("error_feedback(powersgd(allreduce, rank=1))")
+    state = sync.init(params)
+    plan = lower(sync, params, state=state, world_size=2)
+    assert len(measure_segments(plan, state, calls=1)) == len(plan.segments)
+    assert not state.residual["w"].any()
+
+
 def test_nothing_is_computed_on_the_meta_device():
     with pytest.raises(ValueError, match="leaf 'c' is on the meta device; lower the plan for real tensors"):
         measure_segments(three_buckets())

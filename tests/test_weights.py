@@ -278,6 +278,19 @@ def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int,
     assert grad(model) == 3
 
 
+@on_ranks(2)
+def test_a_rank_that_fails_on_its_own_names_its_error_where_weights_are_exchanged_first(rank: int) -> None:
+    model = wrapped()
+    require_steps(model, rank)
+    model.zero_grad()
+    made = loss(model, rank)
+    if rank:
+        made.register_hook(lambda _: 1 / 0)
+    with raises(rank == 1, ZeroDivisionError, "", "rank 1 failed with"), model.weight(1 + rank):
+        made.backward()
+    require_steps(model, rank)
+
+
 class Voting(C10d):
     votes = 0
 

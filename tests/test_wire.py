@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fnddp
 from fnddp import laws
@@ -14,7 +15,10 @@ from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.simulate.ranks import run_threads
+from fnddp.wire.c10d import faster
 from fnddp.wire.groups import World, within
+from fnddp.wire.kinds import ALL_REDUCE
+from tests.ranks import on_ranks
 from tests.wires import AloneWire, ReadyWork
 
 
@@ -134,3 +138,28 @@ def test_from_a_world_of_one_to_two():
         assert step({"w": torch.ones(2)}, ())[0]["w"].tolist() == [1.0, 1.0]
     means = run_threads(2, lambda rank: steps[rank]({"w": torch.full((2,), float(rank))}, ())[0])
     assert [mean["w"].tolist() for mean in means] == [[0.5, 0.5]] * 2
+
+
+@on_ranks(2)
+def test_live_objects_follow_the_world(rank):
+    x, params = torch.full((3,), rank + 1.0), {"w": torch.ones(3)}
+    jitted, grad_of = fnddp.jit(fnddp.allreduce), fnddp.value_and_grad(lambda p: (p["w"] * x).sum(), fnddp.allreduce)
+    for mean in (1.5, rank + 1.0):
+        for _ in range(2):
+            assert jitted({"w": x}, ())[0]["w"].tolist() == grad_of(params, ())[1]["w"].tolist() == [mean] * 3
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+@on_ranks(2)
+def test_rings_that_go_on_in_another_order_on_each_rank(rank):
+    """Later messages are posted when earlier ones have come, so those of one ring could be taken for another's."""
+    buffers = [torch.full((4,), size * (rank + 1), dtype=torch.float16) for size in (1.0, 100.0)]
+    rings = [faster(ALL_REDUCE, buffer, buffer, "sum", dist.group.WORLD) for buffer in buffers]
+    posted = [next(ring) for ring in rings]
+    for _ in range(2):
+        for i in (0, 1) if rank == 0 else (1, 0):
+            for work in posted[i]:
+                work.wait()
+            posted[i] = next(rings[i], [])
+    assert [buffer.tolist() for buffer in buffers] == [[3.0] * 4, [300.0] * 4]
