@@ -19,12 +19,7 @@ _BECOME = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts.
-
-    Attributes:
-        names: By which they find each other.
-        prefixes: What to put before a command to run it on each.
-    """
+    """Names by which two hosts find each other, and what to put before a command to run it on each."""
 
     names: tuple[str, str]
     prefixes: tuple[tuple[str, ...], tuple[str, ...]]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fnddp.laws import gather as everyones
+from fnddp.laws import gather
 
-__all__ = ["everyones", "launched", "residual", "weights"]
+everyones = gather
 
 
 @contextmanager

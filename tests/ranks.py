@@ -1,10 +1,4 @@
-"""Ranks for tests: a pool of gloo processes, for the real thing.
-
-(For breadth there are the threads of `fnddp.simulate.ranks`.)
-
-It runs `fn(rank, *arguments)` on n ranks with a process group of n, returns the results by rank, raises the first
-failure with every rank's traceback, and never hangs.
-"""
+"""A pool of gloo processes for tests; for breadth there are the threads of `fnddp.simulate.ranks`."""
 
 import faulthandler
 import functools

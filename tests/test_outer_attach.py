@@ -26,6 +26,7 @@ from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks
+from tests.test_outer import agree
 
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.01)
 STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
@@ -50,10 +51,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 def parameters(model: nn.Module) -> Leaves:
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
-
-
-def agree(value: Any) -> bool:
-    return len({str(each) for each in gather(bits(value))}) == 1
 
 
 def attached_model(

@@ -47,9 +47,6 @@ def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
     return trace(Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World(), None))
 
 
-# Trace
-
-
 def test_what_only_sent_needs_is_not_computed():
     leaves = {"w": torch.ones(64, 32), "b": torch.ones(64)}
 
@@ -63,9 +60,6 @@ def test_what_only_sent_needs_is_not_computed():
     assert without.total() < with_memory.total()
     alone = operations(traced(allreduce))
     assert {str(target).split(".")[1] for target in alone} <= {"div", "all_reduce", "wait_tensor", "view", "clone"}
-
-
-# Fuse
 
 
 LARGE = {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(0))}
@@ -100,9 +94,6 @@ def test_fused_steps_keep_the_bits(shape, rank):
 
     sync = fnddp.parse(f"error_feedback(powersgd(fp16(allreduce), rank={rank}))")
     run_threads(2, partial(law_6_lowered_is_eager, donation=DONATIONS[2]), sync, large)
-
-
-# Combine
 
 
 def test_buckets_are_closed_at_the_cap_and_the_first_one_early():
@@ -147,9 +138,6 @@ def test_leaves_without_elements_do_not_travel():
     plan = lower(allreduce, params(empty=(0, 3), w=(3,)), world_size=2)
     assert [[payload.label for payload in c.payloads] for c in plan.collectives] == [["w"]]
     assert lower(allreduce, {}, world_size=2).collectives == ()
-
-
-# Order
 
 
 def test_second_rounds_go_behind_the_next_buckets_first_one():
@@ -206,9 +194,6 @@ def test_segments_read_what_is_there_and_overwrite_what_they_may(first_steps, do
         assert launched == set(range(len(plan.collectives)))
 
 
-# What many small leaves cost
-
-
 @pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)"])
 def test_a_mean_of_many_small_leaves_is_a_few_operations_a_bucket(text):
     leaves = params(**{f"p{i}": (64, 64 - i % 3) for i in range(1000)})
@@ -236,9 +221,6 @@ def test_the_algebra_of_many_factors_does_not_grow_with_them():
     (products, few), (more_products, many) = count(24), count(96)
     assert (products, more_products) == (4 * 24, 4 * 96)
     assert many <= few + 32  # rows to fill blocks of 32 up, of each number once
-
-
-# One plan for each phase
 
 
 @pytest.mark.parametrize(
@@ -271,9 +253,6 @@ def test_a_plan_for_each_phase(text, plans):
         assert len(seen) == plans
 
     run_threads(2, body)
-
-
-# Offline
 
 
 LARGE_TREE = params(
@@ -317,9 +296,6 @@ def test_wire_bytes_are_what_is_sent(rank: int) -> None:
             assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
             assert counter.wire_bytes == eager.wire_bytes
             assert counter.collectives <= eager.collectives
-
-
-# Traces
 
 
 def test_a_plan_for_the_learnt_order_needs_no_other_trace(monkeypatch):

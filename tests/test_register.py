@@ -1,6 +1,7 @@
 """`register` on torch's DDP: the numbers of the pipeline, whatever DDP's options and buckets."""
 
 import gc
+import re
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp import StepFailedError, allreduce, error_feedback, fp16
+from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback, fp16
 from fnddp.laws import bits
+from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
 
 COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -214,6 +216,17 @@ def test_bad_use(rank: int) -> None:
         handle.state = state
     with pytest.raises(RuntimeError, match="DDP has one hook slot, and fnddp_hook is in it"):
         fnddp.register(model, allreduce)
+
+
+def test_disagreement_at_set_up_raises_on_all_ranks():
+    def body(rank: int) -> None:
+        ddp = DistributedDataParallel(make_model())
+        ddp.module[0].weight.requires_grad_(rank != 1)
+        message = "leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'"
+        with pytest.raises(RankMismatchError, match=re.escape(f"ranks disagree about {message}")):
+            fnddp.register(ddp, fnddp.parse(COMPRESSED))
+
+    run_threads(3, body)
 
 
 @on_ranks(2)

@@ -1,20 +1,23 @@
-"""What plans look like: as text, as a picture, in a notebook."""
+"""What plans look like: as text, as a picture, in a notebook; and pictures of the docs on dark pages."""
 
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
+from fnddp.cli import picture
 from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 from fnddp.show import drawing
-from fnddp.show.drawing import CHARACTER, MARGIN, WIDEST
+from fnddp.show.drawing import CHARACTER, INK, MARGIN, PAPER, WIDEST
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}
@@ -185,3 +188,32 @@ def test_in_a_notebook():
     assert "<b>" not in html
     assert "&lt;b&gt;&amp;" in html
     ElementTree.fromstring(f"<body>{html}</body>")
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+SHOWN = sorted(
+    {name for page in PAGES for name in re.findall(r"!\[[^]]*\]\((?:docs/)?(assets/[^)]+)\)", page.read_text())}
+)
+
+
+def drawn() -> Figure:
+    figure = Figure()
+    figure.subplots().plot([1, 2], [3, 4], color="black")
+    return figure
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_drawn_knows_dark_pages(name: str) -> None:
+    assert "prefers-color-scheme: dark" in (DOCS / name).read_text()
+
+
+def test_a_figure_is_the_same_in_every_run_and_dark_on_dark_pages(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    for file in (first, second):
+        picture.save(drawn, file)
+    text = first.read_text()
+    assert text == second.read_text()
+    for colour in (INK, PAPER, "#000000"):
+        assert re.search(rf'style="[^"]*(fill|stroke): {colour}', text), colour
+        assert f'[style*="fill: {colour}"] {{fill: {picture.DARK[colour]} !important}}' in text

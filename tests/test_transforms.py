@@ -25,9 +25,6 @@ def steps(sync, gradients, n=3):
     return mean, state
 
 
-# all_reduce
-
-
 def test_mean_never_overflows_in_the_sum():
     def body(rank):
         mean, _ = fp16(allreduce)({"w": torch.full((3,), 60_000.0)}, ())
@@ -242,9 +239,6 @@ def test_what_cannot_be_lowered_says_so_however_deep_it_is(wrap):
             fnddp.lower(sync, grads)
 
 
-# cast
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_stochastic_rounding_is_unbiased(dtype: torch.dtype) -> None:
     """To one of the two neighbours, up as often as the distances say: of 4,000 draws, 6 standard deviations allowed."""
@@ -388,9 +382,6 @@ def test_a_state_of_another_pipeline_is_named(text):
             fnddp.parse(text[:-1] + more)(grads, sync.init(grads))
 
 
-# cast
-
-
 def test_overflow_is_reported_by_name_on_all_ranks():
     def body(rank):
         gradients = {"fine": torch.ones(3), "big": torch.tensor([1.0, 1e5 if rank == 2 else 1.0])}
@@ -418,9 +409,6 @@ def test_casts_compare_by_what_they_do_and_bf16_keeps_the_range():
     assert fp16(allreduce) != bf16(allreduce)
 
 
-# bucketize
-
-
 @pytest.mark.parametrize(("cap", "first_cap"), [(4000, 400), (10_000, 10_000), (1, 1), (10**9, 10**9)])
 def test_buckets_are_torchs(cap, first_cap):
     generator = torch.Generator().manual_seed(0)
@@ -439,9 +427,6 @@ def test_buckets_are_named_by_their_leaves():
     sync = bucketize(error_feedback(fp16(allreduce)), cap_mb=1)
     gradients = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(1), "d": torch.ones(2, dtype=torch.float64)}
     assert list(sync.init(gradients).residual) == ["d", "c..a"]
-
-
-# PowerSGD
 
 
 ZEROS = {
@@ -575,9 +560,6 @@ def test_random_numbers_are_standard_normal_and_independent():
         assert (x * y).mean().abs() < 0.02
 
 
-# squared, warm-up, partition, memory
-
-
 def test_squares_hold_every_size():
     for size in (0, 1, 2, 3, 4, 5, 9, 10, 99, 100, 101):
         gradients = {"flat": torch.arange(float(size))}
@@ -626,9 +608,6 @@ def test_decay_forgets():
     assert state.residual["w"].item() == pytest.approx((gradients["w"] + 0.5 * residual - second["w"]).item(), abs=1e-9)
 
 
-# from_hook
-
-
 @on_ranks(1, 2, 3, 4)
 def test_default_hooks_bit_for_bit(rank):
     # one leaf, so that hook and pipeline hand the same buffer to the same collective: equal to the bit
@@ -665,9 +644,6 @@ def test_from_hook(rank):
     with pytest.raises(TypeError, match=r"this hook calls bucket.parameters\(\)"):
         from_hook(lambda state, bucket: bucket.parameters())(gradients, ())
     torch.testing.assert_close(gradients["a"], torch.ones(2, 3))
-
-
-# all transforms
 
 
 def test_numbers_of_numpy_are_plain_numbers():
@@ -710,9 +686,6 @@ def test_pipelines_in_modules_that_postpone_annotations():
         postponed("allreduce")
     with pytest.raises(TypeError, match="postponed: times must be an int"):
         postponed(allreduce, 1.5)
-
-
-# registry
 
 
 def test_names_are_taken_once():
