@@ -74,7 +74,6 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_transforms() -> Iterator[None]:
-    """Transforms that are registered within the test are forgotten after it."""
     known = dict(registry)
     yield
     registry.clear()

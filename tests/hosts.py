@@ -19,23 +19,16 @@ _BECOME = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts.
-
-    Attributes:
-        names: By which they find each other.
-        prefixes: What to put before a command to run it on each.
-    """
+    """Names by which two hosts find each other, and what to put before a command to run it on each."""
 
     names: tuple[str, str]
     prefixes: tuple[tuple[str, ...], tuple[str, ...]]
 
     @property
     def are_apart(self) -> bool:
-        """Whether they are two."""
         return self.names[0] != self.names[1]
 
     def start(self, host: int, *command: object, **environment: str) -> subprocess.Popen[str]:
-        """Starts `command` on a host."""
         return subprocess.Popen(
             [*self.prefixes[host], *map(str, command)],
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -66,7 +59,6 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
 
 
 def free_port() -> int:
-    """A port that is free here now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fnddp.laws import gather as everyones
+from fnddp.laws import gather
 
-__all__ = ["everyones", "launched", "residual", "weights"]
+everyones = gather
 
 
 @contextmanager
 def launched(rank: int, **more: str) -> Iterator[None]:
-    """What torchrun tells a rank."""
     size = dist.get_world_size()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     before = dict(os.environ)

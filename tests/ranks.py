@@ -1,10 +1,4 @@
-"""Ranks for tests: a pool of gloo processes, for the real thing.
-
-(For breadth there are the threads of `fnddp.simulate.ranks`.)
-
-It runs `fn(rank, *arguments)` on n ranks with a process group of n, returns the results by rank, raises the first
-failure with every rank's traceback, and never hangs.
-"""
+"""A pool of gloo processes for tests; for breadth there are the threads of `fnddp.simulate.ranks`."""
 
 import faulthandler
 import functools
@@ -151,7 +145,7 @@ def _picklable(error: BaseException) -> BaseException:
     return error
 
 
-def on_ranks(*sizes: int, seconds: float = POOL_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(*sizes: Any, seconds: float = POOL_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes the body of a test, whose first parameter is `rank`, what each of n gloo processes runs, for n in `sizes`.
 
     Its other parameters come from `parametrize`, or are fixtures whose values pickle.

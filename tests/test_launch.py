@@ -1,8 +1,9 @@
-"""Ranks that a command starts, whose failures are named, and ranks of launchers, which must be connected."""
+"""Ranks that tests and commands start, whose failures are named, and ranks of launchers, which must be connected."""
 
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,12 +14,8 @@ from torch import nn
 import fnddp
 from fnddp import allreduce, distributed, fp16
 from fnddp.cli.launch import RankError, run_ranks
+from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.wire import groups
-
-
-def talks(words: list[str]) -> Iterator[str]:
-    """The other ranks end first, and yield nothing."""
-    yield from words if dist.get_rank() == 0 else ()
 
 
 def fails(how: str) -> Iterator[str]:
@@ -30,11 +27,6 @@ def fails(how: str) -> Iterator[str]:
             os._exit(3)
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()  # where the other rank finds its connection broken
-
-
-@pytest.mark.timeout(60)
-def test_what_rank_0_yields() -> None:
-    assert list(run_ranks(2, talks, ["a", "b"])) == ["a", "b"]
 
 
 @pytest.mark.timeout(60)
@@ -90,3 +82,34 @@ def test_a_shell_in_an_allocation_is_no_rank(job: dict[str, str], monkeypatch: p
     for name, value in {"SLURM_NTASKS": "4", **job}.items():
         monkeypatch.setenv(name, value)
     USES["call"]()
+
+
+def total(rank: int) -> float:
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def fail_on_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one's own words")
+
+
+def test_a_failure_names_the_rank(gloo):
+    for run in (run_threads, gloo):
+        with pytest.raises(RankFailed, match="rank 1: (.|\n)*rank one's own words") as caught:
+            run(2, fail_on_one)
+        assert isinstance(caught.value.errors[1], ValueError)
+
+
+def late_on_one(rank: int) -> float:
+    if rank == 1:
+        time.sleep(0.6)
+    return total(rank)
+
+
+def test_a_late_rank_is_told_of_and_does_not_meet_the_next_ranks():
+    with pytest.raises(RankFailed, match="rank 1: ran for 0.3 s") as caught:
+        run_threads(2, late_on_one, seconds=0.3)
+    assert isinstance(caught.value.errors[0], TimeoutError)
+    assert run_threads(2, total) == [3, 3]

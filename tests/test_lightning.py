@@ -147,29 +147,8 @@ def test_checkpoints_and_lightnings_own_strategy(rank: int, tmp_path: Path) -> N
             fitted(tmp_path, error_feedback(powersgd(allreduce, rank=2)), 2, last)
 
 
-def _resume_alone(rank: int, path: Path, mean: Tensor) -> None:
-    found: list[Tensor] = []
-    with launched(rank):
-        _, alone = fitted(path.parent, SYNC, 2, path, callbacks=[looking(found)])
-    torch.testing.assert_close(found[0], mean)
-    assert alone.global_step > 0
-
-
-def _train_and_save(rank: int, path: Path) -> Tensor:
-    with launched(rank):
-        _, two = fitted(path.parent, SYNC, 1)
-        two.save_checkpoint(path)
-        return residual(two.strategy.sync_state)
-
-
-def test_another_number_of_ranks_gets_the_mean_residual(gloo: Any, tmp_path: Path) -> None:
-    one, other = gloo(2, _train_and_save, tmp_path / "two.ckpt")
-    gloo(1, _resume_alone, tmp_path / "two.ckpt", (one + other) / 2)
-
-
 @on_ranks(2)
 def test_the_plain_mean_is_lightnings_own(rank: int, tmp_path: Path) -> None:
-    """With accumulation, clipping, and manual optimization of a static graph."""
     clipped: Any = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     with launched(rank):
         for manual, options, arguments in ((False, clipped, {}), (True, {}, {"static_graph": True})):

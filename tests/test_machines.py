@@ -37,7 +37,6 @@ def train(folder: Path, *more: object) -> tuple[object, ...]:
 
 
 def parameters(said: list[str], hosts: Hosts, begun: int = 0) -> str:
-    """Of the run that one rank of all has told of, from the right step on."""
     text = "".join(said)
     names = "host0, host1" if hosts.are_apart else ""
     assert text.count(f"world size 4 on {names}") == 1, text
@@ -47,7 +46,6 @@ def parameters(said: list[str], hosts: Hosts, begun: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The parameters, with torchrun's static rendezvous."""
     where = ("--nnodes", 2, "--master-addr", hosts.names[0], "--master-port", free_port())
     folder = tmp_path_factory.mktemp("static")
     ranks = [hosts.start(i, sys.executable, *TORCHRUN, *where, "--node-rank", i, *train(folder)) for i in range(2)]
@@ -58,7 +56,6 @@ def undisturbed(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
     hosts: Hosts, undisturbed: str, tmp_path: Path
 ) -> None:
-    """With torchrun's c10d rendezvous, where the ranks of both hosts meet again."""
     where = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", 2)
     where = (*where, "--rdzv-endpoint", f"{hosts.names[0]}:{free_port()}")
     command = (sys.executable, *TORCHRUN, *where, *train(tmp_path, "--die-at", DIE_AT))
@@ -178,7 +175,6 @@ def ray_folder() -> Iterator[Path]:
 
 
 def started_in(folder: Path | str) -> list[int]:
-    """The processes that inherited `RAY_TMPDIR`."""
     found: list[int] = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is not ours
@@ -189,7 +185,6 @@ def started_in(folder: Path | str) -> list[int]:
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_ray(ray_folder: Path, tmp_path: Path) -> None:
-    """And nothing of Ray is left behind."""
     if find_spec("ray") is None:
         pytest.skip("needs ray: pip install 'fnddp[ray]'")
     own = {
@@ -213,8 +208,3 @@ def test_ray(ray_folder: Path, tmp_path: Path) -> None:
         time.sleep(0.2)
     assert started_in(ray_folder) == []
     assert set(Path("/dev/shm").glob("plasma*")) <= before
-
-
-def test_every_recipe_is_tested() -> None:
-    names = {"train.py", "slurm.sh", "slurm_ranks.sh", "ray_train.py"}
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == names

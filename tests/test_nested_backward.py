@@ -102,8 +102,6 @@ def test_value_and_grad_has_the_sum_of_all_parts(rank, function):
 
 
 class Writes(Recomputes):
-    """One that writes the gradient of its parameter itself."""
-
     @staticmethod
     def backward(ctx, grad):
         (w,) = ctx.run.parameters

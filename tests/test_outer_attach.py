@@ -26,6 +26,7 @@ from fnddp.simulate.ranks import RankFailed, run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks
+from tests.test_outer import agree
 
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.01)
 STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
@@ -41,7 +42,6 @@ def make_model(seed: int = 0) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    """Steps on this rank's own batches."""
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * rank + step)
         optimizer.zero_grad()
@@ -53,11 +53,6 @@ def parameters(model: nn.Module) -> Leaves:
     return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
 
 
-def agree(value: Any) -> bool:
-    """True on all ranks, or on none."""
-    return len({str(each) for each in gather(bits(value))}) == 1
-
-
 def attached_model(
     step: outer.Outer | str, make: Callable[..., torch.optim.Optimizer] = SGD, seed: int = 0, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, outer.Attached]:
@@ -65,9 +60,6 @@ def attached_model(
     optimizer = make(model.parameters())
     step = outer.parse(step) if isinstance(step, str) else step
     return model, optimizer, outer.attach(model, optimizer, step, **options)
-
-
-# The same as the function
 
 
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", "local_sgd(every=2, sync=two_shot)", STREAMING])
@@ -91,33 +83,6 @@ def test_attached_is_the_function_after_each_step(text: str):
 
 
 @on_ranks(2)
-def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(rank: int):
-    """Against torch's DDP, on gloo: parameters and gradients are whole numbers, and halves of them."""
-
-    def make() -> nn.Module:
-        model = nn.Linear(3, 1)
-        with torch.no_grad():
-            model.weight.copy_(torch.tensor([[1.0, -2.0, 3.0]]))
-            model.bias.fill_(2.0)
-        return model
-
-    for step in (outer.diloco(allreduce, every=1, lr=1, momentum=0), outer.local_sgd(every=1)):
-        apart, together = make(), TorchDDP(make())
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (apart, together)]
-        outer.attach(apart, optimizers[0], step)
-        for call in range(3):
-            generator = torch.Generator().manual_seed(10 * rank + call)
-            x = torch.randint(-1, 2, (4, 3), generator=generator).float()
-            y = torch.randint(-3, 4, (4, 1), generator=generator).float()
-            for model, optimizer in zip((apart, together), optimizers, strict=True):
-                optimizer.zero_grad()
-                (model(x) - y).square().mean().backward()
-                optimizer.step()
-            assert bits(parameters(apart)) == bits(parameters(together))
-        assert bits(parameters(apart)) != bits(parameters(make()))
-
-
-@on_ranks(2)
 def test_streaming_on_gloo(rank: int):
     model, optimizer, attached = attached_model(STREAMING, seed=rank)  # made equal by attach
     for call in range(12):
@@ -126,9 +91,6 @@ def test_streaming_on_gloo(rank: int):
     assert attached.under_way == ("0", "1")  # one began with call 10, the other with call 12
     attached.detach()
     assert attached.under_way == ()
-
-
-# What travels, and when
 
 
 class Trouble(Exception):
@@ -182,13 +144,9 @@ def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_els
         assert votes == sorted(set(waited))
 
 
-# Saved and resumed
-
-
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
 @pytest.mark.parametrize("at", [4, 6])
 def test_resuming_is_exact(text: str, at: int):
-    """In the middle of an exchange too: who loads a state sends again what was under way."""
 
     def body(rank: int) -> None:
         model, optimizer, attached = attached_model(text, ADAMW)
@@ -218,9 +176,6 @@ def test_a_state_of_another_step_is_refused():
     with pytest.raises(ValueError, match="for this model"):
         attached.state = outer.local_sgd(every=2).init(parameters(model))
     attached.state = outer.diloco(allreduce, every=2).init(parameters(model))
-
-
-# Failures
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -275,7 +230,6 @@ def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchang
 
 
 def test_what_prepare_loads_is_what_the_step_goes_on_from():
-    """A rank that joins, and gets parameters and what is replicated from another one, within the step."""
 
     def body(rank: int) -> None:
         def prepare() -> None:
@@ -328,9 +282,6 @@ def test_what_is_wrong_is_said_at_once():
         outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
 
 
-# Optimizers
-
-
 def test_moments_are_exchanged_at_their_own_periods():
     step = outer.des_loc(
         {
@@ -359,7 +310,6 @@ def test_an_optimizer_without_such_moments_is_an_error():
 
 
 def test_steps_of_the_callers_own_and_muon():
-    """Two optimizers, one after the other; the outer step is called by hand."""
 
     def body(rank: int) -> None:
         model = make_model()
@@ -397,21 +347,10 @@ def test_what_one_rank_trains_later_is_an_error_on_all(rank: int, how: str):
         train(model, optimizer, rank, range(1, 2))
 
 
-def test_frozen_parameters_and_buffers_stay():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    model[0].requires_grad_(False)
-    attached = outer.attach(model, None, outer.diloco(allreduce, every=1))
-    assert set(attached.state.anchor) == {"1.weight", "1.bias", "2.weight", "2.bias"}
-
-
-# torch's own
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["post_local_sgd", "hierarchical_local_sgd"])
 @on_ranks(4)
 def test_local_sgd_is_torchs(rank: int, kind: str):
-    """The same parameters, equal on all ranks after the same steps."""
     group, own = ([dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] for _ in range(2))
     theirs, ours = make_model(), make_model()
     if kind == "post_local_sgd":

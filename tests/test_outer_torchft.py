@@ -120,7 +120,6 @@ def attach_theirs(name: str, manager: Any, net: Network, optimizer: torch.optim.
 
 
 def train_both(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """Two models on the same batches, each with a manager and a lighthouse of its own."""
     from torchft.coordination import LighthouseServer
 
     from fnddp.integrations.torchft import ManagerWire

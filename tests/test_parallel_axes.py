@@ -42,7 +42,6 @@ def blocks(count: int = 2, seed: int = 0) -> list[Block]:
 
 
 def tensor_parallel(over: DeviceMesh, tp: DeviceMesh) -> Any:
-    """Two blocks, parallel over `tp`, and sharded over `over`."""
     made = blocks()
     for block in made:
         parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -51,7 +50,6 @@ def tensor_parallel(over: DeviceMesh, tp: DeviceMesh) -> Any:
 
 
 def inputs(steps: int, source: int) -> list[Tensor]:
-    """One batch a step, of the data-parallel rank `source`."""
     generator = torch.Generator().manual_seed(source)
     return [torch.randn(4, 8, generator=generator) for _ in range(steps)]
 
@@ -115,7 +113,6 @@ def test_shards_beside_tensor_parallel(rank: int) -> None:
 
 
 def gathered(model: Any, name: str) -> Tensor:
-    """The parameters of that name as a forward sees them."""
     for block in model:
         block.unshard()
     seen = [getattr(p, "_local_tensor", p).detach().clone() for of, p in model.named_parameters() if name in of]

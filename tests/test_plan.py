@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import (
-    WireCounter,
-    allreduce,
-    error_feedback,
-    fp16,
-    lower,
-    partition,
-    powersgd,
-    warmup,
-)
+from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd
 from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.ir.program import Divisor, Grad, LeafSpec, Mean, Part, Received, Sent, Span
@@ -56,26 +47,6 @@ def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
     return trace(Request(sync, specs_of(leaves), state, buckets, Donation(), frozenset(), World(), None))
 
 
-# Trace
-
-
-def test_a_trace_has_no_step_numbers():
-    sync = powersgd(allreduce, warm_start=False)
-    leaves = {"w": torch.ones(12, 20)}
-    state = sync.init(leaves)
-    traced = trace_of(sync, leaves, state)
-    assert len(traced.phase.counters) == 1
-    assert [traced.phase.holds([step]) for step in (0, 1, 2, 1000)] == [True] * 4
-
-
-def test_a_phase_ends_where_the_comparison_does():
-    sync = warmup(fp16(allreduce), steps=3)
-    leaves = {"w": torch.ones(4)}
-    first, later = (trace_of(sync, leaves, sync.init(leaves)._replace(step=step)) for step in (0, 3))
-    assert [first.phase.holds([step]) for step in range(5)] == [True, True, True, False, False]
-    assert [later.phase.holds([step]) for step in range(5)] == [False, False, False, True, True]
-
-
 def test_what_only_sent_needs_is_not_computed():
     leaves = {"w": torch.ones(64, 32), "b": torch.ones(64)}
 
@@ -89,9 +60,6 @@ def test_what_only_sent_needs_is_not_computed():
     assert without.total() < with_memory.total()
     alone = operations(traced(allreduce))
     assert {str(target).split(".")[1] for target in alone} <= {"div", "all_reduce", "wait_tensor", "view", "clone"}
-
-
-# Fuse
 
 
 LARGE = {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(0))}
@@ -126,18 +94,6 @@ def test_fused_steps_keep_the_bits(shape, rank):
 
     sync = fnddp.parse(f"error_feedback(powersgd(fp16(allreduce), rank={rank}))")
     run_threads(2, partial(law_6_lowered_is_eager, donation=DONATIONS[2]), sync, large)
-
-
-# Combine
-
-
-def test_one_collective_for_a_bucket():
-    leaves = params(**{f"w{i}": (7, 5) for i in range(40)})
-    (collective,) = lower(allreduce, leaves, world_size=4).collectives
-    assert len(collective.payloads) == 40
-    assert collective.numel == 40 * 35
-    spans = sorted((payload.offset, payload.numel) for payload in collective.payloads)
-    assert [offset for offset, _ in spans] == [35 * i for i in range(40)]  # without gaps
 
 
 def test_buckets_are_closed_at_the_cap_and_the_first_one_early():
@@ -184,9 +140,6 @@ def test_leaves_without_elements_do_not_travel():
     assert lower(allreduce, {}, world_size=2).collectives == ()
 
 
-# Order
-
-
 def test_second_rounds_go_behind_the_next_buckets_first_one():
     leaves = params(**{f"w{i}": (32, 32) for i in range(3)})
     sync = powersgd(allreduce, rank=1, orthogonalization="qr")  # leaf by leaf: small buckets share a stack otherwise
@@ -201,7 +154,6 @@ def test_second_rounds_go_behind_the_next_buckets_first_one():
 
 @pytest.fixture(scope="module")
 def first_steps() -> list[tuple[fnddp.Sync, Any, Traces]]:
-    """Pipelines and states: whatever is donated, the trace is the same."""
     with within(World(size=2)):
         return [(sync, sync.init(grads("model", 0)), Traces()) for sync in map(fnddp.parse, EXAMPLES.values())]
 
@@ -242,9 +194,6 @@ def test_segments_read_what_is_there_and_overwrite_what_they_may(first_steps, do
         assert launched == set(range(len(plan.collectives)))
 
 
-# What many small leaves cost
-
-
 @pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)"])
 def test_a_mean_of_many_small_leaves_is_a_few_operations_a_bucket(text):
     leaves = params(**{f"p{i}": (64, 64 - i % 3) for i in range(1000)})
@@ -272,9 +221,6 @@ def test_the_algebra_of_many_factors_does_not_grow_with_them():
     (products, few), (more_products, many) = count(24), count(96)
     assert (products, more_products) == (4 * 24, 4 * 96)
     assert many <= few + 32  # rows to fill blocks of 32 up, of each number once
-
-
-# One plan for each phase
 
 
 @pytest.mark.parametrize(
@@ -307,9 +253,6 @@ def test_a_plan_for_each_phase(text, plans):
         assert len(seen) == plans
 
     run_threads(2, body)
-
-
-# Offline
 
 
 LARGE_TREE = params(
@@ -353,9 +296,6 @@ def test_wire_bytes_are_what_is_sent(rank: int) -> None:
             assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
             assert counter.wire_bytes == eager.wire_bytes
             assert counter.collectives <= eager.collectives
-
-
-# Traces
 
 
 def test_a_plan_for_the_learnt_order_needs_no_other_trace(monkeypatch):

@@ -20,7 +20,6 @@ TWO_LEVELS = "hierarchical(fp16(all_reduce('across')), intra='node')"
 
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> Any:
-    """What `fnddp plan` prints."""
 
     def run(*arguments: str, model: str = MODEL) -> str:
         assert main.main(["plan", *arguments, "--model", model]) == 0
@@ -33,7 +32,6 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.fixture
 def planned(printed: Any) -> Any:
-    """`fnddp plan ... --json`, read."""
     return lambda *arguments, **model: json.loads(printed(*arguments, "--json", **model))
 
 

@@ -12,23 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import (
-    allgather,
-    allreduce,
-    clip_by_global_norm,
-    delayed,
-    error_feedback,
-    every,
-    fp16,
-    laws,
-    lower,
-    measure,
-    partition,
-    powersgd,
-    skip_nonfinite,
-    switch,
-    topk,
-)
+from fnddp import allgather, allreduce, delayed, error_feedback, every, fp16, measure, skip_nonfinite, topk
 from fnddp.laws import bits, gather
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
@@ -37,31 +21,20 @@ from tests.test_register import Branches, batch, loss_of, make_model
 # A leaf without an update, in the adapters (see also test_adapters.py)
 
 
-def wrapped(kind: str, module: nn.Module, sync: fnddp.Sync, **options: Any) -> tuple[nn.Module, Any]:
-    """The module with either adapter, and what returns its state."""
+def wrapped(kind: str, module: nn.Module, sync: fnddp.Sync, **options: Any) -> nn.Module:
     if kind == "module":
-        model = fnddp.DistributedDataParallel(module, sync=sync, bucket_cap_mb=0.01)
-        return model, lambda: model.sync_state
+        return fnddp.DistributedDataParallel(module, sync=sync, bucket_cap_mb=0.01)
     model = TorchDDP(module, bucket_cap_mb=0.01, **options)
-    handle = fnddp.register(model, sync)
-    return model, lambda: handle.state
+    fnddp.register(model, sync)
+    return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "set_to_none"),
-    [
-        ("module", {}, False),
-        ("register", {"gradient_as_bucket_view": True}, False),
-        ("register", {"static_graph": True}, True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize(("kind", "option"), [("module", None), ("register", "bucket_view"), ("register", "static")])
 @on_ranks(2)
-def test_adam_does_not_move_what_has_no_update(
-    rank: int, kind: str, options: dict[str, Any], set_to_none: bool
-) -> None:
-    """Neither weight decay nor moments."""
-    model, _ = wrapped(kind, make_model(), error_feedback(every(3, allreduce)), **options)
+def test_adam_does_not_move_what_has_no_update(rank: int, kind: str, option: str | None, set_to_none: bool) -> None:
+    options = {"gradient_as_bucket_view": option == "bucket_view", "static_graph": option == "static"}
+    model = wrapped(kind, make_model(), error_feedback(every(3, allreduce)), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     for step in range(6):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -99,7 +72,7 @@ class Sometimes(nn.Module):
 @on_ranks(2)
 def test_what_comes_later_comes_for_leaves_that_no_rank_uses_then(rank: int, kind: str, text: str) -> None:
     sync = fnddp.parse(text)
-    model, _ = wrapped(kind, Sometimes(), sync, find_unused_parameters=True)
+    model = wrapped(kind, Sometimes(), sync, find_unused_parameters=True)
     state = sync.init({"always": torch.zeros(3), "sometimes": torch.zeros(3)})
     for gradient in (1.0, 0.0, 0.0, 4.0, 0.0):
         model.zero_grad()
@@ -129,28 +102,6 @@ def test_unused_leaves_keep_what_they_have_and_what_cannot_return_none_refuses(r
         assert [p.grad is None for p in others] == [step % 2 == 0] * len(others)
 
 
-@pytest.mark.parametrize("kind", ["module", "register"])
-@on_ranks(2)
-def test_a_delayed_mean_is_the_users_and_a_kept_state_is_not(rank: int, kind: str) -> None:
-    sync = delayed(partition({"0.*": fnddp.none, "*": allreduce}))
-    model, state = wrapped(kind, make_model(), sync, gradient_as_bucket_view=True)
-    own = []
-    for step in range(3):
-        model.zero_grad()
-        plain = make_model()
-        loss_of(plain(batch(rank, step))).backward()
-        own.append(plain[0].weight.grad)
-        loss_of(model(batch(rank, step))).backward()
-        kept = state().last["0.weight"]
-        if step:
-            torch.testing.assert_close(model.module[0].weight.grad, own[step - 1])
-            model.module[0].weight.grad.mul_(0)
-        torch.testing.assert_close(kept, own[step])
-
-
-# every
-
-
 def draws(rank: int, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + step)
     return {"w": torch.randn(24, 16, generator=generator), "b": torch.randn(24, generator=generator)}
@@ -158,24 +109,6 @@ def draws(rank: int, step: int) -> dict[str, Tensor]:
 
 def mean_of(n: int, step: int, name: str) -> np.ndarray:
     return np.mean([draws(rank, step)[name].double().numpy() for rank in range(n)], axis=0)
-
-
-def test_memory_outside_of_every_adds_up_what_it_skips_and_without_memory_it_is_lost():
-    def body(rank: int) -> None:
-        remembering, forgetting = error_feedback(every(3, allreduce)), every(3, allreduce)
-        states = [sync.init(draws(rank, 0)) for sync in (remembering, forgetting)]
-        for step in range(6):
-            sums, states[0] = remembering(draws(rank, step), states[0])
-            lasts, states[1] = forgetting(draws(rank, step), states[1])
-            if step % 3 < 2:
-                assert sums == lasts == {"w": None, "b": None}
-                continue
-            for name in sums:
-                total = sum(mean_of(2, each, name) for each in range(step - 2, step + 1))
-                np.testing.assert_allclose(sums[name], total, atol=1e-5)
-                np.testing.assert_allclose(lasts[name], mean_of(2, step, name), atol=1e-6)
-
-    run_threads(2, body)
 
 
 def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
@@ -192,15 +125,12 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
         with pytest.raises(ValueError, match="give all of them"):
             run({"w": torch.ones(2)}, ())
     with pytest.raises(ValueError, match="give all of them"):
-        lower(sync, {"w": torch.ones(2)}, world_size=2)
-
-
-# switch
+        fnddp.lower(sync, {"w": torch.ones(2)}, world_size=2)
 
 
 def test_switch_carries_a_residual_over_holds_it_once_and_goes_on_with_what_fits_the_stage_before():
-    lossy = [error_feedback(powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
-    sync = switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})
+    lossy = [error_feedback(fnddp.powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
+    sync = fnddp.switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})
     state = sync.init(draws(0, 0))
     shapes = {key: list(v.shape) for key, v in fnddp.state_dict(state).items() if "step" not in key}
     assert shapes == {
@@ -223,9 +153,6 @@ def test_switch_carries_a_residual_over_holds_it_once_and_goes_on_with_what_fits
     assert state.step == 2
 
 
-# delayed
-
-
 def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late():
     sync = error_feedback(delayed(topk(allgather, ratio=0.2)))
 
@@ -244,9 +171,6 @@ def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late():
             np.testing.assert_allclose(have, sum(mean_of(2, each, "w") for each in range(step + 1)), atol=1e-5)
 
     run_threads(2, body)
-
-
-# skip_nonfinite
 
 
 @pytest.mark.parametrize("inner", ["powersgd(fp16(allreduce), rank=2)", "quantize(two_shot)", "every(2, allreduce)"])
@@ -326,16 +250,13 @@ def test_a_delayed_mean_comes_after_the_step_that_was_skipped(text: str, bad: di
     run_threads(2, body)
 
 
-# clip_by_global_norm
-
-
 @given(scale=st.floats(2**-20, 2**20), max_norm=st.floats(2**-10, 2**10))
 def test_clipping_is_torchs(scale: float, max_norm: float):
     params = [nn.Parameter(torch.zeros_like(leaf)) for leaf in draws(0, 0).values()]
     for p, leaf in zip(params, draws(0, 0).values(), strict=True):
         p.grad = scale * leaf
     grads = {str(i): p.grad.clone() for i, p in enumerate(params)}
-    done = clip_by_global_norm(allreduce, max_norm=max_norm).exchange(grads, ())
+    done = fnddp.clip_by_global_norm(allreduce, max_norm=max_norm).exchange(grads, ())
     torch.nn.utils.clip_grad_norm_(params, max_norm)
     for p, mean, sent in zip(params, done.mean.values(), done.sent.values(), strict=True):
         torch.testing.assert_close(mean, p.grad, rtol=1e-6, atol=0)
@@ -345,8 +266,8 @@ def test_clipping_is_torchs(scale: float, max_norm: float):
 def test_what_is_clipped_inside_of_memory_comes_back():
     grads = {"w": torch.tensor([3.0, 4.0]), "count": torch.tensor([7])}
     inside, outside = (
-        error_feedback(clip_by_global_norm(allreduce, 1)),
-        clip_by_global_norm(error_feedback(allreduce), 1),
+        error_feedback(fnddp.clip_by_global_norm(allreduce, 1)),
+        fnddp.clip_by_global_norm(error_feedback(allreduce), 1),
     )
     mean, state = inside(grads, inside.init(grads))
     torch.testing.assert_close(mean["w"], torch.tensor([0.6, 0.8]))
@@ -354,9 +275,6 @@ def test_what_is_clipped_inside_of_memory_comes_back():
     mean, state = outside(grads, outside.init(grads))
     assert state.residual["w"].tolist() == [0, 0]
     assert mean["count"].tolist() == [7]
-
-
-# measure
 
 
 def test_what_is_measured_is_the_error_and_the_cosine_to_the_exact_mean():
@@ -392,18 +310,6 @@ def test_a_lossless_pipeline_measures_nothing_lost_and_zeros_have_no_angle():
     assert (state.error.item(), state.cosine.item()) == (0, 0)
 
 
-def test_the_exact_mean_is_sent_only_in_the_steps_that_measure():
-    params, inner = draws(0, 0), topk(allgather, ratio=0.25)
-    sync = measure(inner, every_steps=3)
-    dense, sparse = 4 * sum(leaf.numel() for leaf in params.values()), lower(inner, params, world_size=4).wire_bytes
-    state = sync.init(params)
-    sent = [lower(sync, params, state=state._replace(step=step), world_size=4).wire_bytes for step in range(3)]
-    assert sent == [sparse + dense, sparse, sparse]
-
-
-# What ranks would not do alike.
-
-
 def test_a_nan_that_one_rank_alone_gets_is_a_step_that_has_not_been_on_all():
     sync = fnddp.parse("skip_nonfinite(error_feedback(partition({'e*': fp16(none), '*': fp16(allreduce)})))")
 
@@ -428,7 +334,7 @@ STAGES = ["allreduce", "powersgd(allreduce)", "every(2, allreduce)", "error_feed
 )
 def test_stages_of_a_switch_may_have_states_of_other_structures(first, second):
     sync = fnddp.parse(f"switch({{0: {first}, 2: {second}}})")
-    laws.check(sync, ranks=[2], grads=laws.model)
+    fnddp.laws.check(sync, ranks=[2], grads=fnddp.laws.model)
 
 
 def test_a_delayed_mean_of_another_tree_is_named():

@@ -20,6 +20,7 @@ import fnddp
 from fnddp import Link, RankMismatchError, StepFailedError, WireCounter
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, plan_axes
+from fnddp.laws import bits
 from tests.peers import everyones
 from tests.ranks import on_ranks
 from tests.test_fsdp import Net, batches, train
@@ -53,7 +54,6 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """The weights as a forward sees them."""
     modules: Any = [module for module in model.modules() if hasattr(module, "unshard")]
     for module in modules:
         module.unshard()
@@ -64,7 +64,6 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_grads(x: Tensor, extra: bool = True) -> dict[str, Tensor]:
-    """The gradients of this rank alone, by no sharded module."""
     torch.manual_seed(0)
     model = Net()
     loss(model, x, extra).backward()
@@ -77,10 +76,6 @@ def loss(model: nn.Module, x: Tensor, extra: bool = True) -> Tensor:
 
 def along_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % dist.get_world_size() == 0 else None
-
-
-def in_microbatches(model: Any, no_sync: Callable[[], Any] | None) -> None:
-    train(model, batches(3), no_sync)
 
 
 class Unsynchronized:
@@ -167,25 +162,6 @@ def test_factors_of_the_user_are_kept(rank: int, factor: float) -> None:
         assert torch.equal(b, want)
 
 
-@on_ranks(2)
-def test_16_bits_travel_and_32_are_added(rank: int) -> None:
-    """The sum of rounded gradients in float32, in rank order, at half the bytes."""
-    (x,) = batches(1)
-    plain, ours = sharded(), sharded()
-    handle = compress_shards(ours, "bf16(two_shot)")
-    everyone: Any = everyones(local_grads(x))
-    with WireCounter() as counter:
-        loss(plain, x).backward()
-    native_bytes = counter.wire_bytes
-    with WireCounter() as counter:
-        loss(ours, x).backward()
-    reduced = sum(each.gradients for each in handle.traffic)
-    assert native_bytes - counter.wire_bytes == reduced  # what is sent is half of what it was
-    for name, grad in whole_grads(ours).items():
-        rounded: Any = [each[name].bfloat16().float() for each in everyone]
-        assert torch.equal(grad, sum(rounded[1:], rounded[0]) / len(rounded)), name
-
-
 @pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7)])
 @on_ranks(2)
 def test_quantized_gradients_and_weights(rank: int, bits: int, steps: int) -> None:
@@ -259,7 +235,6 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
 
 @on_ranks(2)
 def test_error_feedback_loses_nothing(rank: int) -> None:
-    """The sum of what comes out, plus the mean of what is kept, is the sum of the gradients' means."""
     ours = sharded()
     handle = compress_shards(ours, "error_feedback(sign(two_shot))")
     expected: dict[str, Tensor] = {}
@@ -332,42 +307,59 @@ def test_weights_of_tokens(rank: int) -> None:
     train(ours, batches(1))
 
 
-@on_ranks(2)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
 def test_an_error_in_one_ranks_encode_is_one_on_all(rank: int) -> None:
-    """At the end of that backward: no rank waits, gradients and state are what they were, and the next step works."""
-    ours = sharded()
-    handle = compress_shards(ours, "error_feedback(quantize(two_shot, bits=4))")
-    x, other = batches(2)
-    loss(ours, x).backward()
-    before, state = local_of(whole_grads(ours)), local_of(handle.state["layers.1"].residual)
+    """At the end of that backward, on all replicas: what there was is left, and the next step works."""
+    n = dist.get_world_size()
+    mesh = replicated(n // 2, 2)
+    models = [sharded(mesh["shard"]), sharded(mesh["shard"])]
+    handles = [
+        (
+            compress_shards(model, "error_feedback(quantize(two_shot, bits=4))"),
+            compress_replicas(model, "error_feedback(powersgd(allreduce, rank=1))", mesh["replicate"]),
+        )
+        for model in models
+    ]
+    first, odd, last = batches(3)
+    for model in models:
+        loss(model, first).backward()
+    before, states = local_grads_of(models[0]), tensors_of(handles[0])
     encode, calls = fnddp.quantize.encode, []
 
-    def failing(self: Any, x: Tensor, *arguments: Any, **options: Any) -> Any:
+    def failing(self: Any, x: Tensor, *arguments: Any) -> Any:
         calls.append(x)
         if len(calls) == 2:
             raise ValueError("the second group is odd")
-        return encode(self, x, *arguments, **options)
+        return encode(self, x, *arguments)
 
-    kind, text = (ValueError, "is odd") if rank == 1 else (StepFailedError, "rank 1 failed with ValueError: the second")
+    is_odd = rank == n - 1
+    kind, text = (ValueError, "is odd") if is_odd else (StepFailedError, f"rank {n - 1} failed with ValueError: the")
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
+        if is_odd:
             patch.setattr(fnddp.quantize, "encode", failing)
         with pytest.raises(kind, match=text):
-            loss(ours, other).backward()
-    assert torch.equal(local_of(whole_grads(ours)), before)
-    assert torch.equal(local_of(handle.state["layers.1"].residual), state)
-    assert (handle.steps, handle.failed_steps) == (1, 1)
-    again = sharded()
-    compress_shards(again, "error_feedback(quantize(two_shot, bits=4))")
-    for model in (ours, again):
-        if model is again:
-            loss(model, x).backward()
-        loss(model, other).backward()
-    assert torch.equal(local_of(whole_grads(ours)), local_of(whole_grads(again)))
+            loss(models[0], odd).backward()
+    assert torch.equal(local_grads_of(models[0]), before)
+    assert bits(tensors_of(handles[0])) == bits(states)
+    assert (handles[0][0].steps, handles[0][0].failed_steps) == (1, 1)
+    for model in models:
+        loss(model, last).backward()
+    assert torch.equal(*map(local_grads_of, models))
+    assert bits(tensors_of(handles[0])) == bits(tensors_of(handles[1]))
 
 
-def local_of(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([each.flatten() for each in tensors.values()])
+def replicated(replicas: int, shards: int) -> Any:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def tensors_of(handles: Any) -> list[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves([handle.state for handle in handles])
+    return [torch.as_tensor(leaf).clone() for leaf in leaves]
+
+
+def local_grads_of(model: nn.Module) -> Tensor:
+    grads: Any = [p.grad for p in model.parameters()]
+    return torch.cat([grad.to_local().flatten() for grad in grads])
 
 
 @on_ranks(2)
@@ -446,8 +438,7 @@ def test_several_meshes_in_one_module_raise(rank: int) -> None:
 @pytest.mark.thorough
 @on_ranks(4)
 def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
-    """Two replicas of two shards: beside FSDP's own all-reduce, and beside `compress_replicas`."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = replicated(2, 2)
     native, ours, both = sharded(mesh), sharded(mesh), sharded(mesh["shard"])
     compress_shards(ours, "two_shot", "allgather")
     compress_shards(both, "two_shot")
@@ -470,8 +461,7 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
 @pytest.mark.thorough
 @on_ranks(4)
 def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> None:
-    """Also on ranks that share no process group with it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = replicated(2, 2)
 
     def attempts() -> Iterator[tuple[int, Callable[[], Any]]]:
         """The rank that fails, and what all do."""
@@ -494,7 +484,7 @@ def test_weights_of_tokens_on_both_axes(rank: int) -> None:
     """The mean over all tokens of 2 replicas of 2 shards; also where a replica has none, and with one shard each."""
     tokens = [1, 4, 2, 3]
     for replicas in (2, 4):
-        mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+        mesh = replicated(replicas, 4 // replicas)
         model = sharded(mesh["shard"])
         compress_shards(model, "two_shot")
         handle = compress_replicas(model, "allreduce", mesh["replicate"])
@@ -507,56 +497,10 @@ def test_weights_of_tokens_on_both_axes(rank: int) -> None:
             for name, want in local_grads(pooled).items():
                 torch.testing.assert_close(whole_grads(model)[name], want, rtol=1e-4, atol=1e-6)
             model.zero_grad()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = replicated(2, 2)
     handle = compress_replicas(sharded(mesh["shard"]), "allreduce", mesh["replicate"])
     with pytest.raises(TypeError, match="FSDP itself averages .* before compress_replicas"), handle.weight(1):
         pass
-
-
-@pytest.mark.thorough
-@on_ranks(4)
-def test_an_error_in_one_ranks_encode_is_one_of_all_replicas(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    models = [sharded(mesh["shard"]), sharded(mesh["shard"])]
-    handles = [
-        (
-            compress_shards(model, "error_feedback(quantize(two_shot, bits=4))"),
-            compress_replicas(model, "error_feedback(powersgd(allreduce, rank=1))", mesh["replicate"]),
-        )
-        for model in models
-    ]
-    first, odd, last = batches(3)
-    for model in models:
-        loss(model, first).backward()
-    before = local_shards_of_grads(models[0])
-    kind, text = (ValueError, "odd") if rank == 3 else (StepFailedError, "rank 3 failed with ValueError: odd")
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 3:
-            patch.setattr(fnddp.quantize, "encode", raising)
-        with pytest.raises(kind, match=text):
-            loss(models[0], odd).backward()
-    assert torch.equal(local_shards_of_grads(models[0]), before)
-    for model in models:
-        loss(model, last).backward()
-    assert torch.equal(*map(local_shards_of_grads, models))
-    states = [(shards.state, replicas.state) for shards, replicas in handles]
-    for one, other in zip(*(torch.utils._pytree.tree_leaves(state) for state in states), strict=True):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-
-
-_encode = fnddp.quantize.encode
-
-
-def raising(self: Any, x: Tensor, *arguments: Any) -> Any:
-    """An `encode` that cannot do what is not zero."""
-    if x.any():
-        raise ValueError("odd")
-    return _encode(self, x, *arguments)
-
-
-def local_shards_of_grads(model: nn.Module) -> Tensor:
-    grads: Any = [p.grad for p in model.parameters()]
-    return torch.cat([grad.to_local().flatten() for grad in grads])
 
 
 ALL_AXES = {
@@ -566,15 +510,11 @@ ALL_AXES = {
 }
 
 
-def two_by_two() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
 @pytest.mark.thorough
 @on_ranks(4)
 def test_one_handle_for_all_axes(rank: int) -> None:
     """It is the two others: bits, bytes of the plan, state; its checkpoint resumes to the bit."""
-    mesh, folders = two_by_two(), [tempfile.mkdtemp()]
+    mesh, folders = replicated(2, 2), [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     ours, other = (sharded(mesh["shard"], reshard_after_forward=False) for _ in range(2))
     handle = compress(ours, mesh, **ALL_AXES)
@@ -623,7 +563,7 @@ def test_one_handle_for_all_axes(rank: int) -> None:
 @on_ranks(4)
 def test_plans_count_what_backward_gathers_again(rank: int, weights: str | None) -> None:
     """As whole steps send: weights that are sharded again after the forward, over as many ranks or over fewer."""
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    mesh = replicated(1, 4)
     (x,) = batches(1)
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
         model = sharded(mesh["shard"], **options)
@@ -635,7 +575,7 @@ def test_plans_count_what_backward_gathers_again(rank: int, weights: str | None)
 
 
 def _saves(rank: int, folder: str) -> Tensor:
-    mesh = two_by_two()
+    mesh = replicated(2, 2)
     model = sharded(mesh["shard"])
     handle = compress(model, mesh, shards=ALL_AXES["shards"], replicas="allreduce")
     train(model, batches(3))
@@ -644,8 +584,7 @@ def _saves(rank: int, folder: str) -> Tensor:
 
 
 def _loads(rank: int, folder: str, has_replicas: bool) -> Tensor:
-    shape = (2, 1) if has_replicas else (1, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = replicated(2, 1) if has_replicas else replicated(1, 2)
     model = sharded(mesh["shard"])
     handle = compress(model, mesh, shards=ALL_AXES["shards"], replicas="allreduce")
     if has_replicas:  # the state between replicas is of other shards

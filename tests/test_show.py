@@ -1,20 +1,23 @@
-"""What plans look like: as text, as a picture, in a notebook."""
+"""What plans look like: as text, as a picture, in a notebook; and pictures of the docs on dark pages."""
 
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
+from fnddp.cli import picture
 from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 from fnddp.show import drawing
-from fnddp.show.drawing import CHARACTER, MARGIN, WIDEST
+from fnddp.show.drawing import CHARACTER, INK, MARGIN, PAPER, WIDEST
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}
@@ -50,7 +53,6 @@ def plan_of(sync: Sync = SYNC, params: Tree = PARAMS, world_size: Any = 2, donat
 
 
 def many(world_size: int = 4) -> Plan:
-    """Nine leaves in several buckets."""
     weights = {f"layers.{i}.weight": torch.empty(96, 96, device="meta") for i in range(4)}
     biases = {f"layers.{i}.bias": torch.empty(96, device="meta") for i in range(5)}
     return plan_of(params=weights | biases, world_size=world_size)
@@ -74,6 +76,7 @@ PLANS = {
     "nothing to do": lambda: plan_of(allreduce, {}),
     "hostile names": lambda: plan_of(params=HOSTILE),
     "a long pipeline": long_pipeline,
+    "wrapped": lambda: plan_of(allreduce, {f"layers.{i}": torch.empty(96, 96, device="meta") for i in range(30)}),
 }
 
 
@@ -153,6 +156,7 @@ def test_picture(name):
 def require_order(plan: Plan, link: Link | None) -> None:
     svg = svg_of(plan, link)
     _, _, width, height = map(float, svg.get("viewBox", "").split())
+    assert width <= WIDEST + 2 * MARGIN
     for text in svg.iter("text"):
         x, y, size = (float(text.get(key, "")) for key in ("x", "y", "font-size"))
         assert 0 <= x < x + CHARACTER * size * len(text.text or "") <= width, text.text
@@ -170,20 +174,6 @@ def require_order(plan: Plan, link: Link | None) -> None:
             assert bars[int(waited)].right < box.left or bars[int(waited)].top < box.top
 
 
-@pytest.mark.parametrize("sync", [allreduce, SYNC])
-def test_a_wide_picture_is_wrapped_and_its_arrows_meet_what_they_point_at(sync):
-    weights = {f"layers.{i}.weight": torch.empty(96, 96, device="meta") for i in range(30)}
-    svg = svg_of(plan_of(sync, weights, world_size=4))
-    assert float(svg.get("width", "")) <= WIDEST + 2 * MARGIN
-    rects = [[float(rect.get(key, "")) for key in ("x", "y", "width", "height")] for rect in svg.iterfind("./g/rect")]
-    tips = re.findall(r'd="M([\d.]+) ([\d.]+)h8l-4 (-?\d+)z"', ElementTree.tostring(svg, encoding="unicode"))
-    assert len(tips) > 40
-    for left, y, tip in tips:
-        x, end = float(left) + 4, float(y) + float(tip)
-        met = [r for r in rects if r[0] < x < r[0] + r[2] and min(abs(end - r[1]), abs(end - r[1] - r[3])) < 0.2]
-        assert len(met) == 1, (x, end)
-
-
 def test_dark_pages_have_dark_pictures():
     picture = plan_of().to_svg()
     assert "prefers-color-scheme: dark" in picture
@@ -192,25 +182,38 @@ def test_dark_pages_have_dark_pictures():
         assert f'="{light}"] {{fill: {dark}}}' in picture
 
 
-def test_bars_are_as_long_as_what_they_stand_for():
-    plan = many()
-    largest = max(c.wire_bytes for c in plan.collectives)
-    widths = [bar.width for bar in bars_of(svg_of(plan), "collective")]
-    for c, width in zip(plan.collectives, widths, strict=True):
-        assert width == pytest.approx(max(4, max(widths) * c.wire_bytes / largest), abs=0.1)
-    slow = [bar.width for bar in bars_of(svg_of(plan, Link(bandwidth=1e12, latency=1.0)), "collective")]
-    assert max(slow) - min(slow) < 0.1  # all latency
-
-
-def test_a_bucket_has_a_box():
-    plan = many()
-    boxes = [text.text for text in svg_of(plan).iter("text") if (text.text or "").startswith("bucket ")]
-    assert boxes == [f"bucket {i}" for i in range(len(set(plan.buckets.values())))]
-
-
 def test_in_a_notebook():
     html = plan_of(params=HOSTILE)._repr_html_()
     assert html.count("<svg") == 1
     assert "<b>" not in html
     assert "&lt;b&gt;&amp;" in html
     ElementTree.fromstring(f"<body>{html}</body>")
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+SHOWN = sorted(
+    {name for page in PAGES for name in re.findall(r"!\[[^]]*\]\((?:docs/)?(assets/[^)]+)\)", page.read_text())}
+)
+
+
+def drawn() -> Figure:
+    figure = Figure()
+    figure.subplots().plot([1, 2], [3, 4], color="black")
+    return figure
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_drawn_knows_dark_pages(name: str) -> None:
+    assert "prefers-color-scheme: dark" in (DOCS / name).read_text()
+
+
+def test_a_figure_is_the_same_in_every_run_and_dark_on_dark_pages(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    for file in (first, second):
+        picture.save(drawn, file)
+    text = first.read_text()
+    assert text == second.read_text()
+    for colour in (INK, PAPER, "#000000"):
+        assert re.search(rf'style="[^"]*(fill|stroke): {colour}', text), colour
+        assert f'[style*="fill: {colour}"] {{fill: {picture.DARK[colour]} !important}}' in text

@@ -15,43 +15,12 @@ from fnddp.core import collectives, tree
 from fnddp.laws import bits
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.simulate import simulate
-from fnddp.wire.kinds import KINDS
-from fnddp.wire.simulated import Ranks
 from tests.pipelines import EXAMPLES
 
 
 def stacked(name: str, n: int) -> dict[str, Tensor]:
     each = [tree.flatten(laws.TREES[name](rank, 0))[0] for rank in range(n)]
     return {path: torch.stack([leaves[path] for leaves in each]) for path in each[0]}
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_collective_is_what_all_ranks_receive(kind, n, mapped):
-    payloads = torch.randn(n, n, 6) if mapped else torch.randn(n, 6).expand(n, n, 6)
-    op = "sum" if kind.computes else None
-
-    def of_a_rank(rank: Tensor, payload: Tensor) -> Tensor:
-        return Ranks(n, rank).moved(kind, payload, op, None)
-
-    sent = payloads if mapped else payloads[0]
-    got = torch.func.vmap(of_a_rank, (0, 0 if mapped else None))(torch.arange(n), sent)
-    assert torch.equal(got, kind.together(payloads, op))
-
-
-def test_what_all_ranks_have_is_not_mapped():
-    sync = fnddp.error_feedback(fnddp.powersgd(fnddp.allreduce, rank=2, warm_start=True))
-    simulation = simulate(sync, 6)
-    grads = {"w": torch.randn(6, 12, 20), "b": torch.randn(6, 12)}
-    state = simulation.init(grads)
-    mean, after = simulation(grads, state)
-    assert {path: leaf.shape for path, leaf in mean.items()} == {"w": (12, 20), "b": (12,)}
-    for each in (state, after):
-        shapes = {part.path: tuple(part.value.shape) for part in laws.parts(each) if isinstance(part.value, Tensor)}
-        assert shapes == {"residual.w": (6, 12, 20), "residual.b": (6, 12), "inner.q.w": (20, 2)}
-    assert tree.structure(state) == tree.structure(after)
-    assert bits(simulation.of_ranks([simulation.of_rank(after, rank) for rank in range(6)])) == bits(after)
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"none", "unreduced", "measure"}))
@@ -76,17 +45,6 @@ def test_nothing_given_is_changed():
     assert bits((grads, state)) == bits(before)
     assert bits(simulation.exchange(grads, state)) == bits(first)
     assert torch.equal(torch.get_rng_state(), generator)
-
-
-def test_it_leaves_a_process_group_alone():
-    def of_rank(rank: int) -> list[Any]:
-        with fnddp.WireCounter() as counter:
-            done = simulate(fnddp.parse("sign(two_shot)"), 4).exchange(stacked("model", 4), ())
-        assert counter.collectives == 0
-        return bits(done)
-
-    alone = bits(simulate(fnddp.parse("sign(two_shot)"), 4).exchange(stacked("model", 4), ()))
-    assert run_threads(2, of_rank) == [alone, alone]
 
 
 WEIGHTED = ["allgather", "error_feedback(topk(two_shot, k=3))", "bf16(two_shot)"]
@@ -199,9 +157,6 @@ def test_gradients_through_a_simulation_are_refused():
         torch.func.grad(lambda w: simulate(fnddp.allreduce, 2)({"w": w}, ())[0]["w"].sum())(torch.ones(2, 3))
 
 
-# Training.
-
-
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -260,16 +215,6 @@ def test_training_carries_the_state_of_the_pipeline_on():
     assert bits((params, state)) == bits((done.params, done.state))
 
 
-def test_training_is_repeatable_and_changes_nothing():
-    sync = fnddp.parse("error_feedback(powersgd(allreduce, rank=1))")
-    model = model_of(0)
-    params = {name: p.detach().clone() for name, p in model.named_parameters()}
-    before, sgd = copy.deepcopy(params), partial(torch.optim.SGD, lr=0.1)
-    step = partial(fnddp.simulate_training, partial(loss_of, model), params, sync=sync, world_size=4, optimizer=sgd)
-    assert bits(step(batches(4, 3))) == bits(step(batches(4, 3)))
-    assert bits(params) == bits(before)
-
-
 def test_ranks_at_once_change_no_more_than_roundings():
     whole, parts_of = trained(fnddp.allgather), trained(fnddp.allgather, ranks_at_once=3)
     torch.testing.assert_close(whole.losses, parts_of.losses)
@@ -277,10 +222,6 @@ def test_ranks_at_once_change_no_more_than_roundings():
 
 def test_a_step_without_an_update_leaves_parameters_alone():
     sync = fnddp.error_feedback(fnddp.every(2, fnddp.allreduce))
-    mean, state = simulate(sync, 3)({"w": torch.ones(3, 2)}, simulate(sync, 3).init({"w": torch.ones(3, 2)}))
-    assert mean == {"w": None}
-    mean, _ = simulate(sync, 3)({"w": torch.ones(3, 2)}, state)
-    assert torch.equal(mean["w"], torch.full((2,), 2.0))
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return (params["w"] - x).square().mean()

@@ -1,7 +1,6 @@
 """The site in a real browser: search finds what people look for, and pages fit wide and narrow screens.
 
-Needs `pip install '.[docs]' selenium`, chromium and its driver; skipped with a reason without them. With
-`FNDDP_SCREENSHOTS=folder` it keeps what it sees.
+Needs `pip install '.[docs]' selenium`, chromium and its driver; skipped with a reason without them.
 """
 
 import functools
@@ -38,7 +37,6 @@ FOUND = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The site, built and served."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     built = subprocess.run(
@@ -85,13 +83,6 @@ def browser(size: str, scheme: str) -> Iterator[Any]:
     driver.quit()
 
 
-def keep(browser: Any, name: str) -> None:
-    folder = os.environ.get("FNDDP_SCREENSHOTS")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        browser.save_screenshot(str(Path(folder) / f"{name}.png"))
-
-
 def wait(browser: Any, selector: str) -> Any:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.expected_conditions import visibility_of_element_located
@@ -108,16 +99,13 @@ def until_first_found(browser: Any, address: str) -> None:
     WebDriverWait(browser, 20).until(lambda _: browser.execute_script(first).startswith(address), f"not {address}")
 
 
-def test_search_finds_what_people_look_for_at_the_first_place(site: str, browser: Any, size: str, scheme: str) -> None:
+def test_search_finds_what_people_look_for_at_the_first_place(site: str, browser: Any, size: str) -> None:
     for words, page in FOUND.items():
         browser.get(site)
         wait(browser, "label[for=__search].md-header__button" if size == "phone" else ".md-search__input").click()
         wait(browser, ".md-search__input").send_keys(words)
         wait(browser, ".md-search-result__item .md-search-result__link")
-        try:
-            until_first_found(browser, site + page)
-        finally:
-            keep(browser, f"search-{words.replace(' ', '-')}-{size}-{scheme}")
+        until_first_found(browser, site + page)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +114,6 @@ def test_search_finds_what_people_look_for_at_the_first_place(site: str, browser
 def test_pages_are_no_wider_than_the_screen(site: str, browser: Any, size: str, scheme: str, page: str) -> None:
     browser.get(site + page)
     wait(browser, "article h1")
-    keep(browser, f"{page.replace('/', '-') or 'index-'}{size}-{scheme}")
     assert browser.execute_script("return document.documentElement.scrollWidth") <= SIZES[size][0]
     shown = browser.execute_script("return document.body.getAttribute('data-md-color-scheme')")
     assert shown == {"light": "default", "dark": "slate"}[scheme]

@@ -12,6 +12,10 @@ SYNC = warmup(error_feedback(powersgd(allreduce, rank=2)), steps=3)
 PARAMS = {"fc.weight": torch.ones(12, 20), "fc.bias": torch.ones(12)}
 
 
+class Commented(NamedTuple):
+    step: Annotated[fnddp.Replicated[int], "counts exchanges"]
+
+
 def test_keys_say_what_is_replicated_and_what_is_local():
     assert list(state_dict(SYNC.init(PARAMS))) == [
         "replicated/step",
@@ -22,8 +26,9 @@ def test_keys_say_what_is_replicated_and_what_is_local():
     ]
 
 
-def test_a_custom_state_without_marks_is_local():
+def test_a_custom_state_without_marks_is_local_and_other_annotations_are_no_marks():
     assert state_dict({"mine": (torch.ones(1), 3)}) == {"local/mine.0": torch.ones(1), "local/mine.1": 3}
+    assert state_dict(Commented(3)) == {"replicated/step": 3}
 
 
 def test_stateless_pipelines_have_nothing_to_save():
@@ -62,14 +67,6 @@ def test_loading_copies_and_keeps_the_templates_layout():
 def test_paths_that_collide_are_an_error():
     with pytest.raises(ValueError, match=r"two parts of the state have the path 'a.b'"):
         state_dict({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
-
-
-class Commented(NamedTuple):
-    step: Annotated[fnddp.Replicated[int], "counts exchanges"]
-
-
-def test_other_annotations_are_not_marks():
-    assert state_dict(Commented(3)) == {"replicated/step": 3}
 
 
 def test_what_is_loaded_has_no_graph():

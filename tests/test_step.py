@@ -1,14 +1,12 @@
 """A step on a clock against numbers worked out by hand; what is measured for it; and its trace beside a profiler's."""
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from fnddp import Compute, Link, Plan, allreduce, lower, measure_backward, measure_segments, parse
-from fnddp.cost.step import MeanStep
+from fnddp import Compute, Link, Plan, lower, measure_backward, measure_segments, parse
 
 B = 1e6
 LINK = Link(B)
@@ -62,33 +60,6 @@ def test_segments_push_backward_and_hide_behind_the_wire():
     (backward,) = [span for span in step.spans if span.does == "backward"]
     assert backward.seconds == pytest.approx(0.034)
     assert str(step) == "step 43 ms = backward 30 ms + encode 6 ms + decode 3 ms + exposed 4 ms; wire 12 ms"
-
-
-@pytest.mark.parametrize("text", SYNCS)
-def test_a_step_is_its_parts(text):
-    plan = three_buckets(text, {name: torch.empty(64, 32, device="meta") for name in "abc"}, n=4)
-    for link in (LINK, Link(1e9, 1e-4), Link(1e4)):
-        require_parts(plan, link)
-
-
-def require_parts(plan: Plan, link: Link) -> None:
-    seconds = tuple(0.001 * (1 + i) for i in range(len(plan.segments)))
-    step = plan.predict(link, Compute(0.1, 0.2, {"a": 0.05, "b": 0.15, "c": 0.2}, seconds))
-    # The processor computes, or waits, without a gap; the wire is a queue.
-    total = 0.1 + 0.2 + step.encode_seconds + step.decode_seconds + step.exposed_seconds
-    assert step.seconds == pytest.approx(total)
-    assert step.encode_seconds + step.decode_seconds == pytest.approx(sum(seconds))
-    for tracks in (["segment", "wait"], ["wire"]):
-        spans = sorted((s for s in step.spans if s.does in tracks), key=lambda span: span.begin)
-        assert all(one.end <= other.begin + 1e-9 for one, other in pairwise(spans))
-    launched = {span.index: span.begin for span in step.spans if span.does == "launch"}
-    assert all(launched[span.index] <= span.begin for span in step.spans if span.does == "wire")
-
-
-def test_nothing_to_do():
-    assert lower(allreduce, {}, world_size=2).predict(LINK, Compute()).seconds == 0
-    alone = lower(allreduce, PARAMS, world_size=1)
-    assert alone.predict(LINK, Compute(0.1, 0.2)).seconds == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +123,6 @@ def test_a_state_that_is_given_is_not_written_over():
 def test_nothing_is_computed_on_the_meta_device():
     with pytest.raises(ValueError, match="leaf 'c' is on the meta device; lower the plan for real tensors"):
         measure_segments(three_buckets())
-
-
-def test_a_period_is_the_mean_of_its_steps():
-    one, other = (three_buckets(text).predict(LINK, Compute(0.1, 0.2)) for text in ("allreduce", "fp16(allreduce)"))
-    mean = MeanStep(((one, 3), (other, 1)))
-    assert (mean.wire_bytes, mean.link_bytes) == (0.875 * one.wire_bytes, 0.875 * one.link_bytes)
-    assert mean.seconds == pytest.approx((3 * one.seconds + other.seconds) / 4)
-    assert (mean.encode_seconds, mean.decode_seconds) == (0, 0)
 
 
 def ranges(trace: str) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ import pytest
 from rich.progress import Progress
 
 from fnddp.cli import main, terminal
-from fnddp.cli.terminal import Table
 from tests.workloads import SMALL, WIDE
 
 LOW_RANK = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -35,7 +34,6 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def names_of(lines: list[str]) -> str:
-    """The first column of the table, without folds."""
     below = lines[1 + next(i for i, line in enumerate(lines) if line.startswith("───")) :]
     assert "…" not in "".join(below)
     return "".join(re.split(r"\s{2,}", line.strip())[0] for line in below[: below.index("")]).replace(" ", "")
@@ -104,24 +102,3 @@ def test_progress_shows_the_time_that_is_left() -> None:
         shown.append(clock.render(line.tasks[0]))
         line.update(task, advance=1)
     assert shown == ["0:00:01", "0:00:02", "0:00:03, 0:00:38 left"]
-
-
-@pytest.mark.parametrize("width", [8, 33, 40, 80])
-def test_columns_give_way_by_weight(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("COLUMNS", str(width))
-    rows = [("a(" * 20 + "b" + ")" * 20, "1,234", "5,678", "9.9 ms"), ("partition({'x': none})", "1", "2", "3")]
-    legend = {"wire": "[what] it means", "link": "another", "time": "the last"}
-    Table("pipeline", {"wire": 2, "link": 1, "a\ntime": 3}, rows, legend).show()
-    lines = [line.rstrip() for line in capsys.readouterr().out.split("\n")]
-    shown = {40: ["wire", "time"], 80: ["wire", "link", "time"]}.get(width, ["time"])
-    ruler = next(i for i, line in enumerate(lines) if line.startswith("───"))
-    assert [heading for heading in ("wire", "link", "time") if heading in "".join(lines[:ruler])] == shown
-    assert lines[ruler + 1].endswith("9.9 ms")
-    assert max(map(len, lines)) <= max(width, len("p  9.9 ms"))
-    assert "".join(lines).count("(") == 21
-    below = "".join(lines[lines.index("", ruler) :]).partition("Not")[0]
-    assert [heading for heading in legend if heading in below] == shown

@@ -23,7 +23,7 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fn
 from torchft.coordination import LighthouseServer
 
 import fnddp
-from fnddp import RankMismatchError, fp16
+from fnddp import RankMismatchError
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.laws import bits
 from fnddp.reducers.all_reduce import allreduce
@@ -271,22 +271,6 @@ def test_a_replica_joins_with_another_pipeline():
     on_processes(2, join_with_another)
 
 
-def begin_with_another(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """Nobody heals where the manager makes nothing equal at the start: then all are told."""
-    training = Training(seed=0)
-    manager = new_manager(name, address, training, init_sync=False)
-    model = DistributedDataParallel(manager, training.net, sync=fp16(allreduce) if name == "r0" else allreduce)
-    wait_together(name, folder)
-    with pytest.raises(RankMismatchError, match="of the replicas of quorum 1, ranks disagree about pipeline"):
-        manager.start_quorum()
-    assert model.plan is not None
-    wait_together(name, folder, point="end")
-
-
-def test_replicas_begin_with_different_pipelines():
-    on_processes(2, begin_with_another)
-
-
 # Replicas of several ranks, of which each has its own part of the model, as with tensor or pipeline parallel. If one
 # rank is lost, so is its replica: what started it starts all of its ranks again.
 
@@ -314,8 +298,6 @@ def test_one_rank_of_a_replica_is_killed(victim, point):
 
 
 class Sharded:
-    """A network of which each rank of a replica has shards."""
-
     def __init__(self) -> None:
         self.net = Network(0)
         mesh = init_device_mesh("cpu", (2,))
@@ -372,7 +354,6 @@ def train_sharded(name: str, address: str, folder: Path, options: Mapping[str, A
 
 
 def test_shards_over_the_wire():
-    """FSDP2 within a replica: each rank synchronizes its own shards with those of the other replica."""
     on_processes(2, train_sharded, ranks=2)
 
 

@@ -1,62 +1,353 @@
-"""Weighted means: a rank's gradient counts as often as its weight asks."""
+"""Weighted means: a weight that a rank gives is used, or is an error on all ranks; and the next step is right."""
+
+import math
+import random
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fnddp
-from fnddp import laws
-from fnddp.laws import bits, gather, law_11_weighted_is_pooled
+from fnddp import DistributedDataParallel, StepFailedError, allreduce, fp16, laws
+from fnddp.laws import law_11_weighted_is_pooled
 from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.wire.c10d import C10d
+from fnddp.wire.weights import scale_of
 from tests.ranks import on_ranks
 
-HALF = 4e-3  # of float16 on the wire
-LOSSY = "error_feedback(powersgd(fp16(allreduce), rank=2))"
-WEIGHTS = [[3.0, 1.0, 0.0, 5.0], [0.0, 2.0, 7.0, 1.0], [1.0, 0.5, 2.5, 0.0], [4.0, 4.0, 1.0, 9.0]]  # by step, by rank
+HALF = 1e-3  # of float16 on the wire
+PIPELINES = ["allreduce", "fp16(allreduce, check=True)"]  # with a plan, and without one
+INVALID: list[tuple[Any, str]] = [  # and what errors call it
+    *(("a", "'a'"), ("3", "'3'"), (None, "None"), (float("nan"), "nan"), (float("inf"), "inf"), (-1, "-1"), (1j, "1j")),
+    *((10**400, "10000"), (10**5000, "a int"), ([3], r"\[3\]"), (torch.tensor(-1.0), r"tensor\(-1\.\)")),
+    *((torch.ones(2), r"tensor\(\[1\., 1\.\]\)"), (torch.tensor(1j), r"tensor\(0\.\+1\.j\)")),
+]
 
 
-def check_memory(rank: int, text: str) -> None:
-    sync = fnddp.parse(text)
-    n = gather(rank)[-1] + 1
-    state, total, want = sync.init(laws.model(0, 0)), {}, {}
-    for step, weights in enumerate(WEIGHTS):
-        mean, state = sync(laws.model(rank, step), state, weight=weights[rank])
-        for path, leaf in mean.items():
-            total[path] = total.get(path, 0) + leaf.double()
-            sums = sum([w * laws.model(r, step)[path].double() for r, w in enumerate(weights[:n])])
-            want[path] = want.get(path, 0) + sums / sum(weights[:n])
-    residuals = gather(state.residual)
-    for path, expected in want.items():
-        left = torch.stack([residual[path].double() for residual in residuals]).mean(0)
-        torch.testing.assert_close(total[path] + left, expected, rtol=HALF, atol=HALF)
+def wrapped(text: str = "allreduce", **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(1, 1, bias=False), sync=fnddp.parse(text), **options)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("text", ["error_feedback(fp16(allreduce))", LOSSY])
-def test_error_feedback_remembers_what_is_weighted(text, n):
-    run_threads(n, check_memory, text)
+def loss(model: nn.Module, rank: int) -> Tensor:
+    """Its gradient is `rank + 1`."""
+    return model(torch.full((1, 1), rank + 1.0)).sum()
 
 
-def check_equal_weights(rank: int, text: str) -> None:
-    sync, step_of = fnddp.parse(text), fnddp.jit(fnddp.parse(text))
-    state = sync.init(laws.model(0, 0))
-    plain, _ = sync(laws.model(rank, 0), state)
-    for run in (sync, step_of):
-        for weight in (1.0, 0.25, 3.0, 1e6):
-            assert bits(run(laws.model(rank, 0), state, weight=weight)[0]) == bits(plain)
+def grad(model: nn.Module) -> float:
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None
+    return parameter.grad.item()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_equal_weights_change_no_bit(n):
-    for text in ("allreduce", LOSSY):
-        run_threads(n, check_equal_weights, text)
+def weighted(n: int) -> float:
+    """The mean of `rank + 1` where a rank's weight is `rank + 1` too."""
+    return sum((rank + 1) ** 2 for rank in range(n)) / sum(rank + 1 for rank in range(n))
+
+
+def require_steps(model: DistributedDataParallel, rank: int) -> None:
+    n = torch.distributed.get_world_size()
+    model.zero_grad()
+    loss(model, rank).backward()
+    assert grad(model) == pytest.approx((n + 1) / 2, rel=HALF)
+    model.zero_grad()
+    with model.weight(rank + 1):
+        loss(model, rank).backward()
+    assert grad(model) == pytest.approx(weighted(n), rel=HALF)
+
+
+@on_ranks(2, 3)
+def test_a_block_is_for_each_step_that_begins_or_whose_forward_runs_in_it(rank: int) -> None:
+    n = torch.distributed.get_world_size()
+    model = wrapped()
+    with model.weight(rank + 1):
+        first, second = loss(model, rank), 10 * loss(model, rank)
+    first.backward()
+    assert grad(model) == pytest.approx(weighted(n))
+    model.zero_grad()
+    loss(model, rank).backward()
+    assert grad(model) == pytest.approx((n + 1) / 2)
+    model.zero_grad()
+    second.backward()
+    assert grad(model) == pytest.approx(10 * weighted(n))
+    model.zero_grad()
+    with model.weight(rank + 1):
+        loss(model, rank).backward()
+        model.zero_grad()
+        loss(model, rank).backward()
+    assert grad(model) == pytest.approx(weighted(n))
+    require_steps(model, rank)
+
+
+@on_ranks(2)
+def test_a_block_may_hold_what_no_sync_accumulates_and_forwards_without_gradients(rank: int) -> None:
+    model = wrapped()
+    with model.weight(rank + 1):
+        with model.no_sync():
+            loss(model, rank).backward()
+        loss(model, rank).backward()
+    assert grad(model) == pytest.approx(2 * weighted(2))
+    with torch.no_grad(), model.weight(rank + 1):
+        loss(model, rank)
+    require_steps(model, rank)
+
+
+@on_ranks(2)
+def test_a_weight_goes_on_with_another_pipeline(rank: int) -> None:
+    model = wrapped()
+    with model.weight(rank + 1):
+        model.sync = fp16(allreduce)
+        loss(model, rank).backward()
+    assert grad(model) == pytest.approx(weighted(2), rel=HALF)
+    model.zero_grad()
+    with model.weight(rank + 1):
+        made = loss(model, rank)
+    model.sync = allreduce
+    made.backward()
+    assert grad(model) == pytest.approx(weighted(2))
+    require_steps(model, rank)
+
+
+@on_ranks(2)
+def test_a_backward_that_reaches_no_parameter_leaves_the_weight_to_the_one_that_does(rank: int) -> None:
+    model = wrapped()
+    with torch.no_grad():
+        model.module.weight.fill_(1.0)
+    x = torch.ones(1, 1, requires_grad=True)
+    with model.weight(rank + 1):
+        made = model(x * (rank + 1))
+    (slope,) = torch.autograd.grad(made.sum(), x, create_graph=True)  # (rank + 1) times the parameter
+    slope.backward()
+    assert grad(model) == pytest.approx(weighted(2))
+    require_steps(model, rank)
+
+
+@on_ranks(2)
+def test_a_weight_counts_for_what_stands_for_parameters(rank: int) -> None:
+    model = wrapped()
+    stands = {"module.weight": torch.ones(1, 1, requires_grad=True)}
+    with model.weight(rank + 1):
+        made = torch.func.functional_call(model, stands, (torch.full((1, 1), rank + 1.0),)).sum()
+    (slope,) = torch.autograd.grad(made, list(stands.values()))
+    assert slope.item() == pytest.approx(weighted(2))
+    with model.weight(rank + 1):
+        made = torch.func.functional_call(model, stands, (torch.ones(1, 1),)).sum()
+    with (
+        pytest.raises((RuntimeError, StepFailedError), match=f"weights {rank + 2} and {rank + 1}"),
+        model.weight(rank + 2),
+    ):
+        torch.autograd.grad(made, list(stands.values()))
+    require_steps(model, rank)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@on_ranks(2)
+def test_parts_that_are_wrapped_have_a_weight_of_their_own(rank: int, alone: bool) -> None:
+    part = wrapped(process_group=torch.distributed.new_group())
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1, bias=False), part))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    with (
+        pytest.raises((RuntimeError, StepFailedError), match="give each its weight first"),
+        nullcontext() if alone and rank == 1 else model.weight(1.0),
+    ):
+        loss(model, rank).backward()
+    model.zero_grad()
+    for _ in range(2):
+        with part.weight(rank + 1), model.weight(rank + 1):
+            loss(model, rank).backward()
+        assert [p.grad.item() for p in model.parameters()] == [pytest.approx(weighted(2))] * 2
+        model.zero_grad()
+
+
+def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
+    with model.weight(rank + 1):
+        if misuse == "no_sync":
+            with model.no_sync():
+                loss(model, rank).backward()
+        elif misuse == "no_grad":
+            with torch.no_grad():
+                loss(model, rank)
+        elif misuse == "nested":
+            with model.weight(7):
+                loss(model, rank).backward()
+        elif misuse == "raises":
+            loss(model, rank)
+            raise ZeroDivisionError("no data")
+
+
+def raises(of_this_rank: bool, error: type[Exception], match: str, told: str = "") -> Any:
+    """The error of this rank, or of rank 1 as this one is told of it."""
+    return pytest.raises(error, match=match) if of_this_rank else pytest.raises(StepFailedError, match=told or match)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("misuse", ["no_sync", "nothing", "no_grad", "nested", "raises"])
+@on_ranks(2)
+def test_a_weight_for_no_step_is_an_error_on_all_ranks(rank: int, misuse: str, alone: bool) -> None:
+    model = wrapped()
+    error, match = {
+        "nested": (RuntimeError, f"the weight 7 is given within a block of the weight {rank + 1}"),
+        "raises": (ZeroDivisionError, "no data"),
+    }.get(misuse, (RuntimeError, f"the weight {rank + 1} was given for nothing"))
+    told = "rank 1 failed with (RuntimeError: .*weight|ZeroDivisionError)"
+    for _ in range(2):  # in the second round steps begin with an exchange of weights
+        before, does = model.sync_stats()["failed_steps"], rank == 1 or not alone
+        with raises(does, error, match, told):
+            misused(model, rank, misuse) if does else loss(model, rank).backward()
+        assert model.sync_stats()["failed_steps"] == before + 1
+        require_steps(model, rank)
+
+
+@pytest.mark.parametrize("text", PIPELINES)
+@on_ranks(2, 3)
+def test_a_rank_that_alone_gives_a_weight_is_an_error_on_all(rank: int, text: str) -> None:
+    last = torch.distributed.get_world_size() - 1
+    model, step = wrapped(text), fnddp.jit(fnddp.parse(text))
+    match = f"rank {last} gave 3, and .*rank 0 gave none"
+    for _ in range(2):  # in the second round steps begin with an exchange of weights
+        model.zero_grad()
+        with pytest.raises(ValueError, match=match), model.weight(3) if rank == last else nullcontext():
+            loss(model, rank).backward()
+        require_steps(model, rank)
+        grads = {"w": torch.full((2,), rank + 1.0)}
+        with pytest.raises(ValueError, match=match):
+            step(grads, (), weight=3 if rank == last else None)
+        mean, _ = step(grads, ())
+        assert mean["w"].tolist() == pytest.approx([1 + last / 2] * 2, rel=HALF)
+        mean, _ = step(grads, (), weight=rank + 1)
+        assert mean["w"].tolist() == pytest.approx([weighted(last + 1)] * 2, rel=HALF)
+
+
+@pytest.mark.parametrize("text", PIPELINES)
+@on_ranks(2)
+def test_what_is_no_weight_on_one_rank_is_named_on_all(rank: int, text: str) -> None:
+    for given, shown in INVALID:
+        model, step = wrapped(text), fnddp.jit(fnddp.parse(text))
+        match = rf"weight: must be a number, finite and not negative, but rank 1 gave {shown}"
+        for _ in range(2):  # in the second round steps begin with an exchange of weights
+            model.zero_grad()
+            with pytest.raises(ValueError, match=match), model.weight(given if rank else 1):
+                loss(model, rank).backward()
+            require_steps(model, rank)
+            if given is None:  # jit takes that for no weight
+                continue
+            grads = {"w": torch.full((2,), rank + 1.0)}
+            for run in (step, step.sync):
+                with pytest.raises(ValueError, match=match):
+                    run(grads, (), weight=given if rank else 1)
+                mean, _ = run(grads, (), weight=torch.tensor([rank + 1]))
+                assert mean["w"].tolist() == pytest.approx([weighted(2)] * 2, rel=HALF)
+
+
+@pytest.mark.parametrize("weights", [(3, 5), (None, 3), (3, None)])
+@pytest.mark.parametrize("alone", [True, False])
+@on_ranks(2)
+def test_a_backward_through_forwards_of_two_weights_is_an_error_on_all_ranks(
+    rank: int, weights: tuple[int | None, int | None], alone: bool
+) -> None:
+    model, does = wrapped(), rank == 1 or not alone
+    made = []
+    for weight in weights if does else (3, 3):
+        with nullcontext() if weight is None else model.weight(weight):
+            made.append(loss(model, rank))
+    told = "rank 1 failed with RuntimeError: .* was given the weight"
+    with raises(does, RuntimeError, "a backward was given the weights? ", told):
+        sum(made).backward()
+    require_steps(model, rank)
+    with model.weight(rank + 1):  # the backward's own is for all forwards outside of blocks
+        (loss(model, rank) + loss(model, rank)).backward()
+    require_steps(model, rank)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@on_ranks(2)
+def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int, alone: bool) -> None:
+    model, does = wrapped("all_reduce(op='sum')"), rank == 1 or not alone
+    told = "rank 1 failed with ValueError: weight: .*knows no weights"
+    with (
+        raises(does, ValueError, "takes a sum, which knows no weights", told),
+        model.weight(1) if does else nullcontext(),
+    ):
+        loss(model, rank).backward()
+    model.zero_grad()
+    loss(model, rank).backward()
+    assert grad(model) == 3
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_on_its_own_names_its_error_where_weights_are_exchanged_first(rank: int) -> None:
+    model = wrapped()
+    require_steps(model, rank)
+    model.zero_grad()
+    made = loss(model, rank)
+    if rank:
+        made.register_hook(lambda _: 1 / 0)
+    with raises(rank == 1, ZeroDivisionError, "", "rank 1 failed with"), model.weight(1 + rank):
+        made.backward()
+    require_steps(model, rank)
+
+
+class Voting(C10d):
+    votes = 0
+
+    def vote(self, flags: Tensor, group: str | None) -> Any:
+        self.votes += 1
+        return super().vote(flags, group)
+
+
+@on_ranks(2)
+def test_who_never_gives_a_weight_sends_nothing_for_it(rank: int) -> None:
+    wire = Voting()
+    model = wrapped(wire=wire)
+    votes: list[int] = []
+    for weight in (None, None, rank + 1, rank + 1, None):
+        before = wire.votes
+        model.zero_grad()
+        with nullcontext() if weight is None else model.weight(weight):
+            loss(model, rank).backward()
+        assert grad(model) == pytest.approx(1.5 if weight is None else weighted(2))
+        votes.append(wire.votes - before)
+    assert votes == [1, 1, 3, 2, 2]  # the third asks whether all give one
+
+
+@on_ranks(2, 3)
+def test_weights_whose_sum_is_no_float_count(rank: int) -> None:
+    n = torch.distributed.get_world_size()
+    model, grads = wrapped(), {"w": torch.full((2,), rank + 1.0)}
+    for huge in (1e308, 1.7e308):
+        model.zero_grad()
+        with model.weight(huge):
+            loss(model, rank).backward()
+        assert grad(model) == pytest.approx((n + 1) / 2)
+        for run in (allreduce, fnddp.jit(allreduce), torch.compile(allreduce, backend="eager")):
+            mean, _ = run(grads, (), weight=torch.tensor(huge, dtype=torch.float64))
+            assert mean["w"].tolist() == pytest.approx([(n + 1) / 2] * 2)
+
+
+def test_scales_are_those_of_the_definition_to_the_bit():
+    generator = random.Random(0)
+    for _ in range(2000):
+        weights = [generator.choice([generator.random(), generator.randrange(1, 10**6)]) for _ in range(5)]
+        assert scale_of(weights[0], weights) == 5 * weights[0] / math.fsum(weights)
+
+
+def test_a_simulation_names_ranks_without_a_valid_weight():
+    simulated = fnddp.simulate(allreduce, 2)
+    grads = {"w": torch.tensor([[1.0], [2.0]])}
+    with pytest.raises(ValueError, match="must be a number, finite and not negative, but rank 1 gave 'a'"):
+        simulated(grads, (), weight=[1, "a"])
+    mean, _ = simulated(grads, (), weight=[1e308, 1e308])
+    assert mean["w"].tolist() == [1.5]
 
 
 def test_weights_that_are_all_0_are_an_error_on_all_ranks():
     def body(rank):
         grads = {"w": torch.full((3,), float(rank + 1))}
-        for run in (fnddp.allreduce, fnddp.jit(fnddp.allreduce)):
+        for run in (allreduce, fnddp.jit(allreduce)):
             with pytest.raises(ValueError, match="all of 2 ranks gave 0"):
                 run(grads, (), weight=0.0)
             mean, _ = run(grads, (), weight=float(rank))
@@ -105,7 +396,7 @@ def test_law_11_finds_a_pipeline_that_forgets_weights():
             return super().__call__(grads, state)
 
     with pytest.raises((laws.LawError, RankFailed), match=r"law 11|weight"):
-        run_threads(2, law_11_weighted_is_pooled, normed(fnddp.allreduce), laws.model)
+        run_threads(2, law_11_weighted_is_pooled, normed(allreduce), laws.model)
 
 
 EXPERTS = "error_feedback(partition({'expert': none, '*': fp16(allreduce)}))"

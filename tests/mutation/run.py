@@ -59,14 +59,14 @@ SUITES = {
     "run": (
         ("fnddp/run/*.py",),
         "engine adapters stats weights functional backward step backends kinds wire module schedules "
-        "user_collectives debug execute plan failures drop_in/",
+        "debug execute plan failures drop_in/",
     ),
     "memory": (("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
     "transforms": (("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": (
         ("fnddp/adapters/**/*.py",),
         "stats backward adapters drop_in/ functional weights module register "
-        "user_collectives debug state agreement checkpoint schedules failures",
+        "wire debug state agreement checkpoint schedules failures",
     ),
 }
 
