@@ -28,9 +28,9 @@ from fnddp.core.sync import Replicated as Replicated
 from fnddp.core.sync import State as State
 from fnddp.core.sync import Sync as Sync
 from fnddp.core.sync import transform as transform
+from fnddp.cost.estimate import Compute as Compute
 from fnddp.cost.link import Link as Link
 from fnddp.cost.measure import measure_link as measure_link
-from fnddp.cost.step import Compute as Compute
 from fnddp.ir.program import LoweringError as LoweringError
 from fnddp.plan.lower import lower as lower
 from fnddp.plan.plan import Plan as Plan

@@ -18,7 +18,7 @@ from fnddp.cli import examination, launch, main
 from fnddp.cli.examination import Findings
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError, RankInfo, Ranks
-from fnddp.cost.step import Compute, Span, Step
+from fnddp.cost.estimate import Compute, Span, Step
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
 from fnddp.wire.groups import LAUNCHERS

@@ -16,7 +16,7 @@ from fnddp import Compute, Link, parse
 from fnddp.cli import main, models, picture, tune_report
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import to_tune as asked
-from fnddp.cost.step import MeanStep, Span, Step
+from fnddp.cost.estimate import MeanStep, Span, Step
 from fnddp.run import choose as choosing
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, final_loss, trained, tune

@@ -12,8 +12,8 @@ from fnddp.cli.checks import check_pipelines
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.terminal import Table, each
 from fnddp.core.sync import Sync
+from fnddp.cost.estimate import Compute
 from fnddp.cost.link import Link
-from fnddp.cost.step import Compute
 from fnddp.ir.program import LoweringError
 from fnddp.plan.lower import lower
 from fnddp.run.measure import measure_segments

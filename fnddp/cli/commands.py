@@ -138,7 +138,7 @@ def plan(
     communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
     """
     from fnddp.cli import checks, plan_report, terminal
-    from fnddp.cost.step import Compute
+    from fnddp.cost.estimate import Compute
     from fnddp.wire.groups import World, within
 
     if shards is not None or gradients or weights or replicas > 1:

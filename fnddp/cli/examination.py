@@ -20,9 +20,9 @@ from fnddp.cli.models import load
 from fnddp.cli.terminal import Table, echo
 from fnddp.core.agreement import digest_of, first_difference
 from fnddp.core.parse import parse
+from fnddp.cost.estimate import Compute
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
-from fnddp.cost.step import Compute
 from fnddp.device import accelerator, built_for, device_of
 from fnddp.run.measure import measure_backward
 from fnddp.show.text import count

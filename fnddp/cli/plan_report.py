@@ -11,7 +11,7 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.terminal import Table, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
-from fnddp.cost.estimate import Links
+from fnddp.cost.estimate import Links, Step
 from fnddp.cost.link import duration
 from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.period import period
@@ -38,12 +38,6 @@ class Setting:
     def elements(self) -> int:
         """The number of elements of all parameters."""
         return sum(p.numel() for p in self.parameters.values())
-
-    @property
-    def times(self) -> tuple[str, ...]:
-        """The times of an estimate that are shown."""
-        exposed = () if self.backward is None else ("step_seconds", "exposed_seconds")
-        return ("communication_seconds", *exposed)
 
     def __str__(self) -> str:
         sizes = {None: self.ranks} if isinstance(self.ranks, int) else self.ranks
@@ -92,7 +86,8 @@ def planned(sync: Sync, setting: Setting) -> Planned:
 
 
 def _costs(plan: Plan, setting: Setting) -> Costs:
-    estimates = {text: plan.estimate(at, backward_seconds=setting.backward) for text, at in setting.links.items()}
+    backward = setting.backward or 0.0
+    estimates = {text: plan.estimate(on, backward_seconds=backward) for text, on in setting.links.items()}
     return {
         "wire_bytes": plan.wire_bytes,
         "reduction": _reduction(plan.wire_bytes, setting),
@@ -100,8 +95,15 @@ def _costs(plan: Plan, setting: Setting) -> Costs:
         "collectives": len(plan.collectives),
         "rounds": plan.rounds,
         "peak_bytes": plan.peak_bytes or None,  # never 0 bytes: the means are among them
-        "links": {text: {name: getattr(at, name) for name in setting.times} for text, at in estimates.items()},
+        "links": {text: _times(step, setting) for text, step in estimates.items()},
     }
+
+
+def _times(step: Step, setting: Setting) -> dict[str, float]:
+    times = {"communication_seconds": step.communication_seconds}
+    if setting.backward is not None:
+        times |= {"step_seconds": step.seconds, "exposed_seconds": step.exposed_seconds}
+    return times
 
 
 def _mean(phases: Sequence[Costs], setting: Setting) -> Costs:
@@ -117,8 +119,8 @@ def _mean(phases: Sequence[Costs], setting: Setting) -> Costs:
         "rounds": max(each["rounds"] for each in phases),
         "peak_bytes": max(each["peak_bytes"] or 0 for each in phases) or None,
         "links": {
-            text: {name: mean(each["links"][text][name] for each in phases) for name in setting.times}
-            for text in setting.links
+            text: {name: mean(each["links"][text][name] for each in phases) for name in times}
+            for text, times in phases[0]["links"].items()
         },
     }
 

@@ -1,15 +1,64 @@
-"""The cost of the collectives of a step: one after the other, each as soon as its payload is ready."""
+"""A step on a clock: its computation and its collectives, and how long it takes where these overlap."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
 from typing import TypeAlias
 
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.ir.program import Collective
+from fnddp.ir.schedule import Schedule
 from fnddp.wire.kinds import named
 
 Links: TypeAlias = Link | Mapping[str | None, Link]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The time that a rank computes in a step, without waiting: see `measure_backward` and `measure_segments`.
+
+    Measured by one process alone, it holds for a rank with cores, caches and a GPU of its own.
+
+    Attributes:
+        forward_seconds: Time of forward.
+        backward_seconds: Time of backward, without the encoding that runs in it.
+        arrivals: For each leaf when its gradient is ready, in seconds from the start of backward. None: buckets are
+            ready at even intervals.
+        segments: Seconds of each of the plan's segments, in their order: encoding and decoding. None: no time.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    arrivals: Mapping[str, float] | None = None
+    segments: tuple[float, ...] | None = None
+
+    @property
+    def order(self) -> list[str] | None:
+        """Paths in the order in which their gradients are ready: `lower`'s `arrival`."""
+        return None if self.arrivals is None else sorted(self.arrivals, key=self.arrivals.__getitem__)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time on the clock.
+
+    Attributes:
+        does: "forward", "backward", "segment", "launch", "wait" (the rank has nothing else to do), or "wire".
+        index: Index of the segment, or of the collective.
+        begin: Seconds from the start of the step.
+        seconds: How long it takes. The time of backward includes segments that run within it.
+    """
+
+    does: str
+    index: int
+    begin: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.seconds
 
 
 @dataclass(frozen=True)
@@ -22,8 +71,7 @@ class CollectiveCost:
         wire_bytes: Payload that one rank passes to it.
         link_bytes: Payload that one rank sends over the link.
         seconds: Its duration, from the end of the collective before it, or from when its payload is ready.
-        end_seconds: When it is done: in an estimate from the start of backward, in a prediction from the start of
-            the step.
+        end_seconds: When it is done, from the start of the step.
     """
 
     kind: str
@@ -34,10 +82,32 @@ class CollectiveCost:
     end_seconds: float
 
 
-class Costs:
-    """The collectives of a step, in the order in which they are issued, and their sums."""
+@dataclass(frozen=True)
+class Step:
+    """A computed step. Printed, it is a table of its collectives, and the sum of its parts if there are others.
 
+    Attributes:
+        spans: What a rank computes and waits for, in order, and what is on the wire.
+        collectives: In the order in which they are issued.
+        encode_seconds: Time of segments that run before the last collective is complete.
+        decode_seconds: Time of the segments after it.
+    """
+
+    spans: tuple[Span, ...]
+    compute: Compute
     collectives: tuple[CollectiveCost, ...]
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start of forward until the means are known."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time in which the rank waits for collectives and has nothing else to do."""
+        return sum(span.seconds for span in self.spans if span.does == "wait")
 
     @property
     def communication_seconds(self) -> float:
@@ -52,8 +122,45 @@ class Costs:
     def link_bytes(self) -> int:
         return sum(cost.link_bytes for cost in self.collectives)
 
+    def __str__(self) -> str:
+        rows = [("collective", "slot", "payload", "on the link", "time", "done at")]
+        for cost in self.collectives:
+            sizes = scaled(cost.wire_bytes, "B"), scaled(cost.link_bytes, "B")
+            rows.append((cost.kind, str(cost.slot), *sizes, duration(cost.seconds), duration(cost.end_seconds)))
+        sizes = scaled(self.wire_bytes, "B"), scaled(self.link_bytes, "B")
+        table = columns([*rows, ("total", "", *sizes, duration(self.communication_seconds), "")])
+        parts = {
+            "forward": self.compute.forward_seconds,
+            "backward": self.compute.backward_seconds,
+            "encode": self.encode_seconds,
+            "decode": self.decode_seconds,
+            "exposed": self.exposed_seconds,
+        }
+        written = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds]
+        computes = self.seconds > self.exposed_seconds
+        return f"{table}\nstep {duration(self.seconds)} = {' + '.join(written)}" if computes else table
 
-class Queue:
+
+def _mean_of(name: str) -> Callable[["MeanStep"], float]:
+    return lambda mean: fmean([getattr(step, name) for step, _ in mean.steps], [count for _, count in mean.steps])
+
+
+@dataclass(frozen=True)
+class MeanStep:
+    """The mean of the steps of a period: `steps` has each kind of step, and how many of them there are."""
+
+    steps: tuple[tuple[Step, int], ...]
+
+    seconds = cached_property(_mean_of("seconds"))
+    encode_seconds = cached_property(_mean_of("encode_seconds"))
+    decode_seconds = cached_property(_mean_of("decode_seconds"))
+    communication_seconds = cached_property(_mean_of("communication_seconds"))
+    exposed_seconds = cached_property(_mean_of("exposed_seconds"))
+    wire_bytes = cached_property(_mean_of("wire_bytes"))
+    link_bytes = cached_property(_mean_of("link_bytes"))
+
+
+class _Queue:
     """Queue for the link, first come, first served. Groups share it in time, even if they have links of their own."""
 
     def __init__(self, link: Links) -> None:
@@ -84,75 +191,108 @@ class Queue:
         return self._link[group]
 
 
-@dataclass(frozen=True)
-class Estimate(Costs):
-    """The cost of the collectives of a step. Printed, it is a table."""
+def estimate(collectives: Iterable[Collective], link: Links, backward_seconds: float = 0.0) -> Step:
+    """Return a step that computes nothing but backward: `predict` for collectives that are not those of a plan.
 
-    collectives: tuple[CollectiveCost, ...]
-    backward_seconds: float | None = None
-    overhead_seconds: float = 0.0
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Time from the end of backward to the end of the last collective; without backward, all communication."""
-        end = max((cost.end_seconds for cost in self.collectives), default=0.0)
-        return max(0.0, end - (self.backward_seconds or 0.0))
-
-    @property
-    def step_seconds(self) -> float:
-        """Backward, the exposed tail, and the overhead."""
-        return (self.backward_seconds or 0.0) + self.exposed_seconds + self.overhead_seconds
-
-    def __str__(self) -> str:
-        rows = [("collective", "slot", "payload", "on the link", "time", "done at")]
-        for cost in self.collectives:
-            sizes = scaled(cost.wire_bytes, "B"), scaled(cost.link_bytes, "B")
-            rows.append((cost.kind, str(cost.slot), *sizes, duration(cost.seconds), duration(cost.end_seconds)))
-        sizes = scaled(self.wire_bytes, "B"), scaled(self.link_bytes, "B")
-        table = columns([*rows, ("total", "", *sizes, duration(self.communication_seconds), "")])
-        if self.backward_seconds is None:
-            return table
-        parts = f"backward {duration(self.backward_seconds)} + exposed {duration(self.exposed_seconds)}"
-        overhead = f" + encode and decode {duration(self.overhead_seconds)}" if self.overhead_seconds else ""
-        return f"{table}\nstep {duration(self.step_seconds)} = {parts}{overhead}"
-
-
-def estimate(
-    collectives: Iterable[Collective],
-    link: Links,
-    *,
-    backward_seconds: float | None = None,
-    overhead_seconds: float = 0.0,
-) -> Estimate:
-    """Return the cost of the collectives of a step and, with `backward_seconds`, the part that backward does not hide.
-
-    It is `predict` for a plan whose computation takes no time: the gradients of K buckets are ready at 1/K, 2/K, ... of
-    backward, and a collective starts once its bucket is ready and the one before it is done. The link's burst is full
-    at the start of the step. The wrong choice where collectives slow backward down, as on the CPU: measure it while
-    they run.
-
-    Args:
-        collectives: A plan's, in the order in which they are issued.
-        link: The link of all groups, or links by group name. Groups share one link in time even where they have links
-            of their own: an upper bound.
-        backward_seconds, overhead_seconds: See `Plan.estimate`, also for the errors.
-
-    >>> import torch
-    >>> from fnddp import Link, allreduce, lower
-    >>> params = {name: torch.empty(1_000_000, device="meta") for name in ("first", "second")}
-    >>> plan = lower(allreduce, params, world_size=2, first_bucket_mb=3, bucket_cap_mb=3)
-    >>> print(estimate(plan.collectives, Link.parse("1gbit:20us"), backward_seconds=0.1))
-    collective  slot  payload  on the link      time   done at
-    all_reduce     0     4 MB         4 MB  32.08 ms  82.08 ms
-    all_reduce     1     4 MB         4 MB  32.08 ms  132.1 ms
-    total                8 MB         8 MB  64.16 ms
-    step 132.1 ms = backward 100 ms + exposed 32.08 ms
+    The gradients of K buckets are ready at 1/K, 2/K, ... of backward. For more see `Plan.estimate`.
     """
     issued = tuple(collectives)
     buckets = 1 + max((each.slot - each.depth for each in issued), default=0)
-    queue, backward = Queue(link), backward_seconds or 0.0
-    costs = [queue.serve(each, backward * (each.slot - each.depth + 1) / buckets) for each in issued]
-    return Estimate(tuple(costs), backward_seconds, overhead_seconds)
+    queue = _Queue(link)
+    costs = [queue.serve(each, backward_seconds * (each.slot - each.depth + 1) / buckets) for each in issued]
+    end = max((cost.end_seconds for cost in costs), default=0.0)
+    waits = Span("wait", len(costs) - 1, backward_seconds, max(0.0, end - backward_seconds))
+    spans = Span("backward", 0, 0.0, backward_seconds), waits
+    return Step(spans, Compute(backward_seconds=backward_seconds), tuple(costs))
+
+
+def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
+    """Return a predicted step of `plan`: segments in order, each collective once its segment is done.
+
+    A segment runs when its gradients have arrived, the one before it is done, and the collectives that it waits for
+    are; the last ones, which decode, run when all are. Backward and segments share the rank's processor, so backward
+    is longer by the segments that run within it; the wire does not slow them down.
+
+    The wrong model where ranks share cores and `compute` was measured by one alone, where encoding runs at the same
+    time as backward (on an accelerator it has a stream of its own: an upper bound there), and for the wire's own
+    processor time.
+
+    For arguments and errors see `Plan.predict`.
+    """
+    seconds, arrivals = compute.segments, _arrivals(plan, compute)
+    if seconds is None:
+        seconds = (0.0,) * len(plan.segments)
+    elif len(seconds) != len(plan.segments):
+        raise ValueError(
+            f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
+            "measure those of this plan: measure_segments(plan)"
+        )
+    queue, clock = _Queue(link), _Clock(compute)
+    encode = decode = 0.0
+    for index, (segment, own) in enumerate(zip(plan.segments, seconds, strict=True)):
+        clock.wait(segment.waits)
+        clock.run(index, own, max((arrivals[path] for path in segment.needs), default=0.0), segment.commits)
+        encode, decode = (encode, decode + own) if segment.commits else (encode + own, decode)
+        if segment.launches is not None:
+            clock.launch(queue.serve(segment.launches, clock.free))
+    clock.wait(range(len(clock.done)))
+    return Step(clock.spans(), compute, tuple(clock.done), encode, decode)
+
+
+class _Clock:
+    """The spans so far, and when the rank is free for the next segment."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._begin = self.free = compute.forward_seconds
+        self._within = 0.0  # of segments that ran during backward, and so made it longer
+        self._spans: list[Span] = []
+        self.done: list[CollectiveCost] = []
+
+    @property
+    def _backward_end(self) -> float:
+        return self._begin + self._compute.backward_seconds + self._within
+
+    def wait(self, collectives: Sequence[int]) -> None:
+        """Let the rank wait for `collectives`: backward continues meanwhile, and only after it the rank is idle."""
+        for index in collectives:
+            end = self.done[index].end_seconds
+            idle_from = max(self.free, self._backward_end)
+            if end > idle_from:
+                self._spans.append(Span("wait", index, idle_from, end - idle_from))
+            self.free = max(self.free, end)
+
+    def run(self, index: int, seconds: float, arrival: float, is_last: bool) -> None:
+        ready = self._backward_end if is_last else self._begin + arrival + self._within
+        start = max(self.free, ready)
+        self._spans.append(Span("segment", index, start, seconds))
+        self._within += seconds if start < self._backward_end else 0.0
+        self.free = start + seconds
+
+    def launch(self, cost: CollectiveCost) -> None:
+        index = len(self.done)
+        self._spans.append(Span("launch", index, self.free, 0.0))
+        self._spans.append(Span("wire", index, cost.end_seconds - cost.seconds, cost.seconds))
+        self.done.append(cost)
+
+    def spans(self) -> tuple[Span, ...]:
+        forward = Span("forward", 0, 0.0, self._begin)
+        return (forward, Span("backward", 0, self._begin, self._backward_end - self._begin), *self._spans)
+
+
+def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:
+    if compute.arrivals is None:
+        buckets = 1 + max(plan.buckets.values(), default=0)
+        return {path: compute.backward_seconds * (bucket + 1) / buckets for path, bucket in plan.buckets.items()}
+    if missing := [path for path in plan.leaves if path not in compute.arrivals]:
+        raise ValueError(f"predict: compute has no arrival of leaf {missing[0]!r}; it is of another model")
+    for path in plan.leaves:
+        if not 0 <= (at := compute.arrivals[path]) <= compute.backward_seconds:
+            raise ValueError(
+                f"predict: the gradient of leaf {path!r} arrives after {at!r} s, and backward takes "
+                f"{compute.backward_seconds!r} s; arrivals are from the start of backward, within it"
+            )
+    return compute.arrivals
 
 
 def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:

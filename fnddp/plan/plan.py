@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from fnddp.cost.estimate import Estimate, Links, estimate
-from fnddp.cost.step import Compute, Step, predict
+from fnddp.cost.estimate import Compute, Links, Step, estimate, predict
 from fnddp.ir.schedule import Schedule
 from fnddp.show.beside import to_trace
 from fnddp.show.drawing import to_html, to_svg
@@ -68,31 +67,32 @@ class Plan(Schedule):
     def _repr_html_(self) -> str:
         return to_html(self)
 
-    def estimate(
-        self, link: Links, *, backward_seconds: float | None = None, overhead_seconds: float = 0.0
-    ) -> Estimate:
+    def estimate(self, link: Links, *, backward_seconds: float = 0.0) -> Step:
         """Return the cost of a step's collectives, and with `backward_seconds`, what backward does not hide of them.
 
-        See `fnddp.cost.estimate.estimate` for the model, and `to_svg` for `link`.
+        It is `predict` where nothing else takes time: the gradients of K buckets are ready at 1/K, 2/K, ... of
+        backward, and a collective starts once its bucket is ready and the one before it is done. The link's burst is
+        full at the start of the step. Groups share one link in time even where they have links of their own: an upper
+        bound. The wrong choice where collectives slow backward down, as on the CPU: measure it while they run.
 
         Args:
-            overhead_seconds: Time of encoding and decoding that backward does not hide.
+            link: See `to_svg`.
 
         >>> import torch
         >>> from fnddp import Link, allreduce, fp16, lower
         >>> params = {"w": torch.empty(1000, 1000, device="meta")}
         >>> for sync in (allreduce, fp16(allreduce)):
-        ...     seconds = lower(sync, params, world_size=2).estimate(Link.parse("1gbit")).step_seconds
+        ...     seconds = lower(sync, params, world_size=2).estimate(Link.parse("1gbit")).seconds
         ...     print(f"{seconds * 1e3:.0f} ms")
         32 ms
         16 ms
         """
-        return estimate(self.collectives, link, backward_seconds=backward_seconds, overhead_seconds=overhead_seconds)
+        return estimate(self.collectives, link, backward_seconds)
 
     def predict(self, link: Links, compute: Compute) -> Step:
         """Return a step on a clock: `estimate`, with what is computed before, between and after the collectives.
 
-        See `fnddp.cost.step.predict` for the model.
+        See `fnddp.cost.estimate.predict` for the model.
 
         Args:
             compute: The computation of a rank, as `fnddp.measure_backward` and `fnddp.measure_segments` return it. One
@@ -102,7 +102,10 @@ class Plan(Schedule):
         >>> from fnddp import Compute, Link, allreduce, lower
         >>> plan = lower(allreduce, {"w": torch.empty(1000, 1000, device="meta")}, world_size=2)
         >>> print(plan.predict(Link.parse("1gbit"), Compute(forward_seconds=0.05, backward_seconds=0.1)))
-        step 182 ms = forward 50 ms + backward 100 ms + exposed 32 ms; wire 32 ms
+        collective  slot  payload  on the link   time  done at
+        all_reduce     0     4 MB         4 MB  32 ms   182 ms
+        total                4 MB         4 MB  32 ms
+        step 182 ms = forward 50 ms + backward 100 ms + exposed 32 ms
         """
         return predict(self, link, compute)
 

@@ -13,7 +13,7 @@ from fnddp.core import tree
 from fnddp.core.options import checked_int
 from fnddp.core.sync import State
 from fnddp.core.tree import Tree
-from fnddp.cost.step import Compute
+from fnddp.cost.estimate import Compute
 from fnddp.device import device_of
 from fnddp.plan.plan import Plan
 from fnddp.run.program import Memory, Program

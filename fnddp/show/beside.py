@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from fnddp.cost.step import Span, Step
+from fnddp.cost.estimate import Span, Step
 from fnddp.ir.schedule import Schedule
 from fnddp.show.text import PREFIX, collective, range_of
 

@@ -18,8 +18,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
-from fnddp.cost.estimate import Links
-from fnddp.cost.step import Compute, MeanStep
+from fnddp.cost.estimate import Compute, Links, MeanStep
 from fnddp.plan.period import period
 from fnddp.run.choose import choose
 from fnddp.run.measure import measure_backward, measure_segments
