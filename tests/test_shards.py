@@ -70,6 +70,13 @@ def local_grads(x: Tensor, extra: bool = True) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def sent(handle: Any, what: str, only: str | None = None) -> int:
+    """Return the bytes of "gradients" or of "weights" of all groups of parameters, or of one."""
+    return sum(
+        nbytes for name, each in handle.traffic.items() for _, nbytes, _ in getattr(each, what) if only in (None, name)
+    )
+
+
 def loss(model: nn.Module, x: Tensor, extra: bool = True) -> Tensor:
     return model(x, extra=extra)["out"].square().mean()
 
@@ -173,14 +180,14 @@ def test_quantized_gradients_and_weights(rank: int, bits: int, steps: int) -> No
     with WireCounter() as counter:
         out = ours(x)["out"]
         out.square().mean().backward()
-    assert counter.wire_bytes == sum(each.gradients + each.weights for each in handle.traffic)
+    assert counter.wire_bytes == sent(handle, "gradients") + sent(handle, "weights")
     given = whole_grads(ours)
     # A row of codes takes `bits` an element, and a scale of 4 bytes for each 128.
     widths = {"layers.0": (5 * 6 + 5), "layers.1": (3 * 9 + 3), "layers.2": (5 + 1), "extra": (3 * 5 + 3)}
-    for each in handle.traffic:
-        if each.name:
-            codes = -(-widths[each.name] * bits // 8)
-            assert (each.gradients, each.weights) == (2 * (codes + 4), codes + 4), each
+    for name, width in widths.items():
+        codes = -(-width * bits // 8)
+        assert sent(handle, "gradients", name) == 2 * (codes + 4), name
+        assert sent(handle, "weights", name) == codes + 4, name
 
     ours.zero_grad()
     seen = gathered(ours)
@@ -221,10 +228,10 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
     assert errors[-1] < errors[0] / 50
     with WireCounter() as counter:
         value = loss(ours, x)
-    assert counter.wire_bytes == sum(each.weights for each in handle.traffic)
+    assert counter.wire_bytes == sent(handle, "weights")
     with WireCounter() as counter:
         value.backward()
-    assert counter.wire_bytes == sum(each.gradients for each in handle.traffic)
+    assert counter.wire_bytes == sent(handle, "gradients")
     with torch.no_grad():
         for model in (ours, plain):
             for p in model.parameters():

@@ -26,13 +26,7 @@ def show(
 ) -> None:
     """Print the plan of a step of `model`, with the time of each axis on each of `links`.
 
-    Args:
-        model: As `--model` names it.
-        ranks: The numbers of shards, and of their replicas.
-        of_shards: The pipelines of gradients and of weights between shards; None for FSDP's own.
-        pipelines: That between replicas; none for HSDP's own, `allreduce`.
-        links: Of both axes, or of each by name.
-        as_json: Print JSON instead.
+    `ranks` are the numbers of shards and of their replicas; `of_shards` the pipelines of gradients and of weights.
     """
     (shards, replicas), (gradients, weights) = ranks, of_shards
     if len(pipelines) > (replicas > 1):

@@ -1,8 +1,9 @@
 """All axes of a sharded model under one handle: gradients and weights of its shards, and its replicas."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from fnddp.cost.link import Link, duration, scaled
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Shards, fitting, set_up_shards, unsynchronized
-from fnddp.integrations.fsdp.unit import Traffic, traffic_of
+from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
@@ -28,19 +29,12 @@ from fnddp.torch_private import fsdp_groups
 
 @dataclass(frozen=True)
 class Axis:
-    """What a step sends along one axis.
+    """What a step sends along one axis."""
 
-    Attributes:
-        name: "gradients", "weights" or "replicas".
-        pipeline: What it is sent through, as text.
-        ranks: Of the axis.
-        messages: Its collectives: the kind of each, the payload of one rank in bytes, and the number of its ranks.
-    """
-
-    name: str
-    pipeline: str
+    name: str  # "gradients", "weights" or "replicas"
+    pipeline: str  # as text
     ranks: int
-    messages: tuple[tuple[str, int, int], ...]
+    messages: Messages
 
     @property
     def wire_bytes(self) -> int:
@@ -76,11 +70,7 @@ class AxesPlan:
 
 
 class Checkpoints(Checkpoint):
-    """The checkpoints of several axes as one: their keys differ by their prefixes.
-
-    Args:
-        axes: Those of the axes.
-    """
+    """The checkpoints of several axes as one: their keys differ by their prefixes."""
 
     def __init__(self, axes: Sequence[Checkpoint]) -> None:
         self._axes = axes
@@ -122,7 +112,7 @@ class Compressed:
         self._handles = {name: handle for name, handle in every.items() if handle is not None}
         axes: list[Axis] = []
         if shards is not None:
-            axes += _of_shards(shards.traffic, shards.gradients, shards.weights)
+            axes += _of_shards(shards.traffic.values(), shards.gradients, shards.weights, mesh.size(-1))
         if replicas is not None:
             axes.append(_of_replicas(replicas.sync, replicas.prepare(), mesh.size(0)))
         self.plan = AxesPlan(tuple(axes))
@@ -214,10 +204,10 @@ def plan_axes(
         like = next(iter(parameters.values()))
         rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), shards)
         again = shards if name else None
-        traffic.append(traffic_of(name, rows, rows, of_gradients, of_weights, (like.dtype, like.dtype), again))
+        traffic.append(traffic_of(rows, rows, of_gradients, of_weights, (like.dtype, like.dtype), again))
         # Of the first rank, which has most.
         local |= {path: p.new_empty(-(-p.shape[0] // shards), *p.shape[1:]) for path, p in parameters.items()}
-    axes = [*_of_shards(traffic, of_gradients, of_weights)]
+    axes = [*_of_shards(traffic, of_gradients, of_weights, shards)]
     if replicas > 1:
         pipeline = pipeline_of("plan_axes: sync", sync)
         plans = [each.plan for each in period(pipeline, local, world_size=replicas)]
@@ -225,14 +215,10 @@ def plan_axes(
     return AxesPlan(tuple(axes))
 
 
-def _of_shards(traffic: Sequence[Traffic], gradients: Sync | None, weights: Sync | None) -> Iterator[Axis]:
-    reduce = "reduce_scatter" if gradients is None else "all_to_all"
-    n = traffic[0].ranks
-    reduced = [(reduce, nbytes, n) for each in traffic for nbytes in each.reduced]
-    gathered = [("all_gather", nbytes, n) for each in traffic for nbytes in each.gathered]
-    again = [("all_gather", nbytes, each.regathering) for each in traffic for nbytes in each.regathered]
+def _of_shards(traffic: Iterable[Traffic], gradients: Sync | None, weights: Sync | None, n: int) -> Iterator[Axis]:
+    reduced, gathered, again = (tuple(chain.from_iterable(each)) for each in zip(*traffic, strict=True))
     for name, sync, messages in (("gradients", gradients, reduced), ("weights", weights, gathered + again)):
-        yield Axis(name, "FSDP's own" if sync is None else repr(sync), n, tuple(messages))
+        yield Axis(name, "FSDP's own" if sync is None else repr(sync), n, messages)
 
 
 def _of_replicas(sync: Sync, plan: Plan | None, ranks: int) -> Axis:

@@ -42,15 +42,10 @@ class Ends:
 
 
 class Weights:
-    """The weight of this rank in the backwards that begin in a block.
-
-    Attributes:
-        given: How much its gradients count.
-        begun: The number of backwards so far that have taken it.
-    """
+    """The weight of this rank in the backwards that begin in a block."""
 
     def __init__(self) -> None:
-        self.given, self.begun = NO_WEIGHT, 0
+        self.given, self.begun = NO_WEIGHT, 0  # and the number of backwards so far that have taken one
 
     @contextmanager
     def block(self, count: float) -> Generator[None]:
@@ -67,39 +62,25 @@ class Weights:
 
 
 class Reductions:
-    """The reductions of a model's gradients, one backward after the other.
+    """The reductions of a model's gradients, one backward after the other; `states` are those after the last good one.
 
-    Args:
-        units: The groups of parameters.
-        states: Of their pipelines, by the names of the groups.
-        ends: The ends of backwards.
-
-    Attributes:
-        units: As given.
-        states: After the last backward that ended well.
-        steps: The number of those that have ended well.
-        failed_steps: The number of those that have failed on all ranks.
-        weights: Of the backwards.
-        device: Where the shards are.
-        vote: The agreement of ranks at the end.
-        begin_around: Begins the step of the replicas' pipeline, which these reductions are part of, and ends with.
+    `begin_around` begins the step of the replicas' pipeline, which these reductions are part of, and ends with.
     """
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends) -> None:
         self.units, self.states, self.weights, self._ends = units, states, Weights(), ends
-        self.steps = self.failed_steps = 0
+        self.steps = self.failed_steps = 0  # on all ranks
         groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
         self.device = device_of(units[0].fsdp.device)
         self.vote = Vote((), C10D, groups, self.device)
         self.begin_around: Callable[[], object] | None = None
-        self._ending: weakref.ref[Ending] | None = None
+        self._step: weakref.ref[Step] | None = None
 
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
         """Write to `mine`, `[width]`, the mean of this rank's row of `buffer`, `[ranks, width]`."""
         if self._open() is None and self.begin_around is not None:
             self.begin_around()
-        ending = self._open() or self.begin()
-        step = ending.step
+        step = self._open() or self.begin()
         with torch.no_grad(), torch_private.without_autocast():
             try:
                 state = step.states.get(unit.name, self.states[unit.name])
@@ -114,42 +95,32 @@ class Reductions:
                 unit.reduce_nothing(buffer)
                 mine.zero_()
 
-    def begin(self, *, is_part: bool = False) -> "Ending":
+    def begin(self, *, is_part: bool = False) -> "Step":
         """Begin a step, in a backward. One that `is_part` of another ends with that, which keeps what is returned."""
         self.weights.begun += 1
-        ending = Ending(Step(self))
-        self._ending = weakref.ref(ending)
+        step = Step(self)
+        self._step = weakref.ref(step)
         if not is_part:
-            self._ends.add(ending)
-        return ending
+            self._ends.add(step.end)
+        return step
 
     def close(self) -> None:
         """End the step that is open, for those who ask: an error that is raised in its end would keep it alive."""
-        self._ending = None
+        self._step = None
 
-    def _open(self) -> "Ending | None":
-        return None if self._ending is None else self._ending()
+    def _open(self) -> "Step | None":
+        return None if self._step is None else self._step()
 
 
 class Step:
-    """A backward that reduces gradients.
-
-    Args:
-        course: The reductions of the model.
-
-    Attributes:
-        states: What states become if it ends well.
-        scales: The factors of this rank's gradients, by process group.
-        total: The sum of the weights of the shards' ranks; None if they have none.
-        failure: The first error on this rank, with which all ranks end it.
-    """
+    """A backward that reduces gradients, which lives as long as the callback at its end: not if it raises."""
 
     def __init__(self, course: Reductions) -> None:
         self._course = course
-        self.states: dict[str, State] = {}
-        self.failure: Exception | None = None
-        self.scales = {unit.group: 1.0 for unit in course.units}
-        self.total: float | None = None
+        self.states: dict[str, State] = {}  # what they become if it ends well
+        self.failure: Exception | None = None  # the first error on this rank, with which all ranks end it
+        self.scales = {unit.group: 1.0 for unit in course.units}  # factors of this rank's gradients
+        self.total: float | None = None  # of the weights of the shards' ranks; None if they have none
         for group in self.scales:
             try:
                 exchange = Vote((), C10D, [group], course.device)
@@ -160,7 +131,7 @@ class Step:
                     is_nothing = course.begin_around is not None and self.total == 0  # of this replica
                     self.scales[group] = 0.0 if is_nothing else scale_of(course.weights.given.number, numbers)
             except ValueError as error:  # on all ranks
-                self.failure = error
+                self.failure = error.with_traceback(None)  # whose frame would keep this step alive
         parameters = [p for unit in course.units for p in unit.fsdp.parameters]
         self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
 
@@ -201,16 +172,6 @@ class Step:
 def _local(grad: Tensor) -> Tensor:
     assert isinstance(grad, DTensor)
     return grad.to_local()
-
-
-class Ending:
-    """The callback at the end of a backward, which lives as long as that does: not if it raises."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-
-    def __call__(self) -> None:
-        self.step.end()
 
 
 class Comm:

@@ -20,7 +20,7 @@ from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
-from fnddp.integrations.fsdp.reductions import Ending, Ends, Reductions, Weights, reductions_of
+from fnddp.integrations.fsdp.reductions import Ends, Reductions, Step, Weights, reductions_of
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
@@ -28,17 +28,7 @@ from fnddp.wire.weights import NO_WEIGHT
 
 
 class Replicas(PipelineHandle):
-    """The pipeline between the replicas of a model, with its state for this rank's shards: see `compress_replicas`.
-
-    Args:
-        parameters: The parameters that are trained, by name.
-        frozen: The parameters that require no gradient.
-        sync: The pipeline.
-        group: Name of the replicas' process group.
-        shards: The mesh over which all parameters are sharded.
-        reductions: Those of `compress_shards`, which end with each step; None where FSDP reduces shards itself.
-        model: The model.
-    """
+    """The pipeline between the replicas of a model, with its state for this rank's shards: see `compress_replicas`."""
 
     def __init__(
         self,
@@ -155,11 +145,11 @@ class Replicas(PipelineHandle):
                 part, weight = None, None if self._weights.given == NO_WEIGHT else self._weights.given
             else:
                 part = self._reductions.begin(is_part=True)
-                weight = part.step.total
+                weight = part.total
             self._engine.begin(weight=weight)
             self._ends.add(lambda: self._end(part))
 
-    def _end(self, part: Ending | None) -> None:
+    def _end(self, part: Step | None) -> None:
         if torch_private.is_within_backward():  # behind FSDP's own, which may be queued after this
             end_with_backward(self._engine, lambda: self._finish(part))
         else:
@@ -183,9 +173,9 @@ class Replicas(PipelineHandle):
         except Exception as error:  # FSDP's other collectives must run all the same, on all ranks
             self._failure = self._failure or error
 
-    def _finish(self, part: Ending | None) -> None:
+    def _finish(self, part: Step | None) -> None:
         try:
-            failure = self._failure or (None if part is None else part.step.failure)
+            failure = self._failure or (None if part is None else part.failure)
             if failure is not None:
                 raise failure
             step = self._engine.step
@@ -198,11 +188,11 @@ class Replicas(PipelineHandle):
         except Exception as error:
             self._engine.fail(error)
             if part is not None:
-                part.step.settle(is_well=False)
+                part.settle(is_well=False)
             self._put_back()
             raise
         if part is not None:
-            part.step.settle(is_well=True)
+            part.settle(is_well=True)
         gradients = self._gradients()
         for name in self._parameters.keys() - unused:
             p, grad = self._parameters[name], gradients.get(name)

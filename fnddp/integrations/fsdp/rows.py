@@ -23,18 +23,12 @@ class Rows:
     """The layout of a buffer: a row holds an owner's parts of all parameters, one after the other, `[n, width]`.
 
     A part is one of n of the parameter's dimension that is sharded, padded with zeros to the size of the first.
-
-    Attributes:
-        shapes: Of the parameters, by name.
-        dims: The dimension along which each is sharded.
-        n: The number of owners.
-        apart: Whether a codec gets the part of each parameter by itself.
     """
 
-    shapes: Mapping[str, torch.Size]
-    dims: Mapping[str, int]
-    n: int
-    apart: bool = False
+    shapes: Mapping[str, torch.Size]  # of the parameters, by name
+    dims: Mapping[str, int]  # along which each is sharded
+    n: int  # the number of owners
+    apart: bool = False  # a codec gets the part of each parameter by itself
 
     def pack(self, leaves: Leaves) -> Tensor:
         """Return the buffer of whole parameters or gradients."""
@@ -79,11 +73,7 @@ class Rows:
     def encode(self, code: Code, buffer: Tensor, key: Key, row: int | None = None) -> dict[str, Encoded]:
         """Return the rows of `buffer` encoded: each as a whole, or by its parts: where padding would be averaged, too.
 
-        Args:
-            code: The codecs.
-            buffer: All rows, or one of them.
-            key: Of random numbers.
-            row: The number of the row, of which there is one; None if all are there.
+        `buffer` has all rows, or the one whose number is `row`.
         """
         is_padded = any(min(lengths) < width for lengths, width in zip(self._lengths, self._widths, strict=True))
         if not (self.apart or (is_padded and any(layer.codec.averages for layer in code))):
@@ -126,12 +116,7 @@ class to_owners(Carrier):
 def to_all(code: Code, row: Tensor, rows: Rows, name: str, group: Group) -> Tensor:
     """Return what `allgather` becomes in an all-gather of FSDP: the rows of all owners, `[n, width]`, as all see them.
 
-    Args:
-        code: The codecs.
-        row: This rank's, `[width]`.
-        rows: The layout.
-        name: Of the group of parameters.
-        group: The process group of the owners.
+    `row`, `[width]`, is this rank's.
     """
     rank, of = collectives.rank(group_name(group)), group_name(group)
     encoded = rows.encode(code, row.unsqueeze(0), Key(name, rank), rank)

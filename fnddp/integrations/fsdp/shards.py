@@ -33,13 +33,13 @@ class Shards:
         gradients: The pipeline of gradients; None for FSDP's own reduce-scatter.
         weights: That of weights; None for FSDP's own all-gather.
         group: Name of the shards' process group; None for the default one.
-        traffic: What each group of parameters sends.
+        traffic: What each group of parameters sends, by the name of its module; "" is the model itself.
     """
 
     def __init__(self, model: nn.Module, reductions: Reductions, gradients: Sync | None, weights: Sync | None) -> None:
         self.gradients, self.weights, self._model, self._reductions = gradients, weights, model, reductions
         self.group = reductions.units[0].group
-        self.traffic = [unit.traffic() for unit in reductions.units]
+        self.traffic = {unit.name: unit.traffic() for unit in reductions.units}
 
     @property
     def steps(self) -> int:

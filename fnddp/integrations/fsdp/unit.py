@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,35 +18,16 @@ from fnddp.integrations.fsdp.rows import Rows, to_all, to_owners
 from fnddp.torch_private import FSDPGroup, is_within_backward
 from fnddp.transforms.memory import ef21, error_feedback
 
+Messages: TypeAlias = tuple[tuple[str, int, int], ...]
+"""Collectives: the kind of each, the payload of one rank in bytes, and the number of its ranks."""
+
 
 class Traffic(NamedTuple):
-    """What a rank gives to the collectives of one group of parameters.
+    """What a rank sends for one group of parameters in a step. `regathered` is what backward gathers again."""
 
-    Attributes:
-        name: Of the group's module; "" for the model itself.
-        ranks: The number of owners.
-        reduced: Bytes of each message of a reduce-scatter.
-        gathered: Bytes of each message of an all-gather.
-        regathered: Those of the one in backward, where weights have been sharded again after the forward.
-        regathering: The number of ranks of that.
-    """
-
-    name: str
-    ranks: int
-    reduced: tuple[int, ...]
-    gathered: tuple[int, ...]
-    regathered: tuple[int, ...]
-    regathering: int
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of a reduce-scatter."""
-        return sum(self.reduced)
-
-    @property
-    def weights(self) -> int:
-        """Bytes of an all-gather."""
-        return sum(self.gathered)
+    gradients: Messages
+    weights: Messages
+    regathered: Messages
 
 
 UNSCALED = float("1")
@@ -54,15 +35,7 @@ UNSCALED = float("1")
 
 
 class Unit:
-    """A group of parameters that FSDP sends together, and what is sent for it.
-
-    Args:
-        name: Of its module.
-        parameters: Names of its parameters, in FSDP's order.
-        fsdp: FSDP's object.
-        gradients: The pipeline of its gradients; None for FSDP's own reduce-scatter.
-        weights: That of its weights; None for FSDP's own all-gather.
-    """
+    """A group of parameters that FSDP sends together, named in its order, and what is sent for it."""
 
     def __init__(
         self, name: str, parameters: Sequence[str], fsdp: FSDPGroup, gradients: Sync | None, weights: Sync | None
@@ -107,7 +80,7 @@ class Unit:
         again = None if self.fsdp.regathering is None else self.fsdp.regathering.size()
         dtypes = self.fsdp.reduced_dtype, self.fsdp.gathered_dtype
         trained = self._rows_of(self.trained)
-        return traffic_of(self.name, trained, self._rows, self._gradients, self._weights, dtypes, again)
+        return traffic_of(trained, self._rows, self._gradients, self._weights, dtypes, again)
 
     def note(self, positions: list[int]) -> None:
         """Note which parameters have a gradient in the reduction that comes next."""
@@ -167,14 +140,7 @@ class Unit:
 
 
 def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> None:
-    """Raise a TypeError unless `sync` is `carrier` with codecs around it, and `memory` around those or not.
-
-    Args:
-        what: The argument's name.
-        sync: The pipeline.
-        memory: What may stand outermost.
-        carrier: What FSDP's collective does.
-    """
+    """Raise a TypeError unless `what` is `carrier` with codecs around it, and `memory` outermost or not."""
     inner: Any = next(sync.children()) if isinstance(sync, memory) else sync
     codecs: list[Any] = []
     while inner.carries and not isinstance(inner, Carrier):
@@ -200,7 +166,6 @@ def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> 
 
 
 def traffic_of(
-    name: str,
     trained: Rows,
     rows: Rows,
     gradients: Sync | None,
@@ -210,29 +175,26 @@ def traffic_of(
 ) -> Traffic:
     """Return what a group of parameters sends, of codecs that are tried without values.
 
-    Args:
-        name: Of the group.
-        trained: The layout of its gradients.
-        rows: That of its weights.
-        gradients, weights: The pipelines; None for FSDP's own collective.
-        dtypes: In which FSDP reduces gradients, and gathers weights.
-        again: The number of ranks over which backward gathers weights; None if they stay whole.
+    `trained` is the layout of its gradients, `rows` that of its weights; `dtypes` are those in which FSDP reduces and
+    gathers. Backward gathers weights `again` over so many ranks; None if they stay whole.
     """
 
-    def sent(code: Code, rows: Rows, dtype: torch.dtype, row: int | None = None) -> tuple[int, ...]:
+    def sent(kind: str, code: Code, rows: Rows, dtype: torch.dtype, row: int | None = None) -> Messages:
         if not (rows.n > 1 and rows.width):
             return ()
         like = torch.empty(rows.n if row is None else 1, rows.width, dtype=dtype, device="meta")
-        encoded = rows.encode(code, like, Key(name, 0), row)
-        return tuple(part.nbytes for each in encoded.values() for part in each.payload.values())
+        encoded = rows.encode(code, like, Key("", 0), row)
+        return tuple((kind, part.nbytes, rows.n) for each in encoded.values() for part in each.payload.values())
 
-    reduced, gathered = sent(code_of(gradients), trained, dtypes[0]), sent(code_of(weights), rows, dtypes[1], 0)
-    regathered = ()
+    reduce = "reduce_scatter" if gradients is None else "all_to_all"
+    reduced = sent(reduce, code_of(gradients), trained, dtypes[0])
+    gathered = sent("all_gather", code_of(weights), rows, dtypes[1], 0)
+    regathered: Messages = ()
     if again == rows.n and not isinstance(weights, ef21):
         regathered = gathered
     elif again not in (None, 1, rows.n):  # fewer ranks have a larger part each
-        regathered = (rows.n // again * rows.width * dtypes[1].itemsize,)
-    return Traffic(name, rows.n, reduced, gathered, regathered, again or 1)
+        regathered = (("all_gather", rows.n // again * rows.width * dtypes[1].itemsize, again),)
+    return Traffic(reduced, gathered, regathered)
 
 
 def code_of(sync: Sync | None) -> Code:
