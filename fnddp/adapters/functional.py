@@ -1,13 +1,11 @@
 """Functional training loops: `value_and_grad`, and a pipeline as a function that runs its plan."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
 from fnddp.core import tree
@@ -64,10 +62,10 @@ def value_and_grad(
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
         ValueError: At the call: a leaf or its gradient is sparse.
-        RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, calls `backward()` on parameters,
-            or calls another `value_and_grad` while gradients are enabled; a parameter is used both inside and outside a
-            custom autograd function that runs a backward of its own (raised once: later calls expect it); two threads
-            call it at once: make one for each; or inference mode is on, and torch is older than 2.13.
+        RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, or another custom autograd function
+            whose backward runs a backward that reaches a parameter; it calls `backward()` on parameters, or another
+            `value_and_grad` while gradients are enabled; two threads call it at once: make one for each; or inference
+            mode is on, and torch is older than 2.13.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -77,7 +75,6 @@ def value_and_grad(
     """
     require_sync("value_and_grad: sync", sync)
     engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
-    nested = _Nested()
 
     def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:
         leaves, spec = tree.flatten(params)
@@ -107,7 +104,7 @@ def value_and_grad(
         with engines.alone(leaves, state) as engine:
             step = engine.begin(state)
             try:
-                value, aux = _backward(loss_of, leaves, batch, has_aux, step, nested)
+                value, aux = _backward(loss_of, leaves, batch, has_aux, step)
                 done = step.finish()
             except BaseException as error:
                 step.fail(error)
@@ -118,47 +115,19 @@ def value_and_grad(
     return run
 
 
-@dataclass
-class _Nested:
-    """Leaves whose gradients custom functions make in a backward of their own, learned from earlier steps.
-
-    Attributes:
-        is_known: Whether a step with custom functions has ended, so that `paths` can be relied on.
-    """
-
-    paths: set[str] = field(default_factory=set[str])
-    is_known: bool = False
-
-
 def _backward(
     loss_of: Callable[..., Any],
     leaves: Leaves,
     batch: tuple[Any, ...],
     has_aux: bool,
     step: Step,
-    nested: _Nested,
 ) -> tuple[Tensor, Any]:
-    """Return value and auxiliary data; gradients go to the step as they come, or at the end if more may follow."""
+    """Return value and auxiliary data; gradients go to the step as they come."""
     task: int | None = None  # autograd's number for the backward of the loss
-    functions: list[GradientEdge] = []
-    held: dict[str, Tensor] = {}
 
     def begin(_: Tensor) -> None:
         nonlocal task
         task = current_backward()
-
-    def take(path: str, leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        if path in held:
-            grad = grad.data  # a hook may hold the old tensor: then the storage is shared
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
-                "synchronized; do without sparse=True"
-            )
-        if step.put(positions[path], grad):
-            step.advance()
 
     def arrives(path: str, leaf: Tensor) -> None:
         if task is None:
@@ -167,11 +136,16 @@ def _backward(
                 "torch.autograd.grad"
             )
         if current_backward() != task:
-            nested.paths.add(path)
-        if path in nested.paths or (functions and not nested.is_known):
-            held[path] = leaf
-        else:
-            take(path, leaf)
+            raise _made_in_another_backward(path)
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
+                "synchronized; do without sparse=True"
+            )
+        if step.put(positions[path], grad):
+            step.advance()
 
     with torch.enable_grad(), refuse_reentrant_checkpoints(_OWNER):
         variables = {path: leaf.requires_grad_() for path, leaf in leaves.items()}
@@ -185,23 +159,23 @@ def _backward(
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"value_and_grad: loss_fn must return a scalar tensor, got {shown}; take its sum or mean")
     if loss.requires_grad:  # otherwise no parameter is in it, and all gradients are zero
-        functions = custom_functions(loss, first)
-        # Without inputs torch would accumulate gradients in leaves of the caller, too.
-        inputs: list[Any] = [*variables.values(), *functions]
+        # Without inputs torch would accumulate gradients in leaves of the caller, too. Custom functions are among them,
+        # since autograd does not run one behind which it sees no parameter: its gradients would be zeros.
+        inputs: list[Any] = [*variables.values(), *custom_functions(loss, first)]
         with loss.register_hook(begin):
             torch.autograd.backward(loss, inputs=inputs)
-        left = {path: leaf for path, leaf in (held | variables).items() if leaf.grad is not None}
-        missing = step.missing if left else frozenset[str]()
-        for path, leaf in left.items():
-            if path not in missing:
-                raise RuntimeError(
-                    f"value_and_grad: leaf {path!r} is used inside and outside of a custom autograd function whose "
-                    "backward runs a backward of its own, and its gradient was synchronized before that ran; pass the "
-                    "parameter to the function as an input, or checkpoint with use_reentrant=False"
-                )
-            take(path, leaf)
-        nested.is_known = nested.is_known or bool(functions)
+        for path, leaf in variables.items():
+            if leaf.grad is not None:  # a function has written it
+                raise _made_in_another_backward(path)
     return loss.detach(), tree.map_tensors(Tensor.detach, aux)
+
+
+def _made_in_another_backward(path: str) -> RuntimeError:
+    return RuntimeError(
+        f"value_and_grad: the gradient of leaf {path!r} is made by a custom autograd function in a backward of its "
+        "own, such as a reentrant checkpoint; pass the parameter to the function as an input, or checkpoint with "
+        "use_reentrant=False"
+    )
 
 
 def _checked(path: str, leaf: Tensor) -> Tensor:
