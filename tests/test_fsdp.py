@@ -61,8 +61,10 @@ def batches(steps: int, seed: int = 5) -> list[Tensor]:
     return [torch.randn(4, 6, generator=generator) for _ in range(steps)]
 
 
-def train(model: nn.Module, steps: list[Tensor], no_sync: Callable[[], Any] = nullcontext) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def train(
+    model: nn.Module, steps: list[Tensor], no_sync: Callable[[], Any] = nullcontext, optimizer: Any = None
+) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x in steps:
         first, second = x.chunk(2)
         with no_sync():
