@@ -204,6 +204,12 @@ def test_a_model_is_judged_in_eval_mode() -> None:
     assert judged[0].unique().numel() == 1  # dropout would have made zeros
 
 
+def test_behind_a_momentum_that_all_share_the_optimizer_has_none() -> None:
+    sgd = replace(line_problem(), optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5))
+    losses = [final_loss(sgd, parse(text), 2, 0, 6) for text in (MEAN, f"shared_momentum({MEAN}, beta=0.5)")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_candidates_are_pipelines() -> None:
     parameters = models.parameters("transformer")
     for text in (MEAN, *SIXTEEN_BITS, *CANDIDATES):

@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fnddp.core.options import checked_int
 from fnddp.core.parse import parse
-from fnddp.core.sync import Sync
+from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.cost.estimate import Compute, Links, MeanStep
 from fnddp.plan.period import period
 from fnddp.run.choose import choose
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.simulate.training import simulate_training
+from fnddp.transforms.memory import shared_momentum, without_momentum
 
 Batch: TypeAlias = tuple[Tensor, ...]
 Forward: TypeAlias = Callable[..., Any]  # a module, or a function that stands for one with other parameters
@@ -46,8 +47,8 @@ their cores, make it many times as slow."""
 
 CANDIDATES = (
     "bucketize(quantize(two_shot))",
+    "bucketize(quantize(two_shot, bits=4))",
     "error_feedback(bucketize(quantize(two_shot, bits=4)))",
-    "error_feedback(bucketize(sign(two_shot, chunk=256)))",
     "error_feedback(topk(bf16(allgather), ratio=0.01))",
     "error_feedback(topk(bf16(allgather), ratio=0.05))",
     "error_feedback(powersgd(bf16(allreduce), rank=1))",
@@ -128,12 +129,21 @@ def final_loss(
             batches(),
             sync,
             world_size=n,
-            optimizer=problem.optimizer,
+            optimizer=partial(_optimizer, problem, sync),
         )
     if problem.quality is None:
         return done.losses[-max(1, steps // 10) :].mean().item()
     with torch.no_grad():
         return problem.quality(standing_for(model.eval(), done.params))
+
+
+def _optimizer(problem: Problem, sync: Sync, params: list[Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer of `problem`: without a momentum of its own, behind a pipeline that gives one."""
+    optimizer = problem.optimizer(params)
+    for each in all_in(sync):
+        if isinstance(each, shared_momentum):
+            return without_momentum(optimizer, each.beta)
+    return optimizer
 
 
 @dataclass(frozen=True)
