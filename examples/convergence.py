@@ -613,7 +613,8 @@ class Table:
                 if ABOUT * self.seconds(text, n, rate) < self.seconds(last, n, rate):
                     rows.setdefault((lost, text), []).append(optimizer)
                     last = text
-        return [(*lost_and_text, optimizers) for lost_and_text, optimizers in rows.items()]
+        found = [(*lost_and_text, optimizers) for lost_and_text, optimizers in rows.items()]
+        return sorted(found, key=lambda row: -self.seconds(row[1], n, rate))
 
     def fastest(self, n: int, rate: str, among: Sequence[str], optimizer: str) -> str:
         """The one of least loss among those that are about as fast as the fastest."""
@@ -659,7 +660,8 @@ class Table:
             (_, safe, _), *faster = choices
             cells = [f"{self.named(safe)} {self.milliseconds(safe, n, rate)}"]
             for optimizer in RATE:
-                text = next((text for _, text, behind in reversed(faster) if optimizer in behind), safe)
+                behind = [text for _, text, optimizers in faster if optimizer in optimizers]
+                text = min(behind, key=lambda each: self.seconds(each, n, rate), default=safe)
                 nats = f", {self.loss(text, optimizer, n):+.2f} nats"
                 same = text == safe
                 cells.append("the same" if same else f"{self.named(text)} {self.milliseconds(text, n, rate)}{nats}")
@@ -686,8 +688,13 @@ class Table:
             cells: list[str] = []
             for optimizer in RATE:
                 gap = self.pooled(text, optimizer)
-                interval = f"{gap.mean - gap.half:+.3f} to {gap.mean + gap.half:+.3f}" if gap else ""
-                cells.append(f"{gap.mean:+.3f} | {interval} | {len(gap.gaps)}" if gap else "not run | | ")
+                if gap is None:
+                    cells.append("not run | | ")
+                elif math.isinf(gap.mean):
+                    cells.append(f"diverged | | {len(gap.gaps)}")
+                else:
+                    interval = f"{gap.mean - gap.half:+.3f} to {gap.mean + gap.half:+.3f}"
+                    cells.append(f"{gap.mean:+.3f} | {interval} | {len(gap.gaps)}")
             known = [optimizer for optimizer in RATE if self.pooled(text, optimizer)]
             open_for = " and ".join(optimizer for optimizer in known if not self.is_safe(text, [optimizer]))
             lines.append(f"| `{text}` | {' | '.join(cells)} | {open_for} |")
@@ -766,8 +773,10 @@ class Table:
             loss: dict[str, dict[str, list[float]]] = {}
             for optimizer in RATE:
                 worst = {x.setting.n: x.own for x in sorted(self.found(text, optimizer), key=lambda x: x.own.mean)}
-                loss[optimizer] = {str(n): [round(gap.mean, 4), round(gap.spread, 4)] for n, gap in worst.items()}
-            behind = [o for o, of in loss.items() if self.pooled(text, o) and max(of.values())[0] <= AFFORDABLE]
+                behind_it = {n: gap for n, gap in worst.items() if math.isfinite(gap.mean)}
+                loss[optimizer] = {str(n): [round(gap.mean, 4), round(gap.spread, 4)] for n, gap in behind_it.items()}
+            runs = {optimizer: self.found(text, optimizer) for optimizer in RATE}
+            behind = [o for o, of in runs.items() if of and max(x.own.mean for x in of) <= AFFORDABLE]
             if behind and all(self.pooled(text, optimizer) for optimizer in RATE):
                 needs = None if len(behind) == len(RATE) else behind[0]
                 needs = "has no momentum of its own" if HAS_MOMENTUM in text else needs

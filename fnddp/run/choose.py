@@ -118,7 +118,7 @@ def choose(
         params: Parameters or gradients, which may be on the meta device. A leaf that is not float32, bfloat16 or
             float16 keeps the plain mean for all.
         links: The link of the ranks.
-        loss: "none" for pipelines whose loss no seed distinguishes from the plain mean's; "some" for all of
+        loss: "none" for pipelines that surely end less than 0.01 nats above the plain mean; "some" for all of
             docs/convergence.md that need no optimizer of their own.
         world_size: Number of ranks; None for those that run.
         codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline. Those not in it are not
