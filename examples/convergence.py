@@ -662,7 +662,7 @@ class Table:
             for optimizer in RATE:
                 behind = [text for _, text, optimizers in faster if optimizer in optimizers]
                 text = min(behind, key=lambda each: self.seconds(each, n, rate), default=safe)
-                nats = f", {self.loss(text, optimizer, n):+.2f} nats"
+                nats = f", {round(self.loss(text, optimizer, n), 2) + 0.0:+.2f} nats"  # no -0.00
                 same = text == safe
                 cells.append("the same" if same else f"{self.named(text)} {self.milliseconds(text, n, rate)}{nats}")
             lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |")
@@ -773,8 +773,8 @@ class Table:
             loss: dict[str, dict[str, list[float]]] = {}
             for optimizer in RATE:
                 worst = {x.setting.n: x.own for x in sorted(self.found(text, optimizer), key=lambda x: x.own.mean)}
-                behind_it = {n: gap for n, gap in worst.items() if math.isfinite(gap.mean)}
-                loss[optimizer] = {str(n): [round(gap.mean, 4), round(gap.spread, 4)] for n, gap in behind_it.items()}
+                finite = {n: gap for n, gap in worst.items() if math.isfinite(gap.mean)}
+                loss[optimizer] = {str(n): [round(gap.mean, 4), round(gap.spread, 4)] for n, gap in finite.items()}
             runs = {optimizer: self.found(text, optimizer) for optimizer in RATE}
             behind = [o for o, of in runs.items() if of and max(x.own.mean for x in of) <= AFFORDABLE]
             if behind and all(self.pooled(text, optimizer) for optimizer in RATE):

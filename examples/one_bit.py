@@ -26,6 +26,7 @@ from convergence import (
     ASSETS,
     EXACT,
     ONE_BIT,
+    Gap,
     Task,
     beta_of,
     characters_task,
@@ -82,7 +83,7 @@ def signs(state: dict[str, Any], grad: Tensor, step: int) -> Tensor:
 def orthogonal(state: dict[str, Any], grad: Tensor, step: int) -> Tensor:
     """The nearest orthogonal matrix of the same rank, as long as a step of Adam; Adam for vectors."""
     if grad.ndim < 2:
-        return 0.23 * adam(lambda _: True, state, grad, step)
+        return shorter(0.9) * adam(lambda _: True, state, grad, step)
     u, s, vh = torch.linalg.svd(grad, full_matrices=False)
     return 0.2 * math.sqrt(max(grad.shape)) * (u * (s > 1e-5 * s[0])) @ vh
 
@@ -283,12 +284,10 @@ def table(lines: Sequence[dict[str, Any]], methods: Sequence[Method]) -> str:
         of = [x for x in lines if (x["method"], x["rate"]) == (method.name, rate) and x["seed"] in exact]
         if not of:
             continue
-        gaps = [(x["quality"] or math.inf) - exact[x["seed"]] for x in of]
-        spread = f" ± {statistics.stdev(gaps):.3f}" if len(gaps) > 1 else ""
+        gap = Gap(tuple((x["quality"] or math.inf) - exact[x["seed"]] for x in of))
         sent = link_bytes(period(fnddp.parse(of[0]["pipeline"]), params, world_size=RANKS))
         sent = WARM * whole + (1 - WARM) * sent if "warmup" in method.pipeline else sent
-        gap = f"{statistics.fmean(gaps):+.3f}{spread} ({len(gaps)})"
-        rows.append(f"| {method.name} | `{of[0]['pipeline']}` | {whole / sent:.1f}x | {rate:g} | {gap} |")
+        rows.append(f"| {method.name} | `{of[0]['pipeline']}` | {whole / sent:.1f}x | {rate:g} | {gap} ({len(of)}) |")
     return "\n".join(rows)
 
 

@@ -80,6 +80,15 @@ def test_the_plain_mean_stays_where_it_is_not_beaten_by_the_margin() -> None:
     assert taken(mean=5 * wire) == "allreduce"  # no codec is faster than a copy, however it was timed
 
 
+def test_the_last_bucket_hides_behind_nothing() -> None:
+    """Half of a model in its last bucket: with a backward that hides the rest, half of its time shows."""
+    halves = {name: torch.empty(2**18, device="meta") for name in ("first", "last")}
+    for leaves, shown in ((halves, 0.5), ({"all": torch.empty(2**19, device="meta")}, 1.0)):
+        shares = choosing._shares(leaves, "none", 2, torch.device("meta"))
+        (plain, *_) = choosing._costs(shares, Link(1e6), {})
+        assert plain.step(100.0) == pytest.approx(150.0 + shown * plain.wire_seconds)
+
+
 def test_a_codec_that_encodes_leaf_by_leaf_is_not_taken() -> None:
     assert repr(choose(PARAMS, SLOW, world_size=2, codec_seconds={"bf16(two_shot)": 0.0})) == "allreduce"
 

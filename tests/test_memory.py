@@ -148,16 +148,54 @@ def test_an_optimizer_without_its_momentum():
         assert group["betas"] == (0.0, 0.999)
     (group,) = fnddp.without_momentum(torch.optim.SGD(w, lr=0.1, momentum=0.75, dampening=0.5), 0.9).param_groups
     assert (group["lr"], group["momentum"], group["dampening"]) == (0.2, 0.0, 0.0)
-    for other in (torch.optim.SGD(w, momentum=0.9, nesterov=True), torch.optim.RMSprop(w)):
+    groups = [{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)]
+    rate = torch.tensor(0.1)
+    done = fnddp.without_momentum(torch.optim.AdamW(groups, lr=rate), beta=0.5)
+    assert [group["lr"].item() for group in done.param_groups] == pytest.approx([0.1 * s] * 2)
+    assert rate == 0.1
+    second = [dict(groups[0]), {**groups[1], "nesterov": True, "momentum": 0.9}]
+    for other in (torch.optim.SGD(second, lr=0.1, momentum=0.5), torch.optim.RMSprop(w)):
+        before = [group["momentum"] for group in other.param_groups]
         with pytest.raises(TypeError, match=f"without Nesterov's momentum, got {type(other).__name__}"):
             fnddp.without_momentum(other, beta=0.9)
+        assert [group["momentum"] for group in other.param_groups] == before
+    with pytest.raises(ValueError, match=r"beta must be in \[0, 1\), got 1"):
+        fnddp.without_momentum(torch.optim.AdamW(w), beta=1)
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace_behind_skip_nonfinite():
+    sync = fnddp.skip_nonfinite(shared_momentum(error_feedback(sign(allgather))))
+
+    def body(rank: int) -> None:
+        state = sync.init({"w": gradient(rank, 0)})
+        for step, bad in enumerate((False, True, False)):
+            before = state
+            mean, state = sync({"w": gradient(rank, step) / (0 if bad and rank == 1 else 1)}, before)
+            assert mean["w"].isfinite().all() != bad
+            assert torch.equal(state.inner.momentum["w"], before.inner.momentum["w"]) == bad
+
+    run_threads(2, body)
+
+
+def test_a_clip_inside_is_kept_and_one_outside_is_not():
+    clip = fnddp.clip_by_global_norm
+    for sync, kept in (
+        (shared_momentum(clip(allreduce, 1.0)), [1, 0.9, 0.81]),
+        (clip(shared_momentum(allreduce), 1.0), [1, 1, 1]),
+    ):
+        state, means = sync.init({"w": torch.zeros(1)}), list[float]()
+        for each in (100.0, 0.0, 0.0):
+            mean, state = sync({"w": torch.tensor([each])}, state)
+            means.append(mean["w"].item())
+        assert means == pytest.approx(kept, rel=1e-4)
 
 
 def test_momentum_is_wider_than_gradients():
     sync, grads = shared_momentum(allreduce, beta=0.999), {"w": torch.ones(1, dtype=torch.bfloat16)}
     state = sync.init(grads)
     for _ in range(3000):
-        _, state = sync(grads, state)
+        mean, state = sync(grads, state)
+        mean["w"].zero_()  # an output is the caller's
     assert state.momentum["w"].item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
 
 

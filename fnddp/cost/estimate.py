@@ -137,7 +137,7 @@ class Step:
             "exposed": self.exposed_seconds,
         }
         written = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds]
-        computes = self.seconds > self.exposed_seconds
+        computes = any(seconds for name, seconds in parts.items() if name != "exposed")
         return f"{table}\nstep {duration(self.seconds)} = {' + '.join(written)}" if computes else table
 
 
@@ -199,11 +199,13 @@ def estimate(collectives: Iterable[Collective], link: Links, backward_seconds: f
     issued = tuple(collectives)
     buckets = 1 + max((each.slot - each.depth for each in issued), default=0)
     queue = _Queue(link)
-    costs = [queue.serve(each, backward_seconds * (each.slot - each.depth + 1) / buckets) for each in issued]
+    costs = [queue.serve(each, backward_seconds * ((each.slot - each.depth + 1) / buckets)) for each in issued]
+    spans = [Span("backward", 0, 0.0, backward_seconds)]
+    spans += [Span("wire", i, cost.end_seconds - cost.seconds, cost.seconds) for i, cost in enumerate(costs)]
     end = max((cost.end_seconds for cost in costs), default=0.0)
-    waits = Span("wait", len(costs) - 1, backward_seconds, max(0.0, end - backward_seconds))
-    spans = Span("backward", 0, 0.0, backward_seconds), waits
-    return Step(spans, Compute(backward_seconds=backward_seconds), tuple(costs))
+    if end > backward_seconds:
+        spans.append(Span("wait", len(costs) - 1, backward_seconds, end - backward_seconds))
+    return Step(tuple(spans), Compute(backward_seconds=backward_seconds), tuple(costs))
 
 
 def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
@@ -283,7 +285,7 @@ class _Clock:
 def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:
     if compute.arrivals is None:
         buckets = 1 + max(plan.buckets.values(), default=0)
-        return {path: compute.backward_seconds * (bucket + 1) / buckets for path, bucket in plan.buckets.items()}
+        return {path: compute.backward_seconds * ((bucket + 1) / buckets) for path, bucket in plan.buckets.items()}
     if missing := [path for path in plan.leaves if path not in compute.arrivals]:
         raise ValueError(f"predict: compute has no arrival of leaf {missing[0]!r}; it is of another model")
     for path in plan.leaves:

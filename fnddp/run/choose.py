@@ -15,7 +15,7 @@ from torch import nn
 from fnddp import cost
 from fnddp.core import tree
 from fnddp.core.agreement import agree, description
-from fnddp.core.buckets import BUCKET_CAPS
+from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
 from fnddp.core.codec import Carrier
 from fnddp.core.parse import parse, pipeline_of
 from fnddp.core.sync import Sync, all_in
@@ -77,12 +77,12 @@ def candidates(loss: Loss) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a pipeline adds to the computation of a step.
+    """The times of a pipeline in a step.
 
     Attributes:
         pipeline: The pipeline, as text.
         wire_seconds: Time of its collectives, one after the other.
-        last_seconds: That of its last bucket, which begins when backward ends.
+        last_seconds: Of that, the time of its last bucket, which begins when backward ends.
         codec_seconds: Time to encode and decode, within a step.
     """
 
@@ -145,10 +145,14 @@ def choose(
 
 @dataclass(frozen=True)
 class _Share:
-    """The plan of a pipeline for a share of the leaves: all of them have `times` its bytes, and its costs."""
+    """The plan of a pipeline for a share of the leaves: all of them have `times` its bytes, and its costs.
+
+    `last` is the fraction of all bytes that is in the bucket that is full last.
+    """
 
     plan: Plan
     times: float
+    last: float
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +166,9 @@ def _shares(leaves: Leaves, loss: Loss, n: int | None, device: torch.device) -> 
         return {}
     dtype = max(leaves.values(), key=lambda leaf: leaf.nbytes).dtype
     part = {"part": torch.empty(max(1, min(nbytes, SHARE_BYTES) // dtype.itemsize), dtype=dtype, device=device)}
+    sizes = {path: leaf.nbytes for path, leaf in reversed(leaves.items())}  # about the order in which they arrive
+    buckets = assign_buckets(sizes, BUCKET_CAPS)
+    last = sum(size for path, size in sizes.items() if buckets[path] == max(buckets.values()))
     shares: dict[str, _Share] = {}
     for text in candidates(loss):
         kinds = {type(each) for each in all_in(parse(text))}
@@ -169,7 +176,7 @@ def _shares(leaves: Leaves, loss: Loss, n: int | None, device: torch.device) -> 
             continue  # it encodes leaf by leaf, in hundreds of operations that a share does not show
         # The cost of PowerSGD depends on the shapes of matrices, that of others on the number of elements.
         sample, times = (leaves, 1.0) if powersgd in kinds else (part, nbytes / part["part"].nbytes)
-        shares[text] = _Share(lower(parse(text), sample, world_size=n), times)
+        shares[text] = _Share(lower(parse(text), sample, world_size=n), times, last / nbytes)
     return shares
 
 
@@ -181,22 +188,20 @@ def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[st
             nbytes = each.times * each.nbytes
             wire = each.times * each.plan.estimate(links).communication_seconds
             codec = SLOWDOWN * nbytes * max(copy, codec_seconds.get(text, 0.0))
-            costs.append(Cost(text, wire, wire * _last_bucket(nbytes) / nbytes, codec))
+            costs.append(Cost(text, wire, wire * each.last, codec))
     return costs
-
-
-def _last_bucket(nbytes: float) -> float:
-    """Return how much of so many bytes is in the bucket that is full last."""
-    first, others = BUCKET_CAPS
-    return nbytes if nbytes <= first else (nbytes - first) % others or others
 
 
 def _best(costs: Sequence[Cost], backward_seconds: float | None = None) -> str:
     """Return the pipeline to take; `costs` begins with the plain mean's, or is empty where no other may be taken."""
     if not costs:
         return repr(allreduce)
-    # Ratios are largest where backward takes no time, or as long as somebody's collectives.
-    backwards = [0.0, *(each.wire_seconds for each in costs)] if backward_seconds is None else [backward_seconds]
+    # Ratios are largest where backward takes no time, or just hides somebody's collectives but for the last.
+    backwards = (
+        [0.0, *(each.wire_seconds - each.last_seconds for each in costs)]
+        if backward_seconds is None
+        else [backward_seconds]
+    )
     least = [(backward, min(each.step(backward) for each in costs)) for backward in backwards]
 
     def regret(each: Cost) -> float:

@@ -142,7 +142,10 @@ def _optimizer(problem: Problem, sync: Sync, params: list[Tensor]) -> torch.opti
     optimizer = problem.optimizer(params)
     for each in all_in(sync):
         if isinstance(each, shared_momentum):
-            return without_momentum(optimizer, each.beta)
+            try:
+                return without_momentum(optimizer, each.beta)
+            except TypeError as error:
+                raise ValueError(f"tune: {sync!r} gives a momentum; {error}") from error
     return optimizer
 
 
@@ -329,6 +332,8 @@ def tune(
         _require_mean(sync)
     model = problem.make(0)
     leaves, batch = trained(model), next(problem.batches(ranks, 0, 1))
+    for sync in syncs.values():
+        _optimizer(problem, sync, [*leaves.values()])  # which may not fit it
     with on_threads(threads):
         tell("timing forward and backward", 0, len(syncs))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))

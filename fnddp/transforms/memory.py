@@ -324,34 +324,37 @@ def without_momentum(optimizer: torch.optim.Optimizer, beta: float) -> torch.opt
     Its steps stay about as long. SGD's momentum becomes 0 and its rate `lr / (1 - momentum)`: the same steps to
     rounding, if `beta` is that momentum and nothing decays. Adam's first beta becomes 0 and its rate `lr * s` with s =
     sqrt((1 - beta) / (1 + beta)), since its second moment is now that of the momentum, which is s times as large where
-    gradients are noise; AdamW's weight decay becomes `weight_decay / s`. Make a scheduler of rates after this. The
-    wrong choice for an optimizer that has made steps: its buffers stay.
+    gradients are noise; AdamW's weight decay becomes `weight_decay / s`. Call it once, before making a scheduler of
+    rates; parameter groups that are added later keep what they are given. The wrong choice for an optimizer that has
+    made steps: its buffers stay.
 
     Returns:
         The optimizer.
 
     Raises:
-        TypeError: It is none of torch's SGD, Adam and AdamW, or SGD with Nesterov's momentum.
+        TypeError: It is none of torch's SGD, Adam and AdamW, or SGD with Nesterov's momentum; nothing is changed.
+        ValueError: `beta` is not in [0, 1).
 
     >>> w = torch.zeros(1, requires_grad=True)
     >>> optimizer = without_momentum(torch.optim.SGD([w], lr=0.1, momentum=0.9), beta=0.9)
     >>> round(optimizer.param_groups[0]["lr"], 9), optimizer.param_groups[0]["momentum"]
     (1.0, 0.0)
     """
+    if not 0 <= beta < 1:
+        raise ValueError(f"without_momentum: beta must be in [0, 1), got {beta!r}")
+    is_sgd, groups = isinstance(optimizer, torch.optim.SGD), optimizer.param_groups
+    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam) or any(group.get("nesterov") for group in groups):
+        raise TypeError(
+            f"without_momentum: optimizer must be torch's SGD, Adam or AdamW, without Nesterov's momentum, got "
+            f"{type(optimizer).__name__}; give it a first beta or momentum of 0 yourself"
+        )
     shorter = math.sqrt((1 - beta) / (1 + beta))
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and not group["nesterov"]:
-            if group["momentum"]:
-                group["lr"] *= (1 - group["dampening"]) / (1 - group["momentum"])
-            group["momentum"] = group["dampening"] = 0.0
-        elif isinstance(optimizer, torch.optim.Adam):  # of which AdamW is one
-            group["betas"] = (0.0, group["betas"][1])
-            group["lr"] *= shorter
+    for group in groups:
+        if is_sgd:
+            longer = (1 - group["dampening"]) / (1 - group["momentum"]) if group["momentum"] else 1.0
+            group |= {"lr": group["lr"] * longer, "momentum": 0.0, "dampening": 0.0}  # a rate may be a shared tensor
+        else:
+            group |= {"lr": group["lr"] * shorter, "betas": (0.0, group["betas"][1])}
             if group["decoupled_weight_decay"]:
                 group["weight_decay"] /= shorter
-        else:
-            raise TypeError(
-                f"without_momentum: optimizer must be torch's SGD, Adam or AdamW, without Nesterov's momentum, got "
-                f"{type(optimizer).__name__}; give it a first beta or momentum of 0 yourself"
-            )
     return optimizer
