@@ -41,8 +41,8 @@ Loss: TypeAlias = Literal["none", "some"]
 MARGIN = 0.1
 """A pipeline must win by this fraction: two predictions, each within 5 % on two hosts (docs/cost-accuracy.md)."""
 
-SLOWDOWN = 2
-"""A codec takes up to about this many times as long within a step as alone: backward and messages share its core."""
+SLOWDOWN = 1.5
+"""A codec takes about this many times as long within a step as alone: backward and messages share its core."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of leaves for which losses were measured, or that have less to lose; others keep the plain mean."""
