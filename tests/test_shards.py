@@ -1,5 +1,6 @@
 """Codecs on what FSDP2 sends between shards, on gloo ranks, against FSDP2 itself and one process with all batches."""
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -353,6 +354,31 @@ def test_an_error_in_one_ranks_encode_is_one_on_all(rank: int) -> None:
         loss(model, last).backward()
     assert torch.equal(*map(local_grads_of, models))
     assert bits(tensors_of(handles[0])) == bits(tensors_of(handles[1]))
+
+
+@on_ranks(2)
+def test_a_step_that_failed_ends_with_a_backward_that_breaks_off(rank: int) -> None:
+    """Although its error has frames, which nobody collects here, in which the step was."""
+    model = sharded()
+    handle = compress_shards(model, "quantize(two_shot)")
+    first, second = batches(2)
+
+    def odd(*_: Any) -> Any:
+        raise ValueError("odd")
+
+    broken = first.requires_grad_()
+    broken.register_hook(odd)
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fnddp.quantize, "encode", odd)
+            with pytest.raises(ValueError, match="odd"):
+                loss(model, broken).backward()
+        model.zero_grad()
+        loss(model, second).backward()
+        assert handle.steps == 1
+    finally:
+        gc.enable()
 
 
 def replicated(replicas: int, shards: int) -> Any:

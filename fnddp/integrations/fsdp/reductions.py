@@ -94,6 +94,8 @@ class Reductions:
                 step.failure = step.failure or error
                 unit.reduce_nothing(buffer)
                 mine.zero_()
+            finally:
+                del step  # which the error's frames would keep alive, if this backward breaks off
 
     def begin(self, *, is_part: bool = False) -> "Step":
         """Begin a step, in a backward. One that `is_part` of another ends with that, which keeps what is returned."""
