@@ -348,6 +348,20 @@ def following(found: Found, *options: Any) -> Run | None:
     return next((run for run in wanted(found, *options) if run not in found), None)
 
 
+def losses_of(
+    task: Task, model: nn.Module, sync: fnddp.Sync, n: int, seed: int, optimizer: Callable[..., torch.optim.Optimizer]
+) -> tuple[float, float]:
+    """Trains, and returns the loss on held-out data and that of the last ten steps; NaN if numbers were not finite."""
+    batches = task.batches(n, seed, task.steps)
+    try:
+        after = fnddp.simulate_training(
+            partial(task.loss, model), named_parameters(model), batches, sync, world_size=n, optimizer=optimizer
+        )
+    except torch.linalg.LinAlgError:  # of what is not finite
+        return math.nan, math.nan
+    return task.quality(model, after.params), after.losses[-10:].mean().item()
+
+
 def done(task: Task, run: Run) -> dict[str, Any]:
     """Trains once. Pipelines get the same initial parameters and batches; seeds others."""
     (name, optimizer, n), text, octave, seed = run
@@ -363,18 +377,7 @@ def done(task: Task, run: Run) -> dict[str, Any]:
     sync = fnddp.parse(text)
     make = partial(make_optimizer, optimizer, rate, beta_of(sync))
     began = time.process_time()
-    try:
-        after = fnddp.simulate_training(
-            partial(task.loss, model),
-            params,
-            task.batches(n, seed, task.steps),
-            sync,
-            world_size=n,
-            optimizer=partial(scheduled, make, task.steps, watch),
-        )
-        quality, last = task.quality(model, after.params), after.losses[-10:].mean().item()
-    except torch.linalg.LinAlgError:  # of what is not finite
-        quality = last = math.nan
+    quality, last = losses_of(task, model, sync, n, seed, partial(scheduled, make, task.steps, watch))
     line = {
         "task": name,
         "optimizer": optimizer,

@@ -32,6 +32,7 @@ from convergence import (
     characters_task,
     lines_of,
     link_bytes,
+    losses_of,
     make_optimizer,
     named_parameters,
     scheduled,
@@ -196,23 +197,11 @@ def train(out: Path, methods: Sequence[Method], task: Task) -> None:
 def done(task: Task, method: Method, rate: float, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = task.make()
-    params = named_parameters(model)
     sync = fnddp.parse(method.pipeline.replace("WARM", str(round(WARM * task.steps))))
     make = method.make and partial(method.make, task.steps, rate)
     make = make or partial(make_optimizer, "AdamW", rate, beta_of(sync))
     began = time.process_time()
-    try:
-        after = fnddp.simulate_training(
-            partial(task.loss, model),
-            params,
-            task.batches(RANKS, seed, task.steps),
-            sync,
-            world_size=RANKS,
-            optimizer=partial(scheduled, make, task.steps, lambda *_: None),
-        ).params
-        quality = task.quality(model, after)
-    except torch.linalg.LinAlgError:  # of what is not finite
-        quality = math.nan
+    quality, _ = losses_of(task, model, sync, RANKS, seed, partial(scheduled, make, task.steps, lambda *_: None))
     line = {
         "method": method.name,
         "pipeline": repr(sync),

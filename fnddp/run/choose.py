@@ -50,7 +50,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODEC_SECONDS = {
     "allreduce": 0.1e-9,
     "bf16(allreduce)": 0.4e-9,
-    "bf16(two_shot)": 0.55e-9,
     "bucketize(quantize(two_shot))": 1.4e-9,
     "bucketize(quantize(two_shot, bits=4))": 1.3e-9,
     "error_feedback(bucketize(quantize(two_shot, bits=4)))": 3.1e-9,

@@ -66,7 +66,7 @@ SUITES = {
     "module": (
         ("fnddp/adapters/**/*.py",),
         "stats backward adapters drop_in/ functional weights module register "
-        "wire debug state agreement checkpoint schedules failures",
+        "wire user_collectives debug state agreement checkpoint schedules failures",
     ),
 }
 
