@@ -463,7 +463,6 @@ def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random)
 
 
 def gather(value: Any) -> list[Any]:
-    """Return `value` of every rank."""
     if not dist.is_initialized():
         return [value]
     everyone, packed = [b""] * world_size(None), io.BytesIO()
@@ -670,7 +669,6 @@ def bare(rank: int, step: int) -> Tree:
 
 
 def empty(rank: int, step: int) -> Tree:
-    """Return a tree without leaves."""
     return {"nothing": None, "none": []}
 
 

@@ -616,7 +616,7 @@ class FSDPGroup:
 
     @property
     def custom_comms(self) -> list[str]:
-        """Classes that somebody else has put in the place of FSDP's own reduce-scatter and all-gather."""
+        """Names of the classes that replace FSDP's own reduce-scatter and all-gather."""
         comms = type(self.reduce_scatter), type(self._group._all_gather_comm)
         return [each.__name__ for each in comms if each.__name__ not in ("DefaultReduceScatter", "DefaultAllGather")]
 

@@ -49,7 +49,7 @@ def value_and_grad(
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
         sync: The pipeline.
-        has_aux: Whether `loss_fn` returns auxiliary data in addition to the loss.
+        has_aux: True if `loss_fn` returns auxiliary data in addition to the loss.
         wire: Moves bytes between ranks; torch.distributed by default.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
             `docs/functional.md`. A pipeline that cannot be lowered is then an error.
@@ -78,7 +78,7 @@ def value_and_grad(
 
     def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:
         leaves, spec = tree.flatten(params)
-        # Parameters that require grad would have autograd record a second graph, for nobody.
+        # Parameters that require grad would have autograd record a second graph, which nothing uses.
         leaves = {path: _checked(path, leaf).detach() for path, leaf in leaves.items()}
 
         def loss_of(leaves: Leaves, *batch: Any) -> Any:
@@ -122,7 +122,7 @@ def _backward(
     has_aux: bool,
     step: Step,
 ) -> tuple[Tensor, Any]:
-    """Return value and auxiliary data; gradients go to the step as they come."""
+    """Return loss and auxiliary data; put gradients into `step` as they arrive."""
     task: int | None = None  # autograd's number for the backward of the loss
 
     def begin(_: Tensor) -> None:
@@ -142,7 +142,7 @@ def _backward(
         if grad.layout != torch.strided:
             raise ValueError(
                 f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
-                "synchronized; do without sparse=True"
+                "synchronized; leave out sparse=True"
             )
         if step.put(positions[path], grad):
             step.advance()

@@ -59,10 +59,10 @@ class HasPipeline:
         return self._engine.plan
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """The pipeline's state for torch.distributed.checkpoint.
+        """Return the pipeline's state for torch.distributed.checkpoint.
 
         Args:
-            saved_world_size: To load what another number of ranks has saved.
+            saved_world_size: The number of ranks that saved the state to load; None for the present number.
         """
         return Checkpoint(self, self._group, saved_world_size, adopt=self._adopt if self._is_measured else None)
 

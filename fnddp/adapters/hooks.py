@@ -125,7 +125,7 @@ class Ending:
     def __init__(self, task: int) -> None:
         self._task = task
         self.steps: list[tuple[Engine, Callable[[], None]]] = []
-        self.engines: list[Engine] = []  # of the steps, for those that outlive a backward that has raised
+        self.engines: list[Engine] = []  # of the steps, which keep this list: if the backward raises, it outlives this
 
     def __call__(self) -> None:
         with _lock:

@@ -1,4 +1,4 @@
-"""Small numbers in few bits, and rows in blocks: the parts of codecs' payloads."""
+"""Packing of small integers, signs and indices into bytes, and splitting of rows into blocks, for codecs."""
 
 import torch
 from torch import Tensor
@@ -6,32 +6,30 @@ from torch.nn.functional import pad
 
 from fnddp.torch_private import reinterpreted
 
-PACKED_INDICES = 4096  # elements that 12 bits can index
-
-# In words of as many bytes as numbers share one, packing takes few operations.
+# Numbers that will share a byte are the bytes of one word, so that one product packs them.
 _WORDS = {4: torch.int16, 2: torch.int32}
 _LOWEST = {4: 0x0F0F, 2: 0x03030303}
-# Factors that move small numbers, one in each byte of a word, side by side into its highest byte, without carries.
+# Factors that move the numbers of a word side by side into its highest byte, without carries.
 _PACK = {4: 1 << 8 | 1 << 4, 2: 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6}
 
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
-# In words of eight bytes.
+# For bits, in words of eight bytes.
 _ONES = 0x0101010101010101
-_GATHER = 0x0102040810204080  # factor that moves bytes of 0 or 1 as bits into the highest byte
+_GATHER = 0x0102040810204080  # a factor: moves bytes of 0 or 1 as bits into the highest byte
 _DIAGONAL = 0x8040201008040201 - (1 << 64)
-_BELOW_TOP = 0x7F7F7F7F7F7F7F7F  # carries into the top of each byte that is not 0
+_BELOW_TOP = 0x7F7F7F7F7F7F7F7F  # a term: carries into the highest bit of each byte that is not 0
 
 INDEX_DTYPES = {"small": None, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
 
 
 def block_size(block: int | None, n: int) -> int:
-    """Return the number of elements of a block, in rows of `n`: all of them where `block` is None or larger."""
+    """Return the number of elements of a block in rows of `n`: `n` if `block` is None or larger."""
     return min(n, block or n)
 
 
 def blocks_of(length: Tensor, block: int | None, n: int) -> Tensor:
-    """Return how many blocks of a row of `n` elements have one of its first `length`.
+    """Return the number of blocks that hold the first `length` elements of a row of `n`.
 
     >>> blocks_of(torch.tensor([[5], [0]]), 4, 12)
     tensor([[2],
@@ -53,7 +51,7 @@ def in_blocks(x: Tensor, block: int | None) -> Tensor:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return 1 / `scale`, or 0 where that is infinite: multiplying takes a third of the time of dividing.
+    """Return 1 / `scale`, or 0 for zero and subnormal scales: multiplying takes a third of the time of dividing.
 
     >>> inverse(torch.tensor([4.0, 0.0]))
     tensor([0.2500, 0.0000])
@@ -62,14 +60,14 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def pack(q: Tensor, bits: int) -> Tensor:
-    """Pack integers of `bits` bits each, in two's complement, 8 / `bits` of them in a byte: `[..., ceil(n bits / 8)]`.
+    """Pack integers of `bits` bits in two's complement, 8 / `bits` to a byte: `[..., ceil(n bits / 8)]`.
 
     >>> pack(torch.tensor([1, -1, 0, 1], dtype=torch.int8), bits=2)
     tensor([77], dtype=torch.uint8)
     """
     if bits == 8:
         return q
-    # `>>` would make new memory in each step; its long name can write into memory that is there, as products can.
+    # Not `>>`: its out= form makes new memory in each step, and copies.
     words = (reinterpreted(_padded(q, 8 // bits), _WORDS[bits]) & _LOWEST[bits]) * _PACK[bits]
     return torch.bitwise_right_shift(words, 8 * words.element_size() - 8).to(torch.uint8)
 
@@ -130,7 +128,7 @@ def _padded(q: Tensor, multiple: int) -> Tensor:
 def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
     """Pack indices below `among`: in the fewest of 16, 32 and 64 bits; in 12 if `among` is 4,096 and their number even.
 
-    Two of 12 bits are three bytes: `[..., k]` becomes `[..., k / 2, 3]`. Another `dtype` than "small" is taken as is.
+    Two of 12 bits are three bytes: `[..., k]` becomes `[..., k / 2, 3]`. `dtype` may be one of `INDEX_DTYPES` instead.
 
     >>> pack_indices(torch.tensor([1, 4095]), 4096)
     tensor([[  0,  31, 255]], dtype=torch.uint8)
@@ -140,7 +138,7 @@ def pack_indices(indices: Tensor, among: int, dtype: str = "small") -> Tensor:
     chosen = INDEX_DTYPES[dtype]
     if chosen is not None:
         return indices.to(chosen)
-    if among == PACKED_INDICES and indices.shape[-1] % 2 == 0:
+    if among == 1 << 12 and indices.shape[-1] % 2 == 0:
         first, second = indices[..., 0::2], indices[..., 1::2]
         return torch.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], -1).to(torch.uint8)
     return indices.to(next(dtype for bits, dtype in _INTEGERS.items() if among <= 1 << bits - 1))

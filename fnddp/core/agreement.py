@@ -32,8 +32,8 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
     descriptions if they differ. Adapters such as `register` call it themselves.
 
     Args:
-        sync: The pipeline, or an outer step, with whose state it also finds ranks that begin with other parameters.
-            Names of process groups are not compared: in a device mesh they rightly differ.
+        sync: The pipeline, or an outer step, whose state also shows whether ranks begin with the same parameters.
+            Names of process groups are not compared: in a device mesh they differ.
         grads: Gradients, or parameters.
         state: From `sync.init`; None compares no state.
         group: The ranks that must agree; None for the default group.
@@ -71,7 +71,7 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
 def agree_over(
     describe_rank: Callable[[], dict[str, str]], groups: Iterable[Group], others: Iterable[Group] = ()
 ) -> None:
-    """Do what `agree` does over several groups; where it fails in one of them, or of `others`, raise in all."""
+    """Run `agree` over each of `groups`; a failure in one is raised in all, and in `others`, which compare nothing."""
     failure: Exception | None = None
     lines: dict[str, str] = {}
     try:
@@ -100,14 +100,14 @@ def agree_on_state(sync: Expression, before: State, after: State, group: Group, 
         agree(lambda: _replicated(require_like(repr(sync), after, before)), group, wire)
     except RuntimeError as error:
         raise CollectiveError(
-            f"the state of {sync!r} could not be set: {error}. What is replicated in it, such as a counter, is set on "
-            "all ranks or on none; another rank has failed, left, or not set it"
+            f"the state of {sync!r} could not be set: {error}. Its replicated parts, such as a counter, must be "
+            "set on all ranks or on none; another rank has failed, left, or not set them"
         ) from error
 
 
 @contextmanager
 def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
-    """If the block raises on one rank, make the others raise in their next `agree`, if they call one (`enabled`)."""
+    """Send an error of the block to the other ranks, which raise in their next `agree`; `enabled` if they call one."""
     try:
         yield
     except Exception as error:
@@ -161,7 +161,6 @@ def _value(value: Tensor | int) -> str:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of `tensors`."""
     whole = hashlib.sha256()
     for tensor in tensors:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -122,7 +122,7 @@ class Batch:
     Attributes:
         x: The rows, or the pieces of all leaves.
         paths: The leaves.
-        is_one: Whether it is a leaf that is encoded alone.
+        is_one: True for one leaf that is encoded alone.
     """
 
     def __init__(self, rows: Leaves, unit: int | None) -> None:

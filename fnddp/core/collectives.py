@@ -55,7 +55,7 @@ def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
     paths = sorted(leaves)
     wires = [_encode(path, leaves[path], op, n) for path in paths]
     for group in groups:
-        wires = _exchanged(ALL_REDUCE, wires, "sum" if op == "mean" else op, group)
+        wires = _exchange(ALL_REDUCE, wires, "sum" if op == "mean" else op, group)
     reduced = dict(zip(paths, wires, strict=True))
     return {path: _decode(reduced[path], leaf, op, n) for path, leaf in leaves.items()}
 
@@ -68,7 +68,7 @@ def all_gather(tensor: Tensor, group: str | None = None) -> Tensor:
 def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
     """Run an `all_gather` of every leaf, in the order of their paths."""
     paths = sorted(leaves)
-    gathered = _carried(ALL_GATHER, [leaves[path].unsqueeze(0) for path in paths], group)
+    gathered = _exchange_bytes(ALL_GATHER, [leaves[path].unsqueeze(0) for path in paths], group)
     n = world_size(group)
     return {path: rows.reshape(n, *leaves[path].shape) for path, rows in zip(paths, gathered, strict=True)}
 
@@ -83,7 +83,7 @@ def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
     paths = sorted(leaves)
     for path in paths:
         _require_rows("all_to_all", leaves[path], group)
-    received = _carried(ALL_TO_ALL, [leaves[path] for path in paths], group)
+    received = _exchange_bytes(ALL_TO_ALL, [leaves[path] for path in paths], group)
     return {path: rows.reshape(leaves[path].shape) for path, rows in zip(paths, received, strict=True)}
 
 
@@ -98,7 +98,7 @@ def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None
     for path in paths:
         _require_rows("reduce_scatter", leaves[path], group)
     wires = [layout.to_wire(leaves[path]) for path in paths]
-    parts = dict(zip(paths, _exchanged(REDUCE_SCATTER, wires, "sum", group), strict=True))
+    parts = dict(zip(paths, _exchange(REDUCE_SCATTER, wires, "sum", group), strict=True))
     return {path: layout.from_wire(parts[path][0], leaf[0]) for path, leaf in leaves.items()}
 
 
@@ -129,14 +129,14 @@ def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
         raise ValueError(f"{name}: expected a row for each of {n} ranks, got a tensor of shape {tuple(tensor.shape)}")
 
 
-def _carried(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
-    """Return the results of a kind that computes nothing: rows of `tensors`, of any dtype, travel as bytes."""
+def _exchange_bytes(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
+    """Return the results of a kind that computes nothing: `tensors`, of any dtype, travel as bytes."""
     wires = [layout.to_wire(tensor) for tensor in tensors]
-    if current().traced or current().simulated is not None:  # a plan's buffers hold all dtypes
-        results = _exchanged(kind, wires, None, group)
+    if current().traced or current().simulated is not None:  # plans make bytes of them; simulated ranks have no wire
+        results = _exchange(kind, wires, None, group)
     else:
         n = world_size(group)
-        received = _exchanged(kind, [_as_bytes(wire) for wire in wires], None, group)
+        received = _exchange(kind, [_as_bytes(wire) for wire in wires], None, group)
         results = [
             reinterpreted(result.reshape(-1), wire.dtype).reshape(kind.joined_shape(tuple(wire.shape), n))
             for result, wire in zip(received, wires, strict=True)
@@ -150,7 +150,7 @@ def _as_bytes(wire: Tensor) -> Tensor:
     return reinterpreted(flat.unsqueeze(-1), torch.uint8).reshape(wire.shape[0], -1)
 
 
-def _exchanged(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
+def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
     """Return the results of `kind`, one for each payload: issue all, then await all.
 
     Rows from the ranks are joined along the first dimension of the payload.
@@ -158,11 +158,11 @@ def _exchanged(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: st
     if current().simulated is None:
         refuse_batching()
     n = world_size(group)
-    moved = iter(_moved(kind, [payload for payload in payloads if payload.numel()], op, group, n))
+    moved = iter(_exchange_nonempty(kind, [payload for payload in payloads if payload.numel()], op, group, n))
     return [next(moved) if p.numel() else p.new_empty(kind.joined_shape(tuple(p.shape), n)) for p in payloads]
 
 
-def _moved(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
+def _exchange_nonempty(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
     if is_alone():
         return [payload.clone() for payload in payloads]  # a result never shares memory with an input
     world = current()
@@ -170,7 +170,7 @@ def _moved(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None
         moved = [(world.simulated.moved(kind, payload, op, group), tuple(payload.shape)) for payload in payloads]
         return [result.reshape(kind.joined_shape(shape, n)) for result, shape in moved]
     if world.wire is not None and not world.traced:
-        return _over(world.wire, kind, payloads, op, group, n)
+        return _on_wire(world.wire, kind, payloads, op, group, n)
     name = group or DEFAULT_GROUP if world.traced else live_name(group)
     if not (kind.computes or world.traced):
         # torch 2.13 corrupts memory where many functional all_gathers of a gloo group are under way at once.
@@ -179,7 +179,7 @@ def _moved(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None
     return [_wait(each) for each in issued]
 
 
-def _over(wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
+def _on_wire(wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
     started: list[tuple[Any, Tensor, tuple[int, ...]]] = []
     for payload in payloads:
         count_payload(payload.numel() * payload.element_size())

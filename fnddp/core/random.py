@@ -29,7 +29,7 @@ def normal(shape: tuple[int, ...], *, name: str, seed: int, step: int, like: Ten
     >>> abs(one.mean()) < 0.1 and abs(one.std() - 1) < 0.1
     tensor(True)
     """
-    if like.is_meta and not has_modes():  # no numbers are wanted; in a trace, the operations are
+    if like.is_meta and not has_modes():  # a trace needs the operations
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     counter = 2 * torch.arange(math.prod(shape), dtype=torch.int32, device=like.device)  # two words make one number
     counter = counter + _offset(name, seed, step, 0, like.device)
@@ -73,7 +73,7 @@ def integers(
 
 
 def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None = None) -> Tensor:
-    """Return `n` different numbers in int32, in random order: the largest k are k places drawn without ties.
+    """Return `n` different numbers in int32, in random order: the indices of the largest k are k random indices.
 
     The hash is a bijection (shifts by half a word and odd factors have inverses), so up to 2 ** 32 numbers have no
     ties, which devices would break differently.
@@ -122,5 +122,5 @@ def _mixed(counter: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, by: int) -> Tensor:
-    # A shift of int32 alone brings the sign in. By its long name, which can write into memory that is there.
+    # The mask removes copies of the sign. Not `>>`: its out= form makes new memory in each step, and copies.
     return torch.bitwise_right_shift(word, by) & (_LOW_32 >> by)

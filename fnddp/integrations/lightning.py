@@ -25,8 +25,8 @@ KEY = "fnddp"
 class FnddpStrategy(DDPStrategy):
     """Lightning's "ddp" with gradients synchronized by a pipeline: `Trainer(strategy=FnddpStrategy(sync=...))`.
 
-    A checkpoint holds the pipeline states of all ranks under "fnddp". `fit(ckpt_path=...)` resumes bit for bit; on
-    another number of ranks, `fnddp.adapters.checkpoint.shares` defines the shares. Lightning's own strategies can
+    A checkpoint holds the pipeline states of all ranks under "fnddp". `fit(ckpt_path=...)` resumes bit for bit; another
+    number of ranks divides the residuals as `fnddp.adapters.checkpoint.shares` returns. Lightning's own strategies can
     read it. To write it, the first rank gathers the residuals of all ranks: the wrong choice where they do not fit
     into its memory. With `start_method="spawn"` or "fork", only a checkpoint keeps the state after `fit`.
 

@@ -45,7 +45,7 @@ class ManagerWire(Elastic):
     Means are over the participants of the quorum. A collective that fails, because a replica has died or is too slow,
     raises nothing: its error is reported to the manager, its result is zero, later ones of the step are not started,
     and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end steps by a vote, raise
-    `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask that.
+    `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask `should_commit()`.
 
     The wrong choice for a module: `DistributedDataParallel` of this package also rolls back and heals the pipeline's
     state. The wrong choice inside a replica: its ranks have torch.distributed.
@@ -192,7 +192,7 @@ class _Collective:
 
 
 def _start(pg: Any, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
-    # What torchft's process groups have: torch.distributed's functions call more, which these have not.
+    # Methods that torchft's process groups have; torch.distributed's functions call others.
     if kind is ALL_GATHER:
         # Not allgather_into_tensor_coalesced, with which gloo of torch 2.13 corrupts memory.
         return pg.allgather([list(receive.view(-1, send.numel()))], [send], _c10d.AllgatherOptions())

@@ -25,7 +25,7 @@ class Phase:
     Attributes:
         counters: Positions of the Python ints among the parts of the state.
         groups: The groups over which means are taken.
-        holds: Whether the graph is valid for these counters, followed by the ranks that each of the groups has.
+        holds: Returns True if the graph is valid for these counters, followed by the number of ranks of each group.
     """
 
     counters: tuple[int, ...]

@@ -39,15 +39,14 @@ class Overlapped(Exchanges):
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """Names of the open exchanges, in the order of their starts."""
         return tuple(self._open)
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
-        for engine in self._ended():
+        for engine in self._last_engines():
             engine.require_noticed()
 
-    def _ended(self) -> list[Engine]:
+    def _last_engines(self) -> list[Engine]:
         return [engines.last for engines in self._engines.values() if engines.last is not None]
 
     def poll(self) -> None:
@@ -61,7 +60,7 @@ class Overlapped(Exchanges):
         if (name, sync) not in self._engines:
             self._engines[name, sync] = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
         engine = self._engines[name, sync].of(leaves, state)
-        for other in self._ended():
+        for other in self._last_engines():
             engine.follow(other)
         step = engine.begin(state)
         self._open[name] = _Open(engine, step, leaves)

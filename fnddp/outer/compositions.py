@@ -20,7 +20,7 @@ def sparse_loco(
     lr: float = 1.0,
     carrier: Sync = allgather,
 ) -> Outer:
-    """Return SparseLoCo: the largest differences of each chunk, in few bits; decaying memory replaces outer momentum.
+    """Return SparseLoCo: the largest differences of each chunk, in few bits; decaying memory, no outer momentum.
 
     The bytes that a rank receives grow with the number of ranks: it is meant for few ranks with slow links.
 
@@ -30,7 +30,7 @@ def sparse_loco(
         chunk: Elements of a chunk.
         bits: Bits of each value: 8, 4 or 2.
         decay: Factor on the memory of differences that were not sent.
-        carrier: The carrier that gathers payloads.
+        carrier: The carrier of payloads.
 
     Source: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, Algorithm 1;
     its quantizer has a table of values for each chunk, this one multiples of the largest value of a chunk.
@@ -59,8 +59,7 @@ def muloco(
     Args:
         every, lr, momentum: See `diloco`.
         bits: Bits of each difference: 8, 4 or 2.
-        decay: Factor on the memory.
-        carrier: The carrier that moves payloads.
+        decay, carrier: See `sparse_loco`.
 
     Source: Thérien et al., "MuLoCo", arXiv 2505.23725, Algorithm 1 with quantization and error feedback.
 

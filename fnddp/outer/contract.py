@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Exchanges:
-    """Runs the exchanges of an outer step, each called by a name. This class runs an exchange where it ends."""
+    """Run the exchanges of an outer step, each under a name: in this class as a whole, in `end`."""
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Announce an exchange of `leaves`, which may start now; a later call of `end` gets the same arguments."""
@@ -56,11 +56,6 @@ class Outer(Expression, abc.ABC):
 
         It must compute element by element, so that simulation can pass a row for each rank where the state has one for
         all. Only Python ints of the state may decide which exchanges begin and end.
-
-        Args:
-            params: This rank's parameters by leaf path.
-            state: From `init` or the previous step.
-            exchanges: Runs the pipelines.
         """
 
     @property
@@ -76,13 +71,13 @@ class Outer(Expression, abc.ABC):
 
     @property
     def lead(self) -> int:
-        """Number of local steps before the first period; in `des_loc` the largest number of its trees."""
+        """Number of local steps before the first period; in `des_loc` the largest one of its outer steps."""
         return 0
 
     def leaves_of(self, params: Leaves, moments: Mapping[str, Mapping[str, Any]] | None) -> Leaves:
-        """Return the leaves that `step` is called with: `params`, and in `des_loc` moments of the optimizer.
+        """Return the leaves for `step`: `params`, and in `des_loc` moments of the optimizer.
 
-        `moments` is the optimizer's state of each parameter, by its name; None for zeros, before there is any.
+        `moments` is the optimizer's state of each parameter, by name; None stands for zeros, before the first step.
         """
         return params
 

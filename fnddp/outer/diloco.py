@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer, SGD with momentum, steps by the mean change of the parameters that ranks train alone."""
+"""DiLoCo: ranks train independently; an outer SGD with momentum then applies the mean change of their parameters."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +33,7 @@ class Descending(Outer):
                 raise ValueError(f"{type(self).__name__}: {name} must be in [0, 1), got {getattr(self, name)!r}")
 
     def anchored(self, params: Tree) -> tuple[Leaves, Leaves]:
-        """Return the initial anchor, a copy of the parameters, and velocity, zeros (empty if `momentum` is 0)."""
+        """Return the initial anchor, a copy of the parameters, and the velocity: zeros, or empty if `momentum` is 0."""
         leaves, _ = tree.flatten(params)
         for path, leaf in leaves.items():
             if not tree.is_inexact(leaf):
@@ -102,7 +102,7 @@ class diloco(Descending):
     parameters, also with lossy pipelines; a strongly lossy one needs memory, `error_feedback(...)`.
 
     It stores two copies of the parameters (one if `momentum` is 0); each rank has its own local optimizer state. The
-    wrong choice where the link keeps up with the gradients of every step: the same tokens seldom train as well.
+    wrong choice where the link keeps up with the gradients of every step, which train better on the same tokens.
 
     Args:
         sync: The pipeline that takes the mean of the differences.

@@ -65,7 +65,7 @@ class Placement:
     Attributes:
         payloads: The payloads that a node is copied to, by collective and position.
         targets: Memory that the result of a node is written over: another node's, a payload, or that of a mean.
-        lies_in: The memory that holds a result, if not memory of its own.
+        stored_in: The memory of a result, if not of its own.
         overwritten: The inputs of the graph that are written over.
         results: Leaves whose mean has memory of its own; `memories` is that memory in the next step.
     """
@@ -74,7 +74,7 @@ class Placement:
         default_factory=dict[fx.Node, list[tuple[Collective, int]]]
     )
     targets: dict[fx.Node, fx.Node | Name] = field(default_factory=dict[fx.Node, fx.Node | Name])
-    lies_in: dict[fx.Node, Memory] = field(default_factory=dict[fx.Node, Memory])
+    stored_in: dict[fx.Node, Memory] = field(default_factory=dict[fx.Node, Memory])
     overwritten: set[fx.Node] = field(default_factory=set[fx.Node])
     scratch: dict[Scratch, LeafSpec] = field(default_factory=dict[Scratch, LeafSpec])
     results: set[str] = field(default_factory=set[str])
@@ -83,8 +83,8 @@ class Placement:
     def holder(self, node: fx.Node) -> Memory:
         """Return the memory of the result of `node`: the node that made it, or a name."""
         memory: Memory = node
-        while isinstance(memory, fx.Node) and memory in self.lies_in:
-            memory = self.lies_in[memory]
+        while isinstance(memory, fx.Node) and memory in self.stored_in:
+            memory = self.stored_in[memory]
         return memory
 
     def memory(self, node: fx.Node) -> fx.Node | Name:
@@ -102,7 +102,7 @@ class Draft:
         graph: Computes means and the next state from leaves, parts of the state and numbers of ranks.
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: Names of the inputs of the graph, and of the tensors it holds.
-        is_by_bucket: Whether the graph holds for these buckets and dropped leaves only.
+        is_by_bucket: True if the graph holds for these buckets and dropped leaves only.
         cuts: The graph in order, with the `batches` of operations that run as one, by the first of them.
     """
 

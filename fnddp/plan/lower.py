@@ -131,7 +131,7 @@ def lower_leaves(
 
 @contextmanager
 def _without_gc() -> Generator[None]:
-    """Turn the garbage collector off: it would scan the hundreds of thousands of objects of a graph again and again."""
+    """Turn the garbage collector off, which would scan the hundreds of thousands of objects of a graph repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -218,7 +218,7 @@ def _peak_bytes(draft: Draft) -> int:
     now = peak = 0
     freed: dict[float, int] = {}
     for when, node in enumerate(nodes):
-        is_new = node not in placement.lies_in and node not in placement.targets and node.target not in (launch, take)
+        is_new = node not in placement.stored_in and node not in placement.targets and node.target not in (launch, take)
         if is_new:
             now += _nbytes(value(node))
             peak = max(peak, now)

@@ -108,10 +108,10 @@ def choose(
     """Return the pipeline with the shortest step on a link: a pure function, for ranks that need not be there.
 
     Whether a link is slow depends on how much of it hides behind backward. Where that time is unknown, this returns the
-    pipeline whose step is never far from the best one's, however long backward takes: its largest ratio to the best is
-    the least. The plain mean stays unless another wins by `MARGIN`. Codecs that encode leaf by leaf, without
-    `bucketize`, are not taken: they cost more the more leaves there are. The wrong choice where you can measure the
-    loss of a model: `fnddp tune` trains with each pipeline.
+    pipeline whose largest ratio to the best step, over all times of backward, is least. The plain mean stays unless
+    another wins by `MARGIN`. Codecs that encode leaf by leaf, without `bucketize`, are not taken: they cost more the
+    more leaves there are. The wrong choice where you can measure the loss of a model: `fnddp tune` trains with each
+    pipeline.
 
     Args:
         params: Parameters or gradients, which may be on the meta device. A leaf that is not float32, bfloat16 or
@@ -195,7 +195,7 @@ def _best(costs: Sequence[Cost], backward_seconds: float | None = None) -> str:
     """Return the pipeline to take; `costs` begins with the plain mean's, or is empty where no other may be taken."""
     if not costs:
         return repr(allreduce)
-    # Ratios are largest where backward takes no time, or just hides somebody's collectives but for the last.
+    # Ratios are largest where backward takes no time, or just hides all collectives of a pipeline but the last.
     backwards = (
         [0.0, *(each.wire_seconds - each.last_seconds for each in costs)]
         if backward_seconds is None
@@ -216,7 +216,7 @@ def resolved(sync: str | Sync) -> Sync | Auto:
 
 
 def automatic(
-    leaves: Callable[[], Leaves], group: str | None, wire: Wire = C10D, beside: Sequence[str | None] = ()
+    leaves: Callable[[], Leaves], group: str | None, wire: Wire = C10D, other_groups: Sequence[str | None] = ()
 ) -> Sync:
     """Measure the link between the ranks of `group` and their codecs, and return the pipeline to use, on all alike.
 
@@ -224,7 +224,7 @@ def automatic(
 
     Args:
         leaves: Returns the leaves to synchronize; if it raises on a rank, the others raise a RankMismatchError.
-        beside: Further groups, whose ranks measure at the same time and take the same pipeline.
+        other_groups: Further groups, whose ranks measure at the same time and take the same pipeline.
     """
     begun = perf_counter()
     held: Leaves = {}
@@ -238,10 +238,10 @@ def automatic(
     agree(describe, group, wire)
     n = world_size(group)
     costs, found = _measured(held, group, n) if n > 1 else ([], "one rank")
-    for other in beside:
+    for other in other_groups:
         costs = _slowest(control.all_gather_object(costs, other))
     taken = _best(costs)
-    if not any(live_rank(each) for each in (group, *beside)):
+    if not any(live_rank(each) for each in (group, *other_groups)):
         _log.warning("%s", _line(taken, costs, found, perf_counter() - begun))
     return parse(taken)
 

@@ -49,7 +49,7 @@ _open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakK
 
 
 class Engine:
-    """Runs `sync` on `leaves`, a step after the other: `begin`, a `put` for each gradient, `agree`, `commit`.
+    """Run `sync` on `leaves` in consecutive steps: `begin`, a `put` for each gradient, `agree`, `commit`.
 
     Args:
         state: The pipeline's state before the first step; None if `begin` is given one.
@@ -57,7 +57,7 @@ class Engine:
         learns_order: True to use the order in which gradients arrive in the first step, on the first rank, in all
             later ones. Ignored on an elastic wire: a rank that joins later has not seen that order.
         groups: Process groups whose ranks end a step together, for a pipeline that does not know its own groups.
-        beside: Further process groups whose ranks end a step together, in addition to those of the pipeline.
+        other_groups: Further process groups whose ranks end a step together, in addition to those of the pipeline.
         backend: The backend that runs segments, see `lower`. If given, a pipeline without a plan is an error.
         traces: Traces of this pipeline for such leaves, to be shared by several engines.
 
@@ -67,7 +67,7 @@ class Engine:
         step: The step that is open; None as soon as it has ended.
         begun, steps, failed_steps: Numbers of steps that have begun, succeeded, and failed.
         broken: The error after which ranks may be desynchronized.
-        ranks: What tells its process groups from those that are made later by the same names, if there may be some.
+        ranks: Key of its process groups in `Engines`, which differs from that of later ones with the same names.
     """
 
     ranks: Any = None
@@ -82,7 +82,7 @@ class Engine:
         bucket_caps: Sequence[float] = BUCKET_CAPS,
         learns_order: bool,
         groups: Collection[str | None] = (),
-        beside: Collection[str | None] = (),
+        other_groups: Collection[str | None] = (),
         wire: Wire = C10D,
         backend: str | None = None,
         traces: Traces | None = None,
@@ -92,7 +92,7 @@ class Engine:
         self.positions = {path: position for position, path in enumerate(leaves)}
         self.number = next(_numbers)
         self.device = one_of({path: leaf.device for path, leaf in leaves.items()})
-        self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *beside]))
+        self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *other_groups]))
         self.step: Step | None = None
         self.begun = self.steps = self.failed_steps = 0
         self.broken: BaseException | None = None
@@ -119,7 +119,6 @@ class Engine:
 
     @property
     def is_open(self) -> bool:
-        """True while a step is open."""
         return self.step is not None
 
     @property
@@ -143,7 +142,7 @@ class Engine:
         self._parts, self._structure = tree.flatten_any(require_like(repr(self.sync), state, self._own_state()))
 
     def require_noticed(self) -> None:
-        """Raise a CollectiveError if another rank has failed in the last step, for whose outcome nobody waited."""
+        """Raise a CollectiveError if another rank has failed in the last step, on an accelerator."""
         require_noticed(self._notices)
 
     def release_state(self) -> State:
@@ -186,12 +185,12 @@ class Engine:
             self._parts, self._structure = tree.flatten_any(state)
         if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
             self._epoch = self.wire.epoch
-            self._exchanges_weights = False  # newcomers know of none
+            self._exchanges_weights = False  # new ranks begin without
         try:
             with in_profile("start"):
                 step = self._begin(None if weight is None else Weight.of(weight), scale)
         except BaseException as error:
-            if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # they may have begun
+            if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # other ranks may have begun
                 self.broken = error
             raise
         if weight is not None and weight is not FAILED:
@@ -217,7 +216,7 @@ class Engine:
             exchanges_weights=self._exchanges_weights,
             learns_order=self.learns_order,
             ahead=list(ahead),
-            before=self._notices,
+            notices=self._notices,
             observer=self._observer,
         )
         self.begun += 1
@@ -248,7 +247,6 @@ class Engine:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Call `Step.fail` if a step is open."""
         if self.step is not None:
             self.step.fail(error)
 
@@ -301,7 +299,7 @@ class Engine:
             self._dropped, self._programs = leaves, []
 
     def follow(self, before: "Engine") -> None:
-        """Learn of the failures of `before`, another engine, if its steps are for the same ranks."""
+        """Copy the failures of `before`, another engine, if its steps are for the same ranks."""
         if before is self or before.ranks != self.ranks:
             return
         if self._epoch != before._epoch:
@@ -347,7 +345,7 @@ class Engine:
             self._traces.clear()
         groups = tuple(dict.fromkeys([*plan.groups, *self.groups]))
         wire = self.wire if device_of(self.device).is_asynchronous else with_dedicated_groups(self.wire, groups)
-        # Autograd hands out gradients that share memory. (DDP's buckets do too, but without overlap.)
+        # Autograd returns gradients that share memory.
         program = Program(plan, wire, self._memory, groups, clones_shared=self._overwrites_early)
         self._observer.show(plan)
         if (seconds := perf_counter() - begun) > SLOW_SECONDS:
@@ -404,7 +402,6 @@ class Engines:
             del self._calls[key]
 
     def of(self, leaves: Leaves, state: State) -> Engine:
-        """Return the engine for such leaves and such a state."""
         return self._of(self._key(leaves, state), leaves)
 
     def _key(self, leaves: Leaves, state: State) -> Any:

@@ -64,7 +64,7 @@ class Buffer:
         columns = memory.narrow(-1, payload.offset, payload.width)
         if self._views_apart and columns.numel():  # in a storage of its own, of which this is the only tensor
             return torch.from_dlpack(columns.view(torch.uint8)).view(payload.dtype).view(shape).data
-        # Its columns, in its dtype. Without gaps if there are no others.
+        # Contiguous if the buffer has no other payload.
         return columns.view(payload.dtype).view(shape)
 
     @property
@@ -76,14 +76,14 @@ class Buffer:
 
 
 class Pool:
-    """The buffers of a collective: more than one where somebody reads the first."""
+    """The buffers of a collective: two if a caller still holds the first."""
 
     def __init__(self, collective: Collective, views_apart: bool) -> None:
         self._collective, self._views_apart = collective, views_apart
         self._buffers: list[Buffer] = []
 
     def take(self) -> Buffer:
-        """Return a buffer that no caller reads. The pool keeps it."""
+        """Return a buffer that no caller holds. The pool keeps it."""
         free = next((buffer for buffer in self._buffers if not buffer.is_held), None)
         if free is None:
             free = Buffer(self._collective, views_apart=self._views_apart)
@@ -92,7 +92,7 @@ class Pool:
 
 
 class Memory:
-    """Memory that consecutive plans share. A tensor that somebody still holds is not used again."""
+    """Memory that consecutive plans share. A tensor that a caller still holds is not used again."""
 
     def __init__(self) -> None:
         self.clear()
@@ -114,7 +114,7 @@ class Memory:
         return self._collectives.setdefault(collective, Pool(collective, views_apart))
 
     def take_mean(self, path: str, leaf: LeafSpec) -> Tensor:
-        """Return memory for the mean of a leaf that nobody reads; the caller gives it back with `give_mean`."""
+        """Return unused memory for the mean of a leaf; `give_mean` takes it back."""
         pool = self._means.setdefault(path, [])
         free = next((tensor for tensor in pool if storage_use_count(tensor) == 1), None)
         if free is None:
@@ -123,7 +123,7 @@ class Memory:
         return free
 
     def give_mean(self, path: str, memory: Tensor) -> None:
-        """Keep memory for later means of a leaf, once nobody holds it."""
+        """Keep memory for later means of a leaf, for use once no caller holds it."""
         self._means[path] = [*self._means.get(path, [])[-1:], memory]
 
 
@@ -152,7 +152,7 @@ class Program:
 
     Args:
         groups: Process groups whose ranks end a step together; None if they are not known.
-        clones_shared: Whether gradients that share memory with something are copied before they are written over.
+        clones_shared: True to copy gradients that share memory with other tensors before they are written over.
         is_static: False for a plan of `without_schedule`.
 
     Attributes:
@@ -160,7 +160,7 @@ class Program:
         segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
             entry at the end, which is never complete.
         needed: For each segment the number of leaves that it needs.
-        is_polled: Whether segments wait for collectives, too.
+        is_polled: True if segments also wait for collectives that the host must poll.
         device: Where the leaves are.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
     """
@@ -183,7 +183,7 @@ class Program:
         self.pools = [memory.pool(collective, views_apart=views_apart) for collective in self.collectives]
         self._rows = [collective for collective in self.collectives if not collective.kind.is_in_place]
         self._counted = [*plan.phase.groups, *(collective.group for collective in self._rows)]
-        self._numbers: list[int] | None = None  # with which the plan was found to be the right one the last time
+        self._numbers: list[int] | None = None  # counters and sizes for which the plan last held
         state = [part for part in plan.state if isinstance(part, Name)]
         of_segments = chain.from_iterable((*segment.inputs, *segment.outputs) for segment in segments)
         names = dict.fromkeys([*of_segments, *plan.means.values(), *state, *plan.memories.values()])
@@ -225,7 +225,7 @@ class Program:
         return Input(path, leaf, register, like, clones_shared and path in plan.overwrites, is_own)
 
     def is_for(self, parts: Sequence[Any]) -> bool:
-        """Return whether its plan holds for the counters in `parts`, and the present sizes of its groups."""
+        """Return True if its plan holds for the counters in `parts`, and the present sizes of its groups."""
         if self.plan is None:
             return True
         phase = self.plan.phase
@@ -252,8 +252,8 @@ class Program:
             values[register] = self._memory.take_mean(mean.path, self.leaves[mean.path])
         for register, index, is_overwritten in self._parts:
             part = parts[index]
-            is_read = is_overwritten and storage_use_count(part) > 1  # by somebody else
-            values[register] = part.clone() if is_read else part
+            is_held = is_overwritten and storage_use_count(part) > 1  # by a caller
+            values[register] = part.clone() if is_held else part
         return buffers, values
 
     def end(self, values: list[Any]) -> tuple[Leaves, list[Any]]:
@@ -268,7 +268,7 @@ class Program:
 
 
 class UnexpectedGradient(ValueError):
-    """A gradient is of no leaf that is missing in the step, or unlike `leaf`."""
+    """A step does not expect a gradient: it has no such leaf, has one already, or the gradient is unlike `leaf`."""
 
     def __init__(self, path: str, grad: Tensor, problem: str = "", leaf: LeafSpec | None = None) -> None:
         if leaf is not None:

@@ -1,4 +1,4 @@
-"""One step of an engine: gradients are put into it, and it ends on all ranks alike."""
+"""One step of an engine: it takes gradients, runs the plan, and ends alike on all ranks."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -45,7 +45,7 @@ class Synchronized(NamedTuple):
 
 
 def require_noticed(notices: Iterable[Callable[[], bool]]) -> None:
-    """Raise a CollectiveError if a rank failed in the last step, for whose outcome the host did not wait."""
+    """Raise a CollectiveError if another rank failed in the last step, on an accelerator: see `Step.notice`."""
     if any(notice() for notice in notices):
         raise CollectiveError(
             "another rank failed in the step before this one, or had no weight there, and its gradients counted as "
@@ -76,7 +76,7 @@ class Step:
         weight: The weight of this rank's gradients; `scale` is the factor for them in a step without weights.
         learns_order: True to learn the order in which gradients arrive, for later steps.
         ahead: Open steps on the same process groups, which go first.
-        before: The `notice` of the previous step, on an accelerator, and of other engines' steps.
+        notices: Those of earlier steps on an accelerator, of this and other engines: see `notice`.
         observer: Names the pieces of the step in profiles, and measures them if that is on.
 
     Attributes:
@@ -101,14 +101,14 @@ class Step:
         exchanges_weights: bool = False,
         learns_order: bool = False,
         ahead: Sequence["Step"] = (),
-        before: Iterable[Callable[[], bool]] = (),
+        notices: Iterable[Callable[[], bool]] = (),
         observer: Observer,
     ) -> None:
         self._program, self._vote, self._ended, self.parts = program, vote, ended, parts
         self._observer = observer if observer.measures or is_profiling() else None
         self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
         self.broken: BaseException | None = None
-        self._before = before
+        self._notices = notices
         self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
         self._learns_order = learns_order
@@ -135,8 +135,8 @@ class Step:
         if self._observer is not None:
             self._observer.begins()
         self._buffers, self._values = program.begin(self.parts)
-        self._pending: list[tuple[int, Tensor]] = []  # gradients that have been put, and not looked at
-        self._streams: set[Stream] = set()  # where those were made
+        self._pending: list[tuple[int, Tensor]] = []  # gradients from `put`, for `_ingest`
+        self._streams: set[Stream] = set()  # where those were computed
         self._remaining = program.needed.copy()
         self._put = set[int]()  # positions of the leaves that have arrived
         self._works: dict[int, Work] = {}
@@ -152,13 +152,12 @@ class Step:
 
     @property
     def has_sent(self) -> bool:
-        """True once a collective has been issued."""
         return any(code.segment.launches is not None for code in self._program.codes[: self._next])
 
     @property
     def is_held(self) -> bool:
         """True while an earlier step of another engine is open on one of its process groups."""
-        return bool(self._ahead) and bool(self._in_front())
+        return bool(self._open_ahead())
 
     @property
     def is_polled(self) -> bool:
@@ -251,8 +250,8 @@ class Step:
             CollectiveError: A collective failed, or on an accelerator a rank in this or the last step. Ranks may be
                 desynchronized.
         """
-        require_noticed(self._before)
-        for step in self._in_front():  # as far as their gradients allow: other ranks do the same at this point
+        require_noticed(self._notices)
+        for step in self._open_ahead():  # as far as their gradients allow, as other ranks do here
             step.advance(block=True)
         if self._must_rerun:
             self._rerun_with_weights()
@@ -293,7 +292,6 @@ class Step:
         return Synchronized(means, self._unused)
 
     def finish(self) -> Synchronized:
-        """Call `agree` and `commit`, and return the result."""
         with in_profile("end"):
             self.agree()
             return self.commit()
@@ -306,7 +304,7 @@ class Step:
         """
         self.has_failed = failed
         if failed:
-            self._drop_behind()
+            self._give_up_behind()
         self._wait_for_side_stream()
         self._close()
 
@@ -319,9 +317,9 @@ class Step:
         """
         if not self.is_open:
             return
-        for step in self._in_front():  # in the order in which other ranks end theirs
+        for step in self._open_ahead():  # in the order in which other ranks end theirs
             step.fail(error)
-        if not self.is_open:  # it has sent nothing yet
+        if not self.is_open:  # a failed step has given up this one
             return
         self.is_open, self.has_failed = False, True
         try:
@@ -330,7 +328,7 @@ class Step:
             self._close()
 
     def _notify(self, error: BaseException) -> None:
-        self._drop_behind()
+        self._give_up_behind()
         if self._has_voted and self._program.plan is None and isinstance(error, FloatingPointError):
             return  # of fp16(..., check=True), which raises on all ranks
         self.broken = error  # until the others know
@@ -346,8 +344,8 @@ class Step:
             self._wait_for_side_stream()
         except ValueError:  # all ranks end the step, since weights are invalid
             self.broken = None
-        except RuntimeError as unheard:
-            error.add_note(f"the other ranks could not be notified: {unheard}")
+        except RuntimeError as problem:
+            error.add_note(f"the other ranks could not be notified: {problem}")
 
     def _voted(self, vote: Vote, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""
@@ -392,14 +390,14 @@ class Step:
         self._ended(self)
         self.parts = []
 
-    def _drop_behind(self) -> None:
+    def _give_up_behind(self) -> None:
         for entry in self._behind:
             step = entry()
             if step is not None and step.is_open:
                 step.give_up()
         self._behind = []
 
-    def _in_front(self) -> "list[Step]":
+    def _open_ahead(self) -> "list[Step]":
         return [step for step in (entry() for entry in self._ahead) if step is not None and step.is_open]
 
     # Weights
@@ -412,7 +410,7 @@ class Step:
             self._vote.weigh(self._weight or NO_WEIGHT)
 
     def _known_scale(self) -> float:
-        """Return what gradients are scaled by, once all weights are known; raise a ValueError if they are invalid."""
+        """Wait for all weights and return the factor of gradients; raise a ValueError if weights are invalid."""
         if self._scale is None and not self._must_rerun:
             self._weigh()
             assert self._vote is not None
@@ -453,23 +451,23 @@ class Step:
             if isinstance(self._program.wire, Elastic):
                 self._program.wire.report(error)
             raise
-        noted, self._pending = self._pending, []
+        pending, self._pending = self._pending, []
         program, values, inputs = self._program, self._values, self._program.inputs
         if self._must_rerun:
-            self._rerun_grads += noted
+            self._rerun_grads += pending
         if self._learns_order:
-            self._arrived += [inputs[position].path for position, _ in noted]
+            self._arrived += [inputs[position].path for position, _ in pending]
         if program.stream is not None:
             for stream in self._streams:
                 program.device.wait(program.stream, stream)
             self._streams.clear()
-            for _, grad in noted:
+            for _, grad in pending:
                 program.device.keep(grad, program.stream)
-        if scale != 1:  # what runs again must not be written over
-            noted = [
-                (i, grad if inputs[i].is_own and not self._must_rerun else scaled(grad, scale)) for i, grad in noted
+        if scale != 1:  # a copy also of gradients that run again, since the step writes over them
+            pending = [
+                (i, grad if inputs[i].is_own and not self._must_rerun else scaled(grad, scale)) for i, grad in pending
             ]
-        for position, grad in noted:
+        for position, grad in pending:
             each = inputs[position]
             register = each.register
             is_plain = (grad.shape, grad.dtype, grad.device, grad.stride()) == each.like

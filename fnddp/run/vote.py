@@ -56,7 +56,7 @@ class Vote:
             self._start(self._device.of_host([weight.number], torch.float64), self._weight_group)
 
     def scale(self) -> float | None:
-        """Return what gradients are scaled by: see `numbers`; a ValueError, too, if all weights are zero."""
+        """Return the factor of this rank's gradients. Raise as `numbers`, and a ValueError if all weights are zero."""
         numbers = self.numbers()
         return None if numbers is None or self._weight is None else scale_of(self._weight.number, numbers)
 

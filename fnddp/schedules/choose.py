@@ -98,7 +98,7 @@ def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Patte
                 f"{owner}: leaf {path!r} matches none of the patterns {list(parts)}; add one, or '*' at the end"
             )
     for pattern, part in parts.items():
-        if leaves and not part:  # a tree without leaves has none to miss
+        if leaves and not part:  # on a tree without leaves no pattern matches
             raise ValueError(
                 f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
             )
@@ -208,7 +208,7 @@ class switch(Sync):
             whole = paired(_or_before, state.stages[name], whole)
         inner = begun[-1][1].exchange(leaves, whole)
         stages, rest = dict(state.stages), inner.state
-        for name, _ in reversed(begun):  # to where each part stands
+        for name, _ in reversed(begun):  # each part goes to the stage that stores it
             own = stages[name]
             stages[name] = paired(_replaced, own, rest)
             rest = paired(lambda mine, following: following if mine is None else None, own, rest)

@@ -91,7 +91,6 @@ def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Return a / b in float32, 0 where b is 0."""
     return torch.where(b == 0, torch.zeros_like(b), a / b).float()
 
 
@@ -151,8 +150,8 @@ class skip_nonfinite(Sync):
         groups = groups_of(self.inner)
         is_bad = _on_any_rank(_is_bad(leaves, state.skipped), groups)
         in_mean = _is_bad(inner.mean, state.skipped)
-        if not self.inner.sent_is_exact:  # a mean in its state, if not finite, would make all later steps skipped
-            in_mean = in_mean | _has_spoilt(state.inner, inner.state, state.skipped)
+        if not self.inner.sent_is_exact:  # its state may hold a mean, which would skip all later steps
+            in_mean = in_mean | _became_nonfinite(state.inner, inner.state, state.skipped)
         sees_the_same = self.inner.agrees and self.inner.sent_is_exact
         is_bad = is_bad | (in_mean if sees_the_same else _on_any_rank(in_mean, groups))
 
@@ -173,7 +172,7 @@ def _is_bad(leaves: Leaves, like: Tensor) -> Tensor:
     return ~torch.stack(finite).all() if finite else like.new_zeros((), dtype=torch.bool)
 
 
-def _has_spoilt(before: Any, after: Any, like: Tensor) -> Tensor:
+def _became_nonfinite(before: Any, after: Any, like: Tensor) -> Tensor:
     """Return True if a part of a state was finite and no longer is; `measure` has parts that begin as NaN."""
     found: list[Tensor] = []
 

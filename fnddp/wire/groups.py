@@ -1,4 +1,4 @@
-"""Process groups, and the worlds that a pipeline may be planned for or run in instead."""
+"""Process groups, and the simulated or planned worlds in their place."""
 
 import os
 import weakref
@@ -26,7 +26,6 @@ LAUNCHERS = {
 }
 """The variables that each launcher sets, the most specific first: torchrun may run within a step of SLURM."""
 
-
 WorldSize: TypeAlias = int | Mapping[str | None, int]
 """The number of ranks to plan for: of every group, or of each by name (None: the default group)."""
 
@@ -37,11 +36,11 @@ class World:
 
     Attributes:
         wire: None for torch.distributed.
-        traced: Whether collectives are recorded, not run.
-        size: Numbers of ranks of the groups that a plan is made for, which need not exist.
-        ranks: Divisors of means, by group, if other than the size: numbers that a graph takes as inputs.
+        traced: True if collectives are recorded instead of run.
+        size: Numbers of ranks to plan for; the groups need not exist.
+        ranks: Divisors of means by group, where they are inputs of a graph and not the sizes of the groups.
         simulated: The ranks of a simulation.
-        bucket_of: Returns the bucket of a leaf in the plan that is made: those of one bucket may be encoded together.
+        bucket_of: Returns the bucket of a leaf in the plan that is made; leaves of one bucket may be encoded together.
     """
 
     wire: Wire | None = None
@@ -52,7 +51,7 @@ class World:
     bucket_of: Callable[[str], int | None] | None = None
 
     def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:
-        """Return the part of `size` that is about `groups`; all of it for None."""
+        """Return `size` without other groups than `groups`; all of it for None."""
         if self.size is None or isinstance(self.size, int) or groups is None:
             return self.size
         return {group: n for group, n in self.size.items() if group in groups}
@@ -66,7 +65,6 @@ _world: ContextVar[World | None] = ContextVar("_world", default=None)
 
 @contextmanager
 def within(world: World) -> Generator[None]:
-    """Run the block in `world`."""
     token = _world.set(world)
     try:
         yield
@@ -89,7 +87,7 @@ def world_size(group: str | None) -> int:
 
     Raises:
         RuntimeError: A launcher started several ranks but torch.distributed is not initialized; or there is no `group`.
-        ValueError: A plan is made for groups of other names.
+        ValueError: The world has no number of ranks for `group`.
     """
     world = current()
     if world.simulated is not None:
@@ -99,7 +97,7 @@ def world_size(group: str | None) -> int:
     if world.size is not None:
         if group not in world.size:
             which = "the default group (None)" if group is None else f"group {group!r}"
-            raise ValueError(f"the plan has no number of ranks for {which}; there are those of {list(world.size)}")
+            raise ValueError(f"the plan has no number of ranks for {which}, only for {list(world.size)}; add it")
         return world.size[group]
     return live_size(group) if world.wire is None else world.wire.size(group)
 
@@ -107,10 +105,8 @@ def world_size(group: str | None) -> int:
 def live_size(group: str | None) -> int:
     """Return the number of ranks in `group` of torch.distributed; 1 without it."""
     if dist.is_initialized():
-        # By name: Dynamo cannot trace the resolution of a named group.
-        name = live_name(group)
-        if torch.compiler.is_compiling():
-            return torch_private.group_size(name)
+        if torch.compiler.is_compiling():  # Dynamo cannot trace the lookup of a group by its name
+            return torch_private.group_size(live_name(group))
         return live_group(group).size()
     if group is not None:
         raise RuntimeError(f"process group {group!r} is named, but torch.distributed is not initialized")
@@ -131,23 +127,23 @@ def require_alone() -> None:
 
 
 def is_slurm_shell() -> bool:
-    """Return whether this is one process in an allocation, which srun has not started."""
+    """Return True in a process of an allocation that srun has not started."""
     return "SLURM_PROCID" not in os.environ or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def ranks(group: str | None) -> int:
-    """Return the divisor of a mean over `group`: the ranks that take part in the step. A graph takes it as an input."""
+    """Return the divisor of a mean over `group`: the number of ranks in the step, which is an input of a graph."""
     world = current()
     return world.ranks[group] if group in world.ranks else world_size(group)
 
 
 def rank(group: str | None) -> Any:
-    """Return this rank in `group`, an int, or a tensor where ranks are simulated; 0 without torch.distributed."""
+    """Return this rank in `group`: an int, or a tensor in a simulation; 0 without torch.distributed."""
     world = current()
     if world.simulated is not None:
         return world.simulated.rank_in(group)
     if world.size is not None:
-        return 0  # plans for ranks that need not exist are made for rank 0
+        return 0  # plans are made for the first rank
     return live_rank(group) if world.wire is None else world.wire.rank(group)
 
 
@@ -157,20 +153,19 @@ def live_rank(group: str | None) -> int:
 
 
 def is_alone() -> bool:
-    """Return whether there is no other rank: no process group, and no other wire or plan for one."""
+    """Return True if there is neither torch.distributed nor another world."""
     world = current()
     is_elsewhere = world.size is not None or world.wire is not None or world.simulated is not None
     return not is_elsewhere and not dist.is_initialized()
 
 
 def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
-    """Return another object if `group` was initialized again, by the same name; None without torch.distributed."""
-    live_size(group)
+    """Return a key of `group`, which differs after it is initialized again; None without torch.distributed."""
+    live_size(group)  # raises if there ought to be a process group
     return weakref.ref(live_group(group)) if dist.is_initialized() else None
 
 
 def live_name(group: str | None) -> str:
-    """Return the name of `group` in torch.distributed."""
     return live_group(None).group_name if group is None else group
 
 
@@ -181,15 +176,14 @@ def live_group(group: str | None) -> dist.ProcessGroup:
     except (RuntimeError, ValueError, KeyError) as error:
         which = "the default process group" if group is None else f"process group {group!r}"
         raise RuntimeError(
-            f"{which} does not exist: it was destroyed, or never initialized ({error}); what was made for it must be "
-            "made again"
+            f"{which} does not exist: it was destroyed, or never initialized ({error}); create what uses it again"
         ) from error
 
 
 class Membership:
-    """The process group for which something was made, which may be gone later.
+    """The process group of an object, to check later that it is still the same; None for the default one, or none.
 
-    For the error, `then` says what happened in the group, and `fix` what to do. None: the default group, or no group.
+    `then` and `fix` are the first and the last words of the error.
     """
 
     def __init__(self, group: str | None, then: str, fix: str) -> None:
@@ -198,7 +192,7 @@ class Membership:
         self._live, self._was = live and weakref.ref(live), _described(live)
 
     def require_same(self) -> None:
-        """Raise a RuntimeError if there is another process group now, or none, or none was there before."""
+        """Raise a RuntimeError if there is another process group now, or one only now, or only before."""
         live = _live_or_none(self._group)
         if (live and weakref.ref(live)) != self._live:
             raise RuntimeError(

@@ -45,8 +45,8 @@ class Pass:
 
     Attributes:
         share: Bytes that a rank sends in the pass, relative to its payload.
-        adds: Whether a rank adds what it receives.
-        is_direct: Whether every rank sends to each other one, in n - 1 messages; otherwise it is a ring's (or tree's).
+        adds: True if a rank adds what it receives.
+        is_direct: True if every rank sends to each other one, in n - 1 messages; otherwise it is a ring's (or tree's).
     """
 
     share: float
@@ -59,9 +59,9 @@ class Kind:
     """A kind of collective, with all that plans, wires, costs and simulations need to know of it.
 
     Attributes:
-        computes: Whether payloads are added up, or the largest is taken. Otherwise it moves bytes of any dtype.
-        sends_rows: Whether a rank sends a part to each rank, `[n, ...]`.
-        receives_rows: Whether a rank gets a part from each rank, `[n, ...]`.
+        computes: True if payloads are reduced; otherwise bytes of any dtype move.
+        sends_rows: True if a rank sends a part to each rank, `[n, ...]`.
+        receives_rows: True if a rank receives a part from each rank, `[n, ...]`.
         operator: The functional collective that stands for it in a traced graph.
     """
 

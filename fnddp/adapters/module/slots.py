@@ -49,7 +49,6 @@ class Trained:
         return {n: p if p.dtype == dtypes[n] else p.detach().to(dtypes[n]) for n, p in self.parameters.items()}
 
     def leaves(self) -> dict[str, LeafSpec]:
-        """Return shape, dtype and device of each gradient, by name."""
         return {name: LeafSpec.of(grad) for name, grad in self.gradients().items()}
 
 

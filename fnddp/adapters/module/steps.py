@@ -42,7 +42,7 @@ class _Backward:
         task: autograd's number of the backward.
         asked: Parameters whose gradients torch.autograd.grad will return.
         added_to: Parameters with a gradient that the step adds to.
-        accumulates: Whether the backward accumulates gradients in all leaves that it reaches.
+        accumulates: True if the backward is known to accumulate gradients in all leaves that it reaches.
         sparse: Number of sparse dimensions of each sparse gradient, by parameter.
         ending: Returns None once it is known that the end of the backward will not come.
         together: Engines with a step in this backward.
@@ -69,10 +69,10 @@ class Steps:
 
     Attributes:
         log: Log of times and errors.
-        is_armed: Whether the next backward is one that synchronizes.
+        is_armed: True if the next backward synchronizes.
         scale: Factor that gradients are multiplied by before they are sent.
         weight: The weight of the `weight` block that runs now, if any.
-        may_step: Whether a forward whose backward synchronizes has run in that block.
+        may_step: True if a forward whose backward synchronizes has run in that block.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
         futures: Futures of buffer hooks, for which the end of a backward waits.
     """
@@ -105,10 +105,10 @@ class Steps:
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
         self._backward: _Backward | None = None  # of the open step, or of the last one
-        # Gradients, and `unsynchronized`, from before the last backward, where its step may turn out to be none.
+        # On an elastic wire: gradients and `unsynchronized` before the last backward, whose step may not be committed.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
-        self._returns = True  # the last backward has returned gradients, as far as is known
-        self._begins_at_parameters = False  # a step has begun with a gradient that came before those of outputs
+        self._returns = True  # False after a backward that has returned no gradient
+        self._begins_at_parameters = False  # a step has begun before its backward reached an output
         advance = weakref.WeakMethod(self._advance)
         self._hooks = [
             self.parameters[name].register_post_accumulate_grad_hook(
@@ -149,8 +149,8 @@ class Steps:
         before any gradient of an output. So they are omitted only after a backward that has returned no gradient.
 
         Args:
-            synchronizes: Whether the gradients of this backward are synchronized.
-            is_functional: Whether they are gradients of tensors that stand for parameters (`functional_call`).
+            synchronizes: True to synchronize the gradients of this backward.
+            is_functional: True for gradients of tensors that stand for parameters (`functional_call`).
         """
         self.may_step |= synchronizes
         self.is_armed, self._forward_weight = synchronizes and not is_functional, self.weight
@@ -158,7 +158,7 @@ class Steps:
             return
         is_seen = False
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:  # whose hooks would stay
+            if tensor.requires_grad and not tensor.is_leaf:  # hooks of a leaf would stay
                 is_seen = True
                 behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
                 tensor.register_hook(partial(self._reaches_output, self.weight, behind))
@@ -167,7 +167,7 @@ class Steps:
             self._watch(self.parameters)
 
     def _watch(self, names: Iterable[str]) -> None:
-        """See gradients before they are accumulated, behind the hooks that are there, until a step ends."""
+        """Hook gradients before they are accumulated, behind the user's hooks, until a step ends."""
         for name in names:
             if name in self._early:
                 torch_private.put_last(self.parameters[name], self._early[name])
@@ -193,7 +193,7 @@ class Steps:
         if backward is not None:
             return backward
         _refuse_compiled_autograd()
-        # What is there already is added to, and is the user's: it is not written over.
+        # They belong to the user: this backward adds to them, and the step does not write over them.
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if isinstance(self.engine.wire, Elastic):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
@@ -251,7 +251,7 @@ class Steps:
     def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Handle a gradient of a parameter that autograd is about to accumulate or return."""
         backward = self._backward if self.engine.is_open else None
-        if self.is_armed:  # otherwise of a step that began with what the module returned, or of a forward in no_sync
+        if self.is_armed:  # otherwise a step has begun at an output, or the forward ran in no_sync
             if backward is None and self._waits_for_outer_backward():
                 return None
             is_late = backward is None and torch_private.is_followed(self.parameters[name], self._early[name])
@@ -272,19 +272,19 @@ class Steps:
             return
         was_armed, backward = self.is_armed, self._open()
         if was_armed and backward is None and not self._waits_for_outer_backward():
-            self._begins_at_parameters = True  # and not with what the module returned
+            self._begins_at_parameters = True
             backward = self._start(self._forward_weight, name)
         if backward is None:
             self.unsynchronized.add(name)
         elif current_backward() != backward.task or name in backward.deferred:
-            # A backward within it, of reentrant checkpointing or another custom function: more may be added.
+            # An inner backward, of reentrant checkpointing or another custom function: more may be added.
             backward.deferred.add(name)
             self._fast.excluded.add(self.engine.positions[name])
         else:
             self._take(backward, name)
 
     def _waits_for_outer_backward(self) -> bool:
-        """Return whether a step is to begin in the backward around this one, which a reentrant checkpoint has called.
+        """Return True if the step must begin in the backward around this one, which a reentrant checkpoint has called.
 
         Only the outer backward has all gradients. Those that arrive before it goes on count as accumulated in no_sync.
         """
@@ -293,9 +293,9 @@ class Steps:
             return False
         if not nodes:
             error = RuntimeError(
-                f"{OWNER}: a hook within a backward has called another one, whose gradients are the first ones, and no "
-                "tensor was found in what the module returned that would show the outer one; return tensors in a list, "
-                "a dict or a dataclass, or call backward outside of hooks"
+                f"{OWNER}: a hook within a backward has called another backward before the outer one had a gradient, "
+                "and no tensor was found in the module's output; return tensors in a list, a dict or a dataclass, or "
+                "call backward outside of hooks"
             )
             self.leave_out(error)
             raise error
@@ -332,8 +332,8 @@ class Steps:
 
     def _feed_with_placeholder(self, backward: _Backward, name: str, grad: Tensor) -> Tensor:
         self._require_unbatched(grad)
-        # With create_graph a derivative passes through as if this were the rank's own gradient; synchronized in its
-        # turn, it is the one of the mean.
+        # With create_graph a second backward differentiates the rank's own gradient, and synchronizes the results: the
+        # mean of derivatives is the derivative of the mean.
         placeholder = backward.placeholders[name] = grad.to_dense() if grad.is_sparse else grad.clone()
         self._feed(name, placeholder.detach().clone(), keep=False)
         return placeholder
@@ -362,7 +362,7 @@ class Steps:
 
     @contextmanager
     def _named(self) -> Generator[None]:
-        """Raise, for an unexpected gradient, an error in terms of the module."""
+        """Turn an UnexpectedGradient into an error about the module."""
         try:
             yield
         except UnexpectedGradient as error:
@@ -419,8 +419,7 @@ class Steps:
         self._close()
         placeholders = backward.placeholders
         is_empty = len(done.unused) == len(self.parameters)  # no parameter had a gradient on any rank
-        # There may be a backward through the gradients of inputs that this one has made, or, with create_graph, through
-        # these: what follows is synchronized too.
+        # A backward may follow through gradients of inputs, or with create_graph of parameters: it synchronizes, too.
         if was_armed and (is_empty or any(placeholder.requires_grad for placeholder in placeholders.values())):
             self.arm()
         if is_empty:
@@ -442,10 +441,9 @@ class Steps:
         self.log.step_ends(self.engine, done.unused)
 
     def _end(self) -> Synchronized:
-        """End the step, on all ranks alike."""
         step, learns = self.engine.step, self.engine.learns_order
         assert step is not None
-        # So torch calls it in profiles: it is here that ranks learn what none of them has used.
+        # As torch names it in profiles: here ranks learn which parameters none of them has used.
         named = torch.autograd.profiler.record_function("search_unused_parameters")
         with self._named(), self.log.errors(), named, in_profile("end"):
             unused = step.agree()
@@ -464,7 +462,6 @@ class Steps:
         return done
 
     def _write(self, done: Synchronized, backward: _Backward) -> None:
-        """Write means to `.grad`."""
         for name, mean in done.mean.items():
             parameter = self.parameters[name]
             if name in done.unused and not (
@@ -488,7 +485,6 @@ class Steps:
             self.parameters[name].grad = None
 
     def wait_for_futures(self) -> None:
-        """Wait for all futures, and forget them."""
         if self.futures:
             futures, self.futures = self.futures, []
             torch.futures.wait_all(futures)
@@ -520,15 +516,14 @@ class Steps:
 
     def leave_out(self, error: BaseException) -> None:
         """End the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
-        with suppress(RuntimeError):  # in a step that cannot begin nobody waits for this rank
+        with suppress(RuntimeError):  # if the step cannot begin, no rank waits for this one
             self.engine.fail_next(error)
         self._close()
 
     def fail(self, error: BaseException) -> None:
-        """End an open step because of `error`."""
         self.engine.fail(error)
         if self._backward is not None:
-            for name in self._backward.deferred - self._backward.added_to:  # this rank's own: not to be added to
+            for name in self._backward.deferred - self._backward.added_to:  # unsynchronized: drop it
                 self.parameters[name].grad = None
         self._close()
 

@@ -62,7 +62,7 @@ class DistributedDataParallel(TorchNames):
         output_device: Accepted as torch does; outputs stay where the module makes them.
         dim: Dimension of `scatter` and `gather`.
         broadcast_buffers: torch's old name of `forward_sync_buffers`, which if False skips the first time as well.
-        init_sync: Whether to verify and broadcast parameters and buffers now. If not, they must be equal.
+        init_sync: True to verify and broadcast parameters and buffers now. If not, they must be equal.
         process_group: The group of reducers that name none; None for the default one.
         bucket_cap_mb: Size of a bucket of gradients in MiB; None for 25, and 1 for the first one.
         check_reduction: Does nothing, as in torch.
@@ -296,7 +296,7 @@ class DistributedDataParallel(TorchNames):
             raise error
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The module's state under `module.`, as torch's class gives it.
+        """Return the module's state under `module.`, as torch's class does.
 
         Args:
             *args, **kwargs: Arguments of `torch.nn.Module.state_dict`.
@@ -329,7 +329,7 @@ class DistributedDataParallel(TorchNames):
             self._trained = _trained(self.module, self.parameters_to_ignore)
             before, promises = self._engine, dict(vars(self._promises))
             self._use(self.sync, self.sync_state)
-            if self._engine.take_over_from(before):  # other ranks need not do this, and learn nothing anew
+            if self._engine.take_over_from(before):  # as on ranks that have not replaced their engine
                 vars(self._promises).update(promises)
         pipeline = synced.pop(_PIPELINE, None)
         if self._is_measured and pipeline is not None:
@@ -347,8 +347,8 @@ class DistributedDataParallel(TorchNames):
             raise _shared_with_torch("it, or a module of which it is a part,")
         self._slots.require_known(self.module)
         if not self._log.has_stepped:
-            # Those of torch.distributed.optim._apply_optimizer_in_backward run when gradients are synchronized. As in
-            # torch, gradients are None then.
+            # `Steps` runs the optimizers of torch.distributed.optim._apply_optimizer_in_backward, on synchronized
+            # gradients, and sets these to None, as torch does.
             theirs = [p for p in self._trained.parameters.values() if torch_private.optimizers_in_backward(p)]
             if theirs:
                 torch_private.take_over_optimizers_in_backward(theirs)
@@ -381,9 +381,9 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _stand_ins(self) -> dict[str, Tensor]:
-        """Return the tensors that replace wrapped parameters: their gradients are synchronized.
+        """Return the tensors that replace wrapped parameters, in torch.func.functional_call or for good, if any.
 
-        They are put there by torch.func.functional_call, or for good.
+        Their gradients are synchronized.
         """
         if not torch.is_grad_enabled():
             return {}

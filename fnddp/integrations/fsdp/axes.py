@@ -29,7 +29,7 @@ from fnddp.torch_private import fsdp_groups
 
 @dataclass(frozen=True)
 class Axis:
-    """What a step sends along one axis."""
+    """The messages of a step along one axis."""
 
     name: str  # "gradients", "weights" or "replicas"
     pipeline: str  # as text
@@ -38,7 +38,7 @@ class Axis:
 
     @property
     def wire_bytes(self) -> int:
-        """What a rank gives to its collectives."""
+        """Payload bytes that one rank passes to its collectives."""
         return sum(nbytes for _, nbytes, _ in self.messages)
 
     def seconds(self, link: Link) -> float:
@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class AxesPlan:
-    """What a step of a model sends along its axes: one forward, and a backward that synchronizes all gradients.
+    """The messages of a step of a model by axis: of one forward, and a backward that synchronizes all gradients.
 
     Printed, it is a table.
     """
@@ -147,19 +147,19 @@ class Compressed:
         return Checkpoints(made)
 
     def sync_stats(self) -> dict[str, Any]:
-        """Return what a step gives to the collectives of each axis, in bytes, and the replicas' other statistics."""
+        """Return the payload bytes of a step along each axis, and the replicas' other statistics."""
         of_replicas: Mapping[str, Any] = {} if self.replicas is None else self.replicas.sync_stats()
         own = {} if self.shards is None else {"steps": self.shards.steps, "failed_steps": self.shards.failed_steps}
         sent = {f"{axis.name}_bytes": axis.wire_bytes for axis in self.plan.axes}
         return {**own, **sent, **of_replicas}
 
     def weight(self, count: float) -> AbstractContextManager[None]:
-        """Within it, this rank's gradients count `count` times in the means over all ranks: see `Shards.weight`."""
+        """Weight this rank's gradients by `count` in the means over all ranks: see `Shards.weight`."""
         handle: Any = self.replicas or self.shards
         return handle.weight(count)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Send no gradients in backwards within it, and keep whole ones: see `Shards.no_sync`."""
+        """Send no gradients in backwards in the block, and keep whole ones: see `Shards.no_sync`."""
         return unsynchronized(self._model)
 
 

@@ -22,14 +22,14 @@ from fnddp.wire.weights import NO_WEIGHT, Weight, scale_of, scaled
 
 
 class Ends:
-    """Calls of functions at the end of what FSDP does as a backward of `model`."""
+    """Calls of functions when FSDP has ended a backward of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._waiting: list[Callable[[], object]] = []
         torch_private.after_reductions(model, self._run)
 
     def add(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called once, behind FSDP's own; not if the backward raises."""
+        """Call `callback` once, behind FSDP's own, unless the backward raises."""
         if torch_private.is_within_backward():
             torch_private.at_end_of_backward(callback)
         else:  # after all backwards of a pipeline's stage
@@ -49,7 +49,7 @@ class Weights:
 
     @contextmanager
     def block(self, count: float) -> Generator[None]:
-        """Give the weight `count` within it, and raise a RuntimeError at the end if no backward has taken it."""
+        """Give the weight `count` in the block; raise a RuntimeError at its end if no backward has taken it."""
         self.given, begun = Weight.of(count), self.begun
         try:
             yield
@@ -62,9 +62,9 @@ class Weights:
 
 
 class Reductions:
-    """The reductions of a model's gradients, one backward after the other; `states` are those after the last good one.
+    """The reductions of a model's gradients in consecutive backwards; `states` are those after the last that succeeded.
 
-    `begin_around` begins the step of the replicas' pipeline, which these reductions are part of, and ends with.
+    `begin_around` begins the step of the replicas' pipeline, of which these reductions are a part.
     """
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends) -> None:
@@ -98,7 +98,7 @@ class Reductions:
                 del step  # which the error's frames would keep alive, if this backward breaks off
 
     def begin(self, *, is_part: bool = False) -> "Step":
-        """Begin a step, in a backward. One that `is_part` of another ends with that, which keeps what is returned."""
+        """Begin a step, in a backward. One that `is_part` of another step is kept and ended by that."""
         self.weights.begun += 1
         step = Step(self)
         self._step = weakref.ref(step)
@@ -107,7 +107,7 @@ class Reductions:
         return step
 
     def close(self) -> None:
-        """End the step that is open, for those who ask: an error that is raised in its end would keep it alive."""
+        """Forget the open step, which an error that is raised at its end would keep alive."""
         self._step = None
 
     def _open(self) -> "Step | None":
@@ -115,7 +115,7 @@ class Reductions:
 
 
 class Step:
-    """A backward that reduces gradients, which lives as long as the callback at its end: not if it raises."""
+    """A backward that reduces gradients. The callback at its end keeps it alive; if it raises, it is gone."""
 
     def __init__(self, course: Reductions) -> None:
         self._course = course
@@ -177,10 +177,9 @@ def _local(grad: Tensor) -> Tensor:
 
 
 class Comm:
-    """What FSDP's `ReduceScatter` and `AllGather` have in common."""
+    """The method that FSDP's `ReduceScatter` and `AllGather` share."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a collective."""
         return torch.empty(size, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""FSDP2: any pipeline between the replicas of a sharded model, where HSDP has an all-reduce of its own."""
+"""FSDP2: a pipeline between the replicas of a sharded model, in place of HSDP's all-reduce."""
 
 import weakref
 from collections.abc import Generator, Mapping
@@ -42,10 +42,11 @@ class Replicas(PipelineHandle):
     ) -> None:
         self._frozen, self._shards, self._parameters = frozen, shards, parameters
         local = _local(parameters)
-        super().__init__(local, sync, group, learns_order=True, beside=_groups(shards))
-        self._synchronizes = self._is_armed = True
-        self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # that `.grad` holds
-        self._before: dict[str, DTensor] = {}  # such, while others are made
+        super().__init__(local, sync, group, learns_order=True, other_groups=_groups(shards))
+        self._synchronizes = True  # this code is outside of no_sync
+        self._is_armed = True  # the last forward was
+        self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
+        self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
         self._failure: Exception | None = None
         self._reductions, self._weights = reductions, Weights() if reductions is None else reductions.weights
         self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
@@ -54,7 +55,7 @@ class Replicas(PipelineHandle):
             reductions.begin_around = self._start
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """Return the state for torch.distributed.checkpoint, under a prefix for each shard, which all ranks write.
+        """Return the state of this shard for torch.distributed.checkpoint, under its own prefix. All ranks write it.
 
         Args:
             saved_world_size: The number of replicas that saved it. The number of shards must be the same.
@@ -81,7 +82,7 @@ class Replicas(PipelineHandle):
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
-        """Within it, this rank's gradients count `count` times in the means of backwards that begin there.
+        """Weight this rank's gradients by `count` in the means of backwards that begin in the block.
 
         The mean is that of the samples or tokens of all ranks, of all shards and replicas. See `Shards.weight`.
 
@@ -98,7 +99,7 @@ class Replicas(PipelineHandle):
             yield
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or torch_private.is_within_backward():  # of an evaluation; of a checkpoint
+        if not torch.is_grad_enabled() or torch_private.is_within_backward():  # evaluation; activation checkpointing
             return
         self._require_frozen()
         self._break_off()
@@ -127,8 +128,8 @@ class Replicas(PipelineHandle):
         means = {name: grad for name, grad in self._gradients().items() if grad is self._means.get(name)}
         if not self._is_armed and any(mean.to_local().count_nonzero() for mean in means.values()):
             raise RuntimeError(
-                "no_sync: there are gradients that are synchronized already, to which others would be added that are "
-                "not; call optimizer.zero_grad() first"
+                "no_sync: unsynchronized gradients would be added to synchronized ones; call optimizer.zero_grad() "
+                "first"
             )
         for name in means:
             self._parameters[name].grad = None
@@ -150,7 +151,7 @@ class Replicas(PipelineHandle):
             self._ends.add(lambda: self._end(part))
 
     def _end(self, part: Step | None) -> None:
-        if torch_private.is_within_backward():  # behind FSDP's own, which may be queued after this
+        if torch_private.is_within_backward():  # queued again, behind FSDP's own callbacks
             end_with_backward(self._engine, lambda: self._finish(part))
         else:
             self._finish(part)
@@ -159,18 +160,18 @@ class Replicas(PipelineHandle):
         if not self._is_armed:
             return
         try:
-            self._start()  # of a backward that does not begin at what the model has returned
+            self._start()  # if backward did not begin at the model's outputs
             grad = self._parameters[name].grad
             assert isinstance(grad, DTensor)
             if grad is self._means.get(name):
                 raise RuntimeError(
-                    f"parameter {name!r} has a gradient that is synchronized already, to which this backward adds one; "
-                    "it does not begin at what the model has returned, so call optimizer.zero_grad() before it"
+                    f"this backward adds to the synchronized gradient of parameter {name!r}, and does not begin at an "
+                    "output of the model; call optimizer.zero_grad() before such a backward"
                 )
             step = self._engine.step
             if step is not None:
                 step.feed(name, grad.to_local())
-        except Exception as error:  # FSDP's other collectives must run all the same, on all ranks
+        except Exception as error:  # FSDP's other collectives must still run on all ranks
             self._failure = self._failure or error
 
     def _finish(self, part: Step | None) -> None:
@@ -182,7 +183,7 @@ class Replicas(PipelineHandle):
             assert step is not None
             missing = step.missing
             for name, grad in self._gradients().items():
-                if name in missing and grad is not self._means.get(name):  # there since no_sync
+                if name in missing and grad is not self._means.get(name):  # of no_sync
                     step.feed(name, grad.to_local())
             mean, unused = step.finish()
         except Exception as error:
@@ -199,9 +200,9 @@ class Replicas(PipelineHandle):
             if name not in mean:  # no update in this step
                 p.grad = None
                 continue
-            if grad is None:  # absent here
+            if grad is None:  # this rank did not use it
                 p.grad = grad = cast("DTensor", torch.empty_like(p))
-            if grad.to_local().data_ptr() != mean[name].data_ptr():  # not written there already
+            if grad.to_local().data_ptr() != mean[name].data_ptr():  # the plan may have written it in place
                 grad.to_local().copy_(mean[name])
         self._put_back()
         self._means.update(self._gradients())
@@ -224,21 +225,21 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     Shard the model over one dimension of a mesh, and pass the other one here: a 2 x 4 mesh of "replicate" and "shard"
     is HSDP, with the pipeline in the place of its all-reduce between nodes. The pipeline's collectives start when FSDP
     has reduced a shard of a gradient, and overlap with the rest of backward. A leaf is this rank's shard of a
-    parameter, by name; rows of a matrix are a matrix still. `allreduce` has the results of HSDP, to the bit where both
-    add in one order, as with two replicas. The wrong choice where shards meet on slow links too: FSDP sends those.
+    parameter, by name; shards of matrices are matrices. `allreduce` gives the results of HSDP, to the bit where both
+    add in one order, as with two replicas. The wrong choice if shards have slow links, too: FSDP itself sends those.
 
     Replicas begin with the parameters of the first replica. An error in the pipeline is raised on all ranks of all
     shards; a user's error in one rank's backward leaves other ranks of its replica in FSDP's collectives until these
     time out.
 
     Args:
-        model: A model to which, as a whole too, `fully_shard(..., mesh=mesh["shard"])` has been applied.
+        model: A model after `fully_shard(..., mesh=mesh["shard"])`, of the whole model too.
         sync: The pipeline, or its text. Reducers that name no group use the replicas'. "auto" measures which to take,
             the same for all shards: see `fnddp.DistributedDataParallel`.
         replicate: One dimension of the mesh: `mesh["replicate"]`.
 
     Raises:
-        TypeError: A parameter is not sharded, or on a mesh of which `replicate` is part.
+        TypeError: A parameter is not sharded, or its mesh includes `replicate`.
         RankMismatchError: On all replicas, if they disagree about the pipeline or the parameters.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13, `foreach_reduce`, which calls the
@@ -257,14 +258,14 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     """
     group = group_name(replicate)
     made: list[Replicas] = []
-    beside: list[str | None] = []
+    other_groups: list[str | None] = []
 
     def leaves() -> Leaves:
         parameters, shards = _sharded(model, replicate)
-        beside.extend(_groups(shards))
+        other_groups.extend(_groups(shards))
         return _local(parameters)
 
-    given = automatic(leaves, group, beside=beside) if sync == AUTO else sync
+    given = automatic(leaves, group, other_groups=other_groups) if sync == AUTO else sync
 
     def set_up() -> dict[str, str]:
         parameters, shards = _sharded(model, replicate)
@@ -294,7 +295,7 @@ def _groups(shards: DeviceMesh) -> list[str | None]:
 
 
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
-    """Return the parameters that are trained, and the mesh over which all are sharded, by tensor parallelism too."""
+    """Return the parameters that require a gradient, and the largest mesh, which contains those of all others."""
     parameters: dict[str, DTensor] = {}
     replicas, every = _ranks(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     shards = max(every, key=DeviceMesh.size, default=None)
@@ -307,7 +308,7 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
         mesh = parameter.device_mesh
         if len(replicas & _ranks(mesh)) > 1:
             raise TypeError(
-                f"compress_replicas: parameter {name!r} is on {mesh}, which has the replicas {sorted(replicas)} in it, "
+                f"compress_replicas: parameter {name!r} is on {mesh}, which includes the replicas {sorted(replicas)}, "
                 "so FSDP reduces between them already; call fully_shard with mesh=mesh['shard']"
             )
         if shards is None or not _ranks(mesh) <= _ranks(shards):

@@ -1,4 +1,4 @@
-"""What FSDP2 moves for a group of parameters: flat buffers with a row for each owner of a shard."""
+"""Flat buffers that FSDP2 sends for a group of parameters, with a row for each owner of a shard, through codecs."""
 
 import math
 from collections.abc import Generator, Mapping
@@ -20,15 +20,15 @@ from fnddp.wire.protocol import CollectiveError
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The layout of a buffer: a row holds an owner's parts of all parameters, one after the other, `[n, width]`.
+    """The layout of a buffer, `[n, width]`: a row holds an owner's parts of all parameters, one after the other.
 
-    A part is one of n of the parameter's dimension that is sharded, padded with zeros to the size of the first.
+    A parameter is split along its sharded dimension into n parts, padded with zeros to the size of the first.
     """
 
     shapes: Mapping[str, torch.Size]  # of the parameters, by name
     dims: Mapping[str, int]  # along which each is sharded
     n: int  # the number of owners
-    apart: bool = False  # a codec gets the part of each parameter by itself
+    apart: bool = False  # True to encode each parameter by itself
 
     def pack(self, leaves: Leaves) -> Tensor:
         """Return the buffer of whole parameters or gradients."""
@@ -54,7 +54,6 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """The number of elements in a row."""
         return sum(self._widths)
 
     @cached_property
@@ -71,9 +70,9 @@ class Rows:
         return lengths
 
     def encode(self, code: Code, buffer: Tensor, key: Key, row: int | None = None) -> dict[str, Encoded]:
-        """Return the rows of `buffer` encoded: each as a whole, or by its parts: where padding would be averaged, too.
+        """Return whole rows encoded, or their parts, by parameter, if `apart` or if a codec would average padding.
 
-        `buffer` has all rows, or the one whose number is `row`.
+        `buffer` has all rows, or only that of number `row`.
         """
         is_padded = any(min(lengths) < width for lengths, width in zip(self._lengths, self._widths, strict=True))
         if not (self.apart or (is_padded and any(layer.codec.averages for layer in code))):
@@ -87,11 +86,10 @@ class Rows:
 
 @dataclass(frozen=True, repr=False)
 class to_owners(Carrier):
-    """The first half of `two_shot`: each row of a buffer goes to its owner, who adds up what it gets.
+    """The first half of `two_shot`, in place of FSDP's reduce-scatter: owners add up their rows of all ranks' buffers.
 
-    It is no reducer of its own, but what `two_shot` becomes in a reduce-scatter of FSDP. Leaves are the buffer, `""`,
-    or gradients by name, as memory wants them. The mean of `exchange` has one entry, `""`: the sum of this rank's row,
-    `[width]`, in float32 or wider; `sent` is only computed where leaves have names.
+    Leaves are the buffer, `""`, or gradients by name, for `error_feedback`. The mean of `exchange` has one entry, `""`:
+    the sum of this rank's row, `[width]`, in float32 or wider; `sent` is only computed for leaves by name.
     """
 
     group: Group = None
@@ -103,7 +101,7 @@ class to_owners(Carrier):
         assert isinstance(rows, Rows)
         buffer = leaves[""] if "" in leaves else rows.pack(leaves)
         encoded = rows.encode(code, buffer, Key(self.name, collectives.rank(group)))
-        with _once_it_is_sent(self.name):
+        with _after_encoding(self.name):
             received = exchanged(encoded, lambda parts: collectives.all_to_all_leaves(parts, group))
             own = [added_up(each, received[part], rows.n, buffer[0]) for part, each in encoded.items()]
             sent = {} if "" in leaves else rows.unpack(_decoded(encoded))
@@ -113,14 +111,11 @@ class to_owners(Carrier):
         return self.carry(code, leaves, state)
 
 
-def to_all(code: Code, row: Tensor, rows: Rows, name: str, group: Group) -> Tensor:
-    """Return what `allgather` becomes in an all-gather of FSDP: the rows of all owners, `[n, width]`, as all see them.
-
-    `row`, `[width]`, is this rank's.
-    """
-    rank, of = collectives.rank(group_name(group)), group_name(group)
+def to_all(code: Code, row: Tensor, rows: Rows, name: str, group: str | None) -> Tensor:
+    """Gather this rank's `row: [width]` as `allgather` does; return all rows as all ranks decode them: `[n, width]`."""
+    rank = collectives.rank(group)
     encoded = rows.encode(code, row.unsqueeze(0), Key(name, rank), rank)
-    everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, of))
+    everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
     return torch.cat([each.decode(everyone[part]) for part, each in encoded.items()], 1)
 
 
@@ -129,8 +124,8 @@ def _decoded(encoded: Mapping[str, Encoded]) -> Tensor:
 
 
 @contextmanager
-def _once_it_is_sent(name: str) -> Generator[None]:
-    """Mark errors after which the other ranks have got a payload, or wait for one."""
+def _after_encoding(name: str) -> Generator[None]:
+    """Turn errors into CollectiveErrors: the other ranks have received a payload, or wait for one."""
     try:
         yield
     except Exception as error:

@@ -89,15 +89,15 @@ class Shards:
         return Checkpoint(self, self.group, saved_world_size, prefix)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Send nothing in backwards within it and keep whole gradients, as `set_requires_gradient_sync(False)` does.
+        """Send nothing in backwards in the block and keep whole gradients, as `set_requires_gradient_sync(False)` does.
 
-        The next backward outside of it synchronizes what has added up.
+        The next backward outside of it synchronizes their sum.
         """
         return unsynchronized(self._model)
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
-        """Within it, this rank's gradients count `count` times in the means of backwards that begin there.
+        """Weight this rank's gradients by `count` in the means of backwards that begin in the block.
 
         `with shards.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
         of the mean over the tokens of all ranks. All ranks of a backward give a weight, or none does.
@@ -128,7 +128,7 @@ class Shards:
 
 @contextmanager
 def unsynchronized(model: Any) -> Generator[None]:
-    """Send no gradients of an FSDP model in backwards within it."""
+    """Send no gradients of an FSDP model in backwards in the block."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -173,8 +173,8 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
             shard to those, once a forward (SDP4Bit). None for FSDP's own all-gather.
 
     Raises:
-        TypeError: On all ranks: a pipeline has no place there; the model, or a parameter, is not sharded; somebody else
-            has set collectives of FSDP; a module has several groups of parameters, or of several dtypes.
+        TypeError: On all ranks: a pipeline has no place there; the model, or a parameter, is not sharded; FSDP has
+            custom collectives already; a module has several groups of parameters, or of several dtypes.
         RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13; ZeRO++ (Wang et al., 2023);
@@ -193,7 +193,7 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
 def set_up_shards(
     model: nn.Module, gradients: str | Sync | None, weights: str | Sync | None, others: Sequence[Group] = ()
 ) -> Shards:
-    """Do what `compress_shards` does; an error on one rank is one in the groups `others`, too."""
+    """Run `compress_shards`; an error on one rank is raised in the groups `others`, too."""
     made: list[tuple[Shards, Reductions]] = []
 
     def set_up() -> dict[str, str]:
@@ -225,7 +225,7 @@ def set_up_shards(
 
 
 def fitting(what: str, sync: str | Sync | None) -> Sync | None:
-    """Return the pipeline of "gradients" or "weights"; a TypeError if shards have no place for it."""
+    """Return the pipeline of "gradients" or "weights"; raise a TypeError if shards cannot use it."""
     if sync is None:
         return None
     sync = pipeline_of(f"compress_shards: {what}", sync)

@@ -1,4 +1,4 @@
-"""A group of parameters that FSDP2 sends together, and the codecs of what it sends for them."""
+"""One group of parameters that FSDP2 gathers and reduces together: the codecs and the bytes of its messages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +19,11 @@ from fnddp.torch_private import FSDPGroup, is_within_backward
 from fnddp.transforms.memory import ef21, error_feedback
 
 Messages: TypeAlias = tuple[tuple[str, int, int], ...]
-"""Collectives: the kind of each, the payload of one rank in bytes, and the number of its ranks."""
+"""Collectives: the kind of each, the bytes that one rank contributes, and the number of ranks."""
 
 
 class Traffic(NamedTuple):
-    """What a rank sends for one group of parameters in a step. `regathered` is what backward gathers again."""
+    """Collectives of one group of parameters in a step; `regathered`: those of weights that backward gathers again."""
 
     gradients: Messages
     weights: Messages
@@ -31,11 +31,11 @@ class Traffic(NamedTuple):
 
 
 UNSCALED = float("1")
-"""The divisor that FSDP is given, an object of its own: another one is the user's, set since then."""
+"""The divisor that FSDP is given, compared by identity: the user has set any other object since."""
 
 
 class Unit:
-    """A group of parameters that FSDP sends together, named in its order, and what is sent for it."""
+    """A group of parameters, named in FSDP's order, with its pipelines."""
 
     def __init__(
         self, name: str, parameters: Sequence[str], fsdp: FSDPGroup, gradients: Sync | None, weights: Sync | None
@@ -46,13 +46,14 @@ class Unit:
         ranks = self.n * (1 if fsdp.replicas is None else fsdp.replicas.size())
         self._divisor = ranks if fsdp.divide_factor is None else fsdp.divide_factor
         self._names, self._present = list(parameters), tuple(parameters)
-        # What tensor parallelism replicates must be rounded alike on its ranks, whatever else they have of their own.
+        # Tensor parallelism replicates some parameters and shards others: encoded together, a block with elements of
+        # both would round the replicated ones differently on its ranks.
         layouts = {(p.device_mesh, p.placements) for p in fsdp.parameters if isinstance(p, DTensor)}
-        self._are_apart = len(layouts) > 1
+        self._encodes_apart = len(layouts) > 1
         self._gradients, self._rows = gradients, self._rows_of(self._present)
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
         self._weights, self._code = weights, code_of(weights)
-        self._seen: Tensor | None = None
+        self._seen: Tensor | None = None  # the weights that all ranks have decoded, for `ef21`
 
     @property
     def trained(self) -> list[str]:
@@ -60,7 +61,6 @@ class Unit:
         return [name for name, p in zip(self._names, self.fsdp.parameters, strict=True) if p.requires_grad]
 
     def init(self) -> State:
-        """Return the state of the pipeline of its gradients."""
         assert self._gradients is not None
         like = torch.empty((), dtype=self.fsdp.reduced_dtype, device=self.fsdp.device)
         return self._gradients.init({name: like.expand(self._rows.shapes[name]) for name in self.trained})
@@ -76,14 +76,13 @@ class Unit:
         return {f"parameter {name!r}": f"{list(shape)} of {dtype}" for name, shape in self._rows.shapes.items()}
 
     def traffic(self) -> Traffic:
-        """Return what it sends, of codecs that are tried without values."""
         again = None if self.fsdp.regathering is None else self.fsdp.regathering.size()
         dtypes = self.fsdp.reduced_dtype, self.fsdp.gathered_dtype
         trained = self._rows_of(self.trained)
         return traffic_of(trained, self._rows, self._gradients, self._weights, dtypes, again)
 
     def note(self, positions: list[int]) -> None:
-        """Note which parameters have a gradient in the reduction that comes next."""
+        """Set which parameters have a gradient in the next reduction."""
         self._present = tuple(self._names[position] for position in positions)
 
     def reduce(self, buffer: Tensor, state: State) -> tuple[Tensor, State]:
@@ -106,41 +105,42 @@ class Unit:
         sync.exchange({"": torch.zeros_like(buffer)}, sync.init({}))
 
     def gather(self, row: Tensor) -> Tensor:
-        """Return the rows of all owners, `[n, width]`, as all ranks see them, of this rank's `row: [width]`."""
+        """Send this rank's `row: [width]`, and return those of all owners as all ranks decode them: `[n, width]`."""
         if not isinstance(self._weights, ef21):
             return self._gathered(row, self._code)
         if self._seen is None:
             self._seen = self._gathered(row, ())
-        elif not is_within_backward():  # there the weights are those of the forward
+        elif not is_within_backward():  # which uses the weights of the forward
             self._seen += self._gathered(row - self._seen[collectives.rank(self.group)], self._code)
         return self._seen
 
     def forget(self) -> None:
-        """Have the next gather send weights as they are, also those of which all ranks have seen others."""
+        """Send whole weights in the next gather, not differences to those sent before."""
         self._seen = None
 
     def _gathered(self, row: Tensor, code: Code) -> Tensor:
         return to_all(code, row, self._rows, self.name, self.group)
 
     def _divided(self, total: Tensor) -> Tensor:
-        # FSDP divides by a factor that was set since, from the next reduction on.
+        # If the user has set a factor since, FSDP divides by it.
         return total / self._divisor if self.fsdp.divide_factor is UNSCALED else total
 
     def _pipeline(self) -> tuple[Sync, Rows]:
         if self._present not in self._pipelines:
             assert self._gradients is not None
             rows = self._rows_of(self._present)
-            self._pipelines[self._present] = _around(self._gradients, to_owners(self.group, self.name, rows)), rows
+            carrier = to_owners(self.group, self.name, rows)
+            self._pipelines[self._present] = _with_carrier(self._gradients, carrier), rows
         return self._pipelines[self._present]
 
     def _rows_of(self, names: Sequence[str]) -> Rows:
         at = {name: self._names.index(name) for name in names}
         shapes = {name: self.fsdp.shapes[i] for name, i in at.items()}
-        return Rows(shapes, {name: self.fsdp.dims[i] for name, i in at.items()}, self.n, self._are_apart)
+        return Rows(shapes, {name: self.fsdp.dims[i] for name, i in at.items()}, self.n, self._encodes_apart)
 
 
 def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> None:
-    """Raise a TypeError unless `what` is `carrier` with codecs around it, and `memory` outermost or not."""
+    """Raise a TypeError unless `sync` is `carrier`, within codecs or not, and those within `memory` or not."""
     inner: Any = next(sync.children()) if isinstance(sync, memory) else sync
     codecs: list[Any] = []
     while inner.carries and not isinstance(inner, Carrier):
@@ -149,19 +149,19 @@ def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> 
     fitting = f"codecs around {carrier!r}, such as quantize({carrier!r}, bits=4), and {memory.__name__} around them"
     if not inner.carries:
         raise TypeError(
-            f"compress_shards: {what}={sync!r}: {type(inner).__name__} does not fit what FSDP sends, which is a flat "
-            f"buffer of a group of parameters, with a row for each owner, and no matrices; give {fitting}, or send it "
-            "between replicas of the model, with compress_replicas"
+            f"compress_shards: {what}={sync!r}: {type(inner).__name__} does not fit what FSDP sends, a flat buffer "
+            f"with a row for each owner, and no matrices; give {fitting}, or call compress_replicas to compress "
+            "between replicas of the model"
         )
     if inner != carrier:
         raise TypeError(
-            f"compress_shards: {what}={sync!r}: FSDP sends {what} as {carrier!r} does, over its own group, and not as "
+            f"compress_shards: {what}={sync!r}: FSDP sends {what} as {carrier!r} does over its own group, and not as "
             f"{inner!r}; give {fitting}"
         )
     if what == "weights" and any(codec.draws for codec in codecs):
         raise TypeError(
             f"compress_shards: weights={sync!r}: it rounds at random, so backward would gather other weights than "
-            "forward has; round to the nearest"
+            "forward; round to the nearest"
         )
 
 
@@ -173,10 +173,10 @@ def traffic_of(
     dtypes: tuple[torch.dtype, torch.dtype],
     again: int | None,
 ) -> Traffic:
-    """Return what a group of parameters sends, of codecs that are tried without values.
+    """Return what a group of parameters sends, measured by encoding tensors without values.
 
     `trained` is the layout of its gradients, `rows` that of its weights; `dtypes` are those in which FSDP reduces and
-    gathers. Backward gathers weights `again` over so many ranks; None if they stay whole.
+    gathers; `again` is the number of ranks over which backward gathers weights again, None if they stay whole.
     """
 
     def sent(kind: str, code: Code, rows: Rows, dtype: torch.dtype, row: int | None = None) -> Messages:
@@ -209,6 +209,5 @@ def code_of(sync: Sync | None) -> Code:
     return tuple(code)
 
 
-def _around(sync: Any, carrier: Sync) -> Sync:
-    """Return `sync` with another carrier."""
-    return carrier if isinstance(sync, Carrier) else replace(sync, inner=_around(sync.inner, carrier))
+def _with_carrier(sync: Any, carrier: Sync) -> Sync:
+    return carrier if isinstance(sync, Carrier) else replace(sync, inner=_with_carrier(sync.inner, carrier))

@@ -23,14 +23,14 @@ _wait: Any = functional_collectives.wait_tensor.default
 
 
 class Reach(NamedTuple):
-    """The dependences of a node: leaves (a bit for each), and the longest chain of collectives."""
+    """The dependences of a node: inputs of the graph (a bit for each), and the longest chain of collectives."""
 
     leaves: int
     depth: int
 
 
 def reaches(graph: fx.Graph) -> dict[fx.Node, Reach]:
-    """Return the reach of each node of a traced graph; a collective is as deep as its payload, its result one more."""
+    """Return the reach of each node of a traced graph. A collective has its payload's depth, its result one more."""
     reach: dict[fx.Node, Reach] = {}
     for i, node in enumerate(graph.nodes):
         leaves, depth = 1 << i if node.op == "placeholder" else 0, 0
@@ -55,8 +55,8 @@ class Traced(NamedTuple):
 class Key(NamedTuple):
     """The key of collectives that share a buffer, which sorts them in the order in which they are issued.
 
-    By slot, then depth: a bucket's second round is issued behind the next bucket's first. Names of groups do not count:
-    they may differ between ranks; there the order is that of the trace.
+    By slot, then depth: a bucket's second round is issued behind the next bucket's first. Names of groups are no part,
+    since they may differ between ranks: collectives of several groups keep the order of the trace.
     """
 
     slot: int
@@ -68,7 +68,7 @@ class Key(NamedTuple):
 
 
 def combine(draft: Draft) -> Draft:
-    """Replace the collectives of a traced graph by combined ones; one that is none of the kinds is a LoweringError."""
+    """Replace the collectives of a traced graph by combined ones; raise a LoweringError for one of no known kind."""
     graph, paths, buckets = draft.graph, draft.paths, draft.request.buckets
     reach = reaches(graph)
     arrival = {path: position for position, path in enumerate(buckets)}
@@ -120,8 +120,8 @@ def _traced(draft: Draft) -> list[Traced]:
 
 
 def _alignment(traced: Traced) -> tuple[int, bool, int]:
-    # As aligned as its own size allows, without gaps: vector instructions and views as other dtypes ask for it. Light
-    # ones side by side, since what is done to all of them is done to the memory that they share.
+    # Payloads with larger alignment first, so that all are aligned without gaps, for vector instructions and views as
+    # other dtypes. Light ones side by side, since one operation may run on the memory of all of them.
     numel = value(traced.payload).numel()
     return value(traced.payload).dtype.itemsize, not is_light(traced.payload), min(numel & -numel, 64)
 

@@ -29,7 +29,6 @@ _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what th
 
 
 def emit(draft: Draft) -> Draft:
-    """Turn every cut into a segment."""
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
     written = [_Code(cut, draft) for cut in draft.cuts]
@@ -171,7 +170,7 @@ class _Code:
             self.made[node] = self.script.call(aten.copy_.default, [self._destination(target, node), arguments[0]])
         else:
             self.made[node] = self._write(node, arguments, options, self._destination(target, node))
-        self._say(node)
+        self._record(node)
 
     def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
         if self._is_compiled:  # Inductor fuses the copy, and takes no `out` with gaps
@@ -190,7 +189,7 @@ class _Code:
         if first not in self._placement.targets:
             results = self.script.call_for(len(nodes), FOREACH[first.target][0], [operands, *rest], options)
             self.made.update(zip(nodes, results, strict=True))
-            self._say(first, len(nodes))
+            self._record(first, len(nodes))
             return
         places = operands.copy()
         elsewhere = [i for i, node in enumerate(nodes) if not is_in_place(node, self._placement)]
@@ -200,7 +199,7 @@ class _Code:
             self.script.call(foreach_copy, [[places[i] for i in elsewhere], [operands[i] for i in elsewhere]])
             copied = nodes[elsewhere[0]]
             place = name_of(self._placement.targets[copied], self._names)
-            self._say_copied(place, copied.args[0], len(elsewhere))
+            self._record_copy(place, copied.args[0], len(elsewhere))
         self.made.update(zip(nodes, places, strict=True))
         if first.target in COPIES:
             return
@@ -214,7 +213,7 @@ class _Code:
                 self.operations.append(Operation(span, None, _function(first), (span, *self._shown(first.args[1:]))))
         else:
             self.script.call(FOREACH[first.target][1], [places, *rest], options)
-            self._say(first, len(nodes))
+            self._record(first, len(nodes))
 
     def _destination(self, target: Any, node: fx.Node) -> Variable:
         where = self._value(target) if isinstance(target, fx.Node) else self._input(target)
@@ -265,7 +264,7 @@ class _Code:
         else:
             self.script.call(aten.copy_.default, [places[0], values[0]])
         source, collective, position = copies[0]
-        self._say_copied(Sent(collective.index, position), source, len(copies))
+        self._record_copy(Sent(collective.index, position), source, len(copies))
 
     def _values(self, arguments: Any) -> Any:
         to_variable: Any = self._value
@@ -279,7 +278,7 @@ class _Code:
             self.inputs[name] = self.script.variable()
         return self.inputs[name]
 
-    def _say(self, node: fx.Node, count: int = 1) -> None:
+    def _record(self, node: fx.Node, count: int = 1) -> None:
         written = name_of(self._placement.targets.get(node), self._names)
         is_only_sent = isinstance(written, Sent) and all(user.target is launch for user in node.users)
         made: Any = value(node)
@@ -295,7 +294,7 @@ class _Code:
             )
         )
 
-    def _say_copied(self, place: Name, source: Any, count: int) -> None:
+    def _record_copy(self, place: Name, source: Any, count: int) -> None:
         self.operations.append(Operation(place, None, "copy", (name_of(source, self._names),), count=count))
 
     def _shown(self, arguments: Any) -> Any:
@@ -303,7 +302,7 @@ class _Code:
 
 
 def _spans(places: Iterable[Any]) -> Iterator[Span]:
-    """Yield payloads, neighbours as one."""
+    """Yield spans of payloads that are neighbours in a buffer."""
     ordered = enumerate(sorted(places, key=lambda place: (place.collective, place.position)))
     for _, run in groupby(ordered, lambda at: (at[1].collective, at[1].position - at[0])):
         neighbours = [place for _, place in run]

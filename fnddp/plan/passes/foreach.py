@@ -33,7 +33,7 @@ def foreach(draft: Draft) -> Draft:
     # A `_foreach` copy writes into given memory: copies without a place get scratch memory.
     for node in [node for members in draft.batches.values() for node in members if node.target in COPIES]:
         if node not in placement.targets:
-            placement.targets[node] = placement.lies_in[node] = Scratch(node.name)
+            placement.targets[node] = placement.stored_in[node] = Scratch(node.name)
             placement.scratch[Scratch(node.name)] = LeafSpec.of(value(node))
     return draft
 

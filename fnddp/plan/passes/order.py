@@ -2,13 +2,13 @@
 
 A bucket of gradients arrives in the slot of its number; a collective of depth d is issued d slots after its bucket, and
 what the next round needs of its result is computed one slot later. So a bucket's second round is issued behind the next
-bucket's first: a software pipeline, in which the wire is busy with one bucket while the other is computed. What no
-collective needs, means and the next state, comes last, when all collectives are complete and the step can no longer
-fail on another rank: until then nothing is written over, and no encoding stands behind a wait.
+bucket's first: a software pipeline, in which the wire is busy with one bucket while the other is computed. Means and
+the next state, which no collective needs, come last, when all collectives are complete and the step can no longer fail
+on another rank: until then nothing is written over, and no encoding waits for a collective.
 
-Operations on small tensors cost what it costs to call them, so alike ones run side by side, to be joined by a later
-pass: those of a bucket wait for its last gradient. Operations on large tensors cost their pass over memory, so each
-runs as soon as it can, while what it reads is in the cache and what it makes is soon free.
+The cost of an operation on small tensors is its call, so alike ones run side by side, for a later pass to join: those
+of a bucket wait for its last gradient. The cost of an operation on large tensors is its pass over memory, so each runs
+as soon as it can, while its operands are in the cache and its result is soon free.
 """
 
 import heapq
@@ -52,11 +52,11 @@ def order(draft: Draft) -> Draft:
     positions, reading = _positions(graph, paths, draft.request.buckets)
     outputs = output_nodes(graph)
     feeding = _ancestors([node for node in graph.nodes if node.target is launch])
-    remembering = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
+    for_state = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
     end = max((positions[node].slot for node in feeding), default=-1) + 1
     for node, at in positions.items():
         if node not in feeding:
-            positions[node] = at._replace(slot=end, depth=0, only_for_mean=node not in remembering)
+            positions[node] = at._replace(slot=end, depth=0, only_for_mean=node not in for_state)
     leaf_of = dict(zip(placeholders(graph), paths, strict=False))
     runs: dict[Position, list[fx.Node]] = {}
     for node in tensor_nodes(graph):
@@ -117,7 +117,7 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
     light: dict[object, list[fx.Node]] = {}  # light nodes that can run, by kind
     done: list[fx.Node] = []
 
-    def is_ready(node: fx.Node) -> None:
+    def enqueue(node: fx.Node) -> None:
         if is_view(node):
             views.append(node)
         elif node in kinds:
@@ -131,11 +131,11 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
             if user in lacking:
                 lacking[user] -= 1
                 if not lacking[user]:
-                    is_ready(user)
+                    enqueue(user)
 
     for node in nodes:
         if not lacking[node]:
-            is_ready(node)
+            enqueue(node)
     while views or heavy or light:
         if views:
             run(views.pop())
@@ -166,8 +166,8 @@ def _cut(
         waits: set[int] = launched - waited if commits else set()
         if node.target is take:
             waits |= {launch_of(take_of(node)[0])[1].index} - waited
-        stands_behind = current is not None and current.nodes and at[current.nodes[-1]] != at[node]
-        if current is None or ((needs or waits) and stands_behind) or commits != current.commits:
+        is_later = current is not None and current.nodes and at[current.nodes[-1]] != at[node]
+        if current is None or ((needs or waits) and is_later) or commits != current.commits:
             current = Cut(at[node].slot, commits)
             cuts.append(current)
         arrived.update(needs)

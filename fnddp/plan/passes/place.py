@@ -1,9 +1,9 @@
-"""Pass 7: where results are written.
+"""Pass 7: the memory of each result.
 
-Payloads are written into the flat buffers of their collectives by the operation that computes them. Means have memory
-of their own that persists across steps (`Mean`), which until then holds what a mean is computed from. The next state
-is written over the last one, once all collectives are complete. An operation on elements writes over its operand when
-nobody reads that again. All of it is decided here, once; none of it changes a bit of any result.
+The operation that computes a payload writes it into the flat buffer of its collective. Means have memory of their own
+that persists across steps (`Mean`), which until then holds operands of the mean. The next state is written over the
+last one, once all collectives are complete. An elementwise operation writes over its operand if it reads that last.
+No bit of a result changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +21,17 @@ from fnddp.wire.kinds import SUM, SUM_INTO
 
 aten: Any = torch.ops.aten
 
-# What can write its result into given memory.
+# Operations that can write into given memory, in addition to elementwise ones.
 PRODUCTS: dict[Any, Any] = {aten.mm.default: torch.mm, SUM: SUM_INTO}
 COPIES = {aten._to_copy.default, aten.clone.default}
 
 
 def elementwise(target: Any) -> Any:
-    """Return the form of an elementwise operation that writes into given memory, even its operand's; else None."""
+    """Return the out= variant of an elementwise operation, which may write over its operand; else None."""
     return aten.addmm.out if target is aten.addmm.default else elementwise_out(target)
 
 
 def place(draft: Draft) -> Draft:
-    """Decide what each operation writes over."""
     memories = _Memories(draft)
     for node in memories.nodes:
         memories.decide(node)
@@ -61,7 +60,7 @@ class _Memories:
                 sources, collective = launch_of(node)
                 for position, source in enumerate(sources):
                     self.placement.payloads.setdefault(source, []).append((collective, position))
-        self.placement.lies_in |= {node: node.all_input_nodes[0] for node in self.nodes if is_view(node)}
+        self.placement.stored_in |= {node: node.all_input_nodes[0] for node in self.nodes if is_view(node)}
         self._last_read: dict[Memory, float] = {}
         for node in self.nodes:
             for source in node.all_input_nodes:
@@ -73,7 +72,7 @@ class _Memories:
         parts = parts[: len(state)]  # the other inputs are numbers
         self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
         self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
-        self.remembered = _read_together(self.leaves, parts)
+        self.residual_of = _residuals(self.leaves, parts)
 
     def decide(self, node: fx.Node) -> None:
         """Give `node` its place by the first rule that has one."""
@@ -88,7 +87,7 @@ class _Memories:
             return
         memory = target if isinstance(target, Mean | Scratch) else self.memory(target)
         self.placement.targets[node] = target
-        self.placement.lies_in[node] = memory
+        self.placement.stored_in[node] = memory
         self._last_read[memory] = max(self._last_read.get(memory, -1), self._last_read.get(node, -1))
         if isinstance(memory, Mean):
             self.placement.results.add(memory.path)
@@ -96,9 +95,9 @@ class _Memories:
             self.placement.overwritten.add(memory)
 
     def is_free(self, memory: Memory, node: fx.Node) -> bool:
-        """Return whether `node` may write to `memory`: nothing reads it later, and `node` itself only elementwise."""
+        """Return True if `node` may write to `memory`: nothing reads it later, and `node` itself only elementwise."""
         if isinstance(memory, Scratch) and self.is_kept(node):
-            return False  # the next step writes there
+            return False  # the next step writes over it
         now = self.when[node]
         if self._last_read.get(memory, -1) < now:
             return True
@@ -107,30 +106,27 @@ class _Memories:
         return self._last_read[memory] == now and elementwise(node.target) is not None and in_place
 
     def may_commit(self, given: fx.Node | None, node: fx.Node) -> bool:
-        """Return whether `node` may write over the like input `given` of the graph: not before the step commits."""
+        """Return True if `node` may write over `given`, an input of the graph, once all collectives are complete."""
         if given is None or self.when[node] < self.commits:
             return False
         return _same_kind(value(given), value(node)) and self.is_free(given, node)
 
     def is_kept(self, memory: Memory) -> bool:
-        """Return whether `memory` is part of the result."""
+        """Return True if `memory` is part of the result."""
         return self._last_read.get(memory) == float("inf")
 
     def decide_for_next_step(self) -> None:
-        """Choose memory for each leaf's mean in the next step, for use once nobody holds the present mean."""
+        """Choose memory for each leaf's mean in the next step, for use once no caller holds the present mean."""
         for path, mean in zip(self.leaf_at, self._means, strict=True):
             if path in self.placement.results:
                 is_there = is_tensor(mean) and self.memory(mean) == Mean(path)
                 is_free = is_there or not self.is_kept(Mean(path))
-                memory = Mean(path) if is_free else self.remembered.get(path)
+                memory = Mean(path) if is_free else self.residual_of.get(path)
                 self.placement.memories |= {} if memory is None else {path: memory}
 
     def _payload(self, node: fx.Node) -> Sent | None:
-        """Return the one payload that `node` becomes, maybe through an operation that writes over it.
-
-        A product would be slower with gaps between rows.
-        """
-        if len(node.users) != 1 or node.target in PRODUCTS:
+        """Return the only payload that `node` becomes, directly or through an operation that writes over it."""
+        if len(node.users) != 1 or node.target in PRODUCTS:  # products are slower with gaps between rows
             return None
         (user,) = node.users
         is_written_over = (
@@ -163,22 +159,19 @@ def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
 
 
 def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """Return the part of the state whose next value is `node`: states keep their memory.
-
-    For a mean the residual, before this step, of its gradient; the next state comes first.
-    """
+    """Return the part of the state whose next value is `node`; for a mean, the last residual of its gradient."""
     if not memories.donation.state:
         return None
     path, parts = memories.mean_of.get(node), [memories.part_of.get(node)]
     if path is not None and memories.donation.gradients == "yes":
-        parts.append(memories.remembered.get(path))
+        parts.append(memories.residual_of.get(path))
     return next((part for part in parts if memories.may_commit(part, node)), None)
 
 
 def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
-    """Return the memory of a mean, for the mean or for what it is computed from, if no memory in use fits."""
+    """Return the memory of a mean, for the mean or its operands."""
     path = memories.mean_of.get(node)
-    if memories.donation.gradients == "at_end":  # where means go over gradients
+    if memories.donation.gradients == "at_end":  # means are written over gradients
         path = None
     if path is None and memories.donation == Donation("at_end", state=True):
         path = next((memories.leaves[source] for source in node.all_input_nodes if source in memories.leaves), None)
@@ -189,7 +182,7 @@ def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
 
 
 def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """Return the gradient whose mean is `node`, where means replace gradients."""
+    """Return the gradient whose mean is `node`, if the step may write over gradients."""
     path = memories.mean_of.get(node)
     if path is None or memories.donation.gradients == "no":
         return None
@@ -198,16 +191,11 @@ def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
-    """Return memory of earlier steps, for large results that do not outlive the step.
-
-    Where new memory is slow. (A compiler makes less of it.)
-    """
+    """Return memory that steps share, for large results that do not outlive a step, on devices with slow new memory."""
     made = value(node)
-    if memories.is_compiled or not device_of(made.device).has_slow_pages or is_light(node):
+    if memories.is_compiled or not device_of(made.device).has_slow_pages or is_light(node):  # compilers use less memory
         return None
-    if memories.is_kept(memories.memory(node)):
-        return None
-    if not made.is_contiguous():
+    if memories.is_kept(memories.memory(node)) or not made.is_contiguous():
         return None
     scratch = memories.placement.scratch
     name = next((name for name in scratch if memories.is_free(name, node)), Scratch(f"shared {len(scratch)}"))
@@ -223,11 +211,11 @@ RULES: tuple[Callable[[_Memories, fx.Node], Memory | None], ...] = (
     over_gradient,
     over_scratch,
 )
-"""Each returns memory for the result of an operation, or None; the first that returns some decides."""
+"""Each returns memory for the result of an operation, or None; the first result counts."""
 
 
-def _read_together(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str, fx.Node]:
-    """Return for each leaf the part of the state that is added to it, or otherwise read with it."""
+def _residuals(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str, fx.Node]:
+    """Return for each leaf a part of the state that one operation reads together with it, such as its residual."""
     return {
         path: part
         for leaf, path in leaves.items()

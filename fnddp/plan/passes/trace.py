@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question
+        if func.namespace == "prim":  # reads a property of a tensor
             quick = getattr(args[0], "fake_device", None) if func is torch.ops.prim.device.default else None
             return quick or func(*args, **kwargs)
         if func not in self._whole:
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
         makes_view = makes_one_view(func)
         if not makes_view and not makes_one_tensor(func):
             return func(*args, **kwargs)
-        self._is_own = func.namespace != "aten"  # an operation of somebody else's may look at more than its arguments
+        self._is_own = func.namespace != "aten"  # another library's operation may read more than its arguments
         key = func, self._like(args), self._like(tuple(sorted(kwargs.items()))), torch.get_default_dtype()
         results = self._own if self._is_own else self._shared
         known = results.get(key)
