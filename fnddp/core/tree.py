@@ -103,12 +103,10 @@ def flatten_any(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def unflatten_any(spec: optree.PyTreeSpec, values: list[Any]) -> Tree:
-    """Return the inverse of `flatten_any`."""
     return optree.tree_unflatten(spec, values)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Return `tree` with `fn` applied to every leaf that is a tensor."""
     return optree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)  # pyright: ignore
 
 
@@ -129,12 +127,10 @@ def paired(fn: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
 
 
 def structure(tree: Tree) -> optree.PyTreeSpec:
-    """Return the structure of `tree`, to compare with another's."""
     return optree.tree_structure(tree, namespace=NAMESPACE)
 
 
 def replace_leaves(tree: Tree, values: list[Any]) -> Tree:
-    """Return `tree` with its leaves replaced by `values`, in order."""
     return optree.tree_unflatten(structure(tree), values)
 
 

@@ -314,7 +314,6 @@ class Steps:
         return True
 
     def _take(self, backward: _Backward, name: str) -> None:
-        """Put the gradient that is in `.grad` into the step."""
         parameter = self.parameters[name]
         grad = parameter.grad
         assert grad is not None

@@ -455,7 +455,6 @@ class DistributedDataParallel(TorchNames):
         self._use(pipeline, initial)
 
     def _use(self, pipeline: Sync, initial: State) -> None:
-        """Go on with `pipeline` from the state `initial` on."""
         self._slots = Slots(self.module, self._trained)
         engine = Engine(
             pipeline,

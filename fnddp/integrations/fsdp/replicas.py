@@ -43,8 +43,7 @@ class Replicas(PipelineHandle):
         self._frozen, self._shards, self._parameters = frozen, shards, parameters
         local = _local(parameters)
         super().__init__(local, sync, group, learns_order=True, other_groups=_groups(shards))
-        self._synchronizes = True  # this code is outside of no_sync
-        self._is_armed = True  # the last forward was
+        self._synchronizes = self._is_armed = True  # outside of no_sync: now, and in the last forward
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
         self._failure: Exception | None = None

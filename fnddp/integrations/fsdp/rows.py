@@ -46,7 +46,6 @@ class Rows:
 
     @cached_property
     def _parts(self) -> dict[str, list[int]]:
-        """The shape of each parameter's parts."""
         parts = {name: list(shape) for name, shape in self.shapes.items()}
         for name, dim in self.dims.items():
             parts[name][dim] = -(-parts[name][dim] // self.n)
