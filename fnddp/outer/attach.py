@@ -190,7 +190,7 @@ class Attached:
     def __post_init__(self) -> None:
         self._state = self._fresh()
         self._exchanges = Overlapped(self._wire, self._require_known)
-        self._handle = self._optimizer and self._optimizer.register_step_post_hook(lambda *_: self.step())
+        self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     @property
     def state(self) -> State:
@@ -283,6 +283,9 @@ class Attached:
             with torch.no_grad():
                 self.outer.step(self._leaves(), self._state, noted)
         return noted
+
+    def _after(self, *_: Any) -> None:
+        self.step()
 
     def _commits(self) -> bool:
         return self._commit is None or self._commit()

@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
         return detached
 
     def _pure(self, func: Any, args: Any, made: Any) -> Any:
-        """Return the operation that makes a new tensor, for one in place on memory that nothing else reads."""
+        """Return the out-of-place form of an operation in place, on memory that nothing else reads."""
         pure = out_of_place(func)
         if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
             raise LoweringError(f"it writes with {func} to memory that others read")
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
         return node
 
 
-# How torch says that there is no fake kernel where it has no class for it.
+# Messages of torch about a missing fake kernel, in errors without a class of their own.
 _IS_FOREIGN = (
     "There was no fake impl registered",
     ".numpy() is not supported for tensor subclasses",
