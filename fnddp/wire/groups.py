@@ -51,7 +51,7 @@ class World:
     bucket_of: Callable[[str], int | None] | None = None
 
     def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:
-        """Return `size` without other groups than `groups`; all of it for None."""
+        """Return the part of `size` for `groups`; all of it for None."""
         if self.size is None or isinstance(self.size, int) or groups is None:
             return self.size
         return {group: n for group, n in self.size.items() if group in groups}
