@@ -48,9 +48,9 @@ def _four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def net(layers: int = 3, width: int = 12) -> nn.Sequential:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+    return nn.Sequential(*[nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)])
 
 
 def module(sync: Sync | str, wire: StreamWire | None = None, **options: Any) -> DistributedDataParallel:
