@@ -45,23 +45,11 @@ def gloo(_pools: list[GlooPool]) -> Callable[..., list]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ranks_of_commands_are_forked() -> Iterator[None]:
-    """For commands that a test calls within this process. (Those that it starts as processes spawn theirs.)"""
+def _ranks_start_and_trace_quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        # For commands that a test calls within this process. (Those that it starts as processes spawn theirs.)
         patch.setattr(launch, "fresh", forks)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _threads_may_share_traces() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower, "PASSES", in_turn(lower.PASSES))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _ranks_that_are_threads_share_a_core() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "threading", SimpleNamespace(Thread=OnOneCore))
         yield
 

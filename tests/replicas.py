@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fnddp
-from fnddp.core import tree
+from fnddp.laws import bits
 from tests.forks import forks
 
 SECONDS = 90  # of a job
@@ -145,37 +145,33 @@ class Training:
 
 
 def digest_of(*trees: Any) -> str:
-    made = hashlib.sha256()
-    for part in tree.flatten_any(trees)[0]:
-        made.update(part.detach().contiguous().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
-    return made.hexdigest()[:12]
+    return hashlib.sha256(repr(bits(trees)).encode()).hexdigest()[:12]
 
 
 class Replica:
     def __init__(self, name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
         self.name, self.folder, self.options = name, folder, options
-        self.seed = int(name.removeprefix("r")) + 1000 * int(options.get("incarnation", 0))
+        self.seed = int(name.removeprefix("r")) + 1000 * int(options["incarnation"])
         self.training = Training(self.seed)
         self.rank = 0
-        if options.get("ranks", 1) > 1:
-            name, self.rank, together = meet(name, folder, options["ranks"], options.get("incarnation", 0))
+        if options["ranks"] > 1:
+            name, self.rank, together = meet(name, folder, options["ranks"], options["incarnation"])
             options = {**options, "manager": {**options.get("manager", {}), **together}}
         self.manager = new_manager(name, address, self.training, **options.get("manager", {}))
-        make = options.get("wrap", wrap)
-        self.model = make(self.manager, self.training.net, options)
+        self.model = self.wrapped()
         self.trap: Trap | None = options.get("trap")
         self.grads: dict[str, Tensor] = {}
         self._set_traps()
+
+    def wrapped(self) -> Any:
+        return self.options.get("wrap", wrap)(self.manager, self.training.net, self.options)
 
     def run(self) -> None:
         from torchft import Optimizer
 
         optimizer = Optimizer(self.manager, self.training.optimizer)
-        if self.options.get("waits"):
-            time.sleep(HEARTBEAT)
-        (self.folder / f"{self.name}.ready").touch()
-        if self.options.get("waits"):
-            read(self.folder / "go")
+        if not self.options["incarnation"]:
+            wait_together(self.name, self.folder, self.options["replicas"] * self.options["ranks"])
         together = 0
         while together < TOGETHER:
             done = self.step(optimizer)
@@ -233,7 +229,7 @@ class Replica:
         return digest_of(getattr(self.model, "sync_state", ()), grads)
 
     def keep(self, step: int, means: dict[str, Tensor]) -> str:
-        file = self.folder / f"{self.name}-{self.options.get('incarnation', 0)}-{step}.pt"
+        file = self.folder / f"{self.name}-{self.options['incarnation']}-{step}.pt"
         residual = getattr(self.model.sync_state, "residual", {})
         torch.save({"grads": dict(self.grads), "means": means, "residual": dict(residual)}, file)
         return str(file)
@@ -343,11 +339,8 @@ class Job:
     def run(self, traps: Mapping[str, Trap], watch: Callable[["Job"], None] = lambda job: None) -> list[Record]:
         """Trains until all have taken the last steps together. What is killed is started again later."""
         after = max((trap.step for trap in traps.values()), default=0)
-        names = [f"r{i}" for i in range(self.replicas * self.ranks)]
-        for name in names:
-            self.start(name, waits=True, trap=traps.get(name), after=after)
-        self.wait_for(lambda: all((self.path / f"{name}.ready").exists() for name in names), "to be ready")
-        (self.path / "go").touch()
+        for name in [f"r{i}" for i in range(self.replicas * self.ranks)]:
+            self.start(name, trap=traps.get(name), after=after)
         self.wait_for(lambda: self._ended(after, watch), "to end")
         records = self.records()
         require_equal(records)

@@ -57,8 +57,8 @@ class Block:
     owner: Clock
     first: int
     end: int
-    writes: dict[tuple[int, int], tuple[Moment, str]] = field(default_factory=dict)
-    reads: dict[tuple[int, int], dict[int, tuple[Moment, str]]] = field(default_factory=lambda: defaultdict(dict))
+    # When, and for what, by the first and the last byte, the stream, and whether it has written.
+    uses: dict[tuple[int, int, int, bool], tuple[Moment, str]] = field(default_factory=dict)
     kept_for: set[int] = field(default_factory=set)
 
 
@@ -139,8 +139,7 @@ class Checker:
     def _free(self, key: int) -> None:
         """Give a block back to the pool of its stream, which may hand it out at the next allocation."""
         block = self._blocks.pop(key)
-        last = [*block.writes.values(), *(use for by_stream in block.reads.values() for use in by_stream.values())]
-        self._freed[block.owner.number] += [use for use in last if use[0].stream not in block.kept_for]
+        self._freed[block.owner.number] += [use for use in block.uses.values() if use[0].stream not in block.kept_for]
 
     def keep(self, tensor: Tensor, stream: Clock) -> None:
         if tensor.numel() and _is_real(tensor):
@@ -153,22 +152,16 @@ class Checker:
         block = self.block(tensor)
         first = tensor.data_ptr()
         extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        span = first, first + extent * tensor.element_size()
+        end = first + extent * tensor.element_size()
         now = stream.tick()
-        for other, (moment, before) in list(block.writes.items()):
-            if other[0] < span[1] and span[0] < other[1]:
-                self._require(stream, moment, f"{what} {'writes' if writes else 'reads'}", f"{before} has written")
+        for use, (moment, before) in list(block.uses.items()):
+            other_first, other_end, _, has_written = use
+            if other_first < end and first < other_end and (writes or has_written):
+                does, did = "writes" if writes else "reads", "written" if has_written else "read"
+                self._require(stream, moment, f"{what} {does}", f"{before} has {did}")
                 if writes:
-                    del block.writes[other]
-        if not writes:
-            block.reads[span][stream.number] = now, what
-            return
-        for other, by_stream in list(block.reads.items()):
-            if other[0] < span[1] and span[0] < other[1]:
-                for moment, before in by_stream.values():
-                    self._require(stream, moment, f"{what} writes", f"{before} has read")
-                del block.reads[other]
-        block.writes[span] = now, what
+                    del block.uses[use]
+        block.uses[first, end, stream.number, writes] = now, what
 
     def _require(self, stream: Clock, moment: Moment, now: str, before: str) -> None:
         if not self._precedes(moment, stream):

@@ -225,16 +225,3 @@ def test_what_would_be_ignored_raises(rank: int) -> None:
 
         class Wrong(Trainer, FnddpTrainerMixin):
             pass
-
-
-def test_one_process_has_no_pipeline() -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    from fnddp.integrations.huggingface import prepare
-
-    accelerator = Accelerator(cpu=True)
-    pipelines = prepare(accelerator, "fp16(allreduce)")
-    with pytest.raises(ValueError, match="one process alone"):
-        pipelines.handle(accelerator.prepare(Regression()))
-    AcceleratorState._reset_state(reset_partial_state=True)

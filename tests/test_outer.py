@@ -62,13 +62,6 @@ def moved(params: Leaves, rank: int, call: int) -> Leaves:
     return {path: leaf - 0.1 * torch.randn(leaf.shape, generator=generator) for path, leaf in params.items()}
 
 
-def trained(rank: int, step: outer.Outer, calls: int = STEPS) -> list[tuple[Leaves, Any]]:
-    seen = [(start(step), step.init(start(step)))]
-    for call in range(calls):
-        seen.append(step(moved(seen[-1][0], rank, call), seen[-1][1]))
-    return seen
-
-
 def agree(value: Any) -> bool:
     return len({str(each) for each in gather(bits(value))}) == 1
 
@@ -143,34 +136,31 @@ def test_nothing_is_written_to(name: str):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_resuming_is_exact(name: str):
+def test_resumed_or_simulated_it_is_the_same_to_the_bit(name: str):
+    """The pipelines of the examples add in rank order, as simulated ones do."""
     step = example(name)
 
-    def body(rank: int) -> None:
-        seen = trained(rank, step)
+    def body(rank: int) -> tuple[Leaves, Any]:
+        seen = [(start(step), step.init(start(step)))]
+        for call in range(STEPS):
+            seen.append(step(moved(seen[-1][0], rank, call), seen[-1][1]))
         for begin in range(0, STEPS, 4):
             params, state = seen[begin]
             state = fnddp.load_state_dict(step.init(start(step)), fnddp.state_dict(state))
             for call in range(begin, STEPS):
                 params, state = step(moved(params, rank, call), state)
             assert bits((params, state)) == bits(seen[-1])
+        return seen[-1]
 
-    run_threads(2, body)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_simulated_is_real(name: str):
-    """To the bit: the pipelines of the examples add in rank order."""
-    step = example(name)
     simulation = outer.simulate(step, RANKS)
     params = {path: leaf.expand(RANKS, *leaf.shape) for path, leaf in start(step).items()}
     state = simulation.init(params)
     for call in range(STEPS):
         each = [moved({path: leaf[rank] for path, leaf in params.items()}, rank, call) for rank in range(RANKS)]
         params, state = simulation({path: torch.stack([leaves[path] for leaves in each]) for path in params}, state)
-    for rank, seen in enumerate(run_threads(RANKS, trained, step)):
+    for rank, real in enumerate(run_threads(RANKS, body)):
         virtual = {path: leaf[rank] for path, leaf in params.items()}
-        assert bits((virtual, simulation.of_rank(state, rank))) == bits(seen[-1])
+        assert bits((virtual, simulation.of_rank(state, rank))) == bits(real)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -262,13 +252,7 @@ def test_a_plan_says_when_what_starts_and_ends():
     layers = {f"{i}.{kind}": torch.empty(8, 8, device="meta") for i in range(4) for kind in ("weight", "bias")}
     step = outer.streaming_diloco(allreduce, every=12, fragments=4, delay=2)
     plan = outer.lower(step, layers, world_size=4)
-    assert [(each.name, each.starts, each.ends) for each in plan.exchanges] == [
-        ("0", 3, 5),
-        ("1", 6, 8),
-        ("2", 9, 11),
-        ("3", 12, 14),
-    ]
-    assert plan.wire_bytes == 8 * 64 * 4
+    assert [(each.starts, each.ends) for each in plan.exchanges] == [(3, 5), (6, 8), (9, 11), (12, 14)]
     assert plan.bytes_per_step == 8 * 64 * 4 / 12
     assert plan.peak_bytes_per_step == 2 * 64 * 4
     assert list(plan.exchanges[0].plan.leaves) == ["0.weight", "0.bias"]

@@ -168,7 +168,7 @@ def test_resuming_is_exact(text: str, at: int):
     run_threads(2, body)
 
 
-def test_a_state_of_another_step_is_refused():
+def test_what_does_not_fit_is_refused():
     model = make_model()
     attached = outer.attach(model, None, outer.diloco(allreduce, every=2))
     with pytest.raises(ValueError, match="another pipeline or other parameters"):
@@ -176,6 +176,13 @@ def test_a_state_of_another_step_is_refused():
     with pytest.raises(ValueError, match="for this model"):
         attached.state = outer.local_sgd(every=2).init(parameters(model))
     attached.state = outer.diloco(allreduce, every=2).init(parameters(model))
+    with pytest.raises(ValueError, match="pass it"):
+        outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
+    with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
+        outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
+    model, optimizer, _ = attached_model("des_loc({'momentum_buffer': local_sgd(every=2)})")
+    with pytest.raises(ValueError, match=r"keeps no 'momentum_buffer' like parameter '0.weight', but \[\]"):
+        train(model, optimizer, 0, range(1))
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -274,14 +281,6 @@ def test_ranks_that_disagree_are_told_so():
     run_threads(2, unfit)
 
 
-def test_what_is_wrong_is_said_at_once():
-    model = make_model()
-    with pytest.raises(ValueError, match="pass it"):
-        outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
-    with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
-        outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
-
-
 def test_moments_are_exchanged_at_their_own_periods():
     step = outer.des_loc(
         {
@@ -301,12 +300,6 @@ def test_moments_are_exchanged_at_their_own_periods():
             assert (agree(parameters(model))) == (call % 2 == 0)
 
     run_threads(2, body)
-
-
-def test_an_optimizer_without_such_moments_is_an_error():
-    model, optimizer, _ = attached_model(outer.des_loc({"momentum_buffer": outer.local_sgd(every=2)}))
-    with pytest.raises(ValueError, match=r"keeps no 'momentum_buffer' like parameter '0.weight', but \[\]"):
-        train(model, optimizer, 0, range(1))
 
 
 def test_steps_of_the_callers_own_and_muon():

@@ -1,24 +1,30 @@
-"""Shards and replicas beside the other parallelisms of torch, on four gloo ranks, against FSDP2 and HSDP themselves."""
+"""Shards and replicas beside the other parallelisms of torch, on four gloo ranks, against FSDP2 and HSDP themselves.
 
+Pipelines, contexts and experts have no such peer: against one process on the pooled batch.
+"""
+
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import debug
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fnddp
+from fnddp import all_reduce, none, partition
+from fnddp.distributed import AllGatherGrad
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from tests.peers import everyones
 from tests.ranks import on_ranks
+from tests.sharded import gathered, local, loss, meshes, train
 
 pytestmark = pytest.mark.thorough
-
-LOSSY = "error_feedback(powersgd(allreduce, rank=1))"
 
 
 class Block(nn.Module):
@@ -30,15 +36,9 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).tanh())
 
 
-def meshes(*shape: int, names: str) -> DeviceMesh:
-    """A mesh. DTensor remembers equal ones of earlier tests in this process, whose groups are gone."""
-    debug._clear_sharding_prop_cache()
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()))
-
-
-def blocks(count: int = 2, seed: int = 0) -> list[Block]:
-    torch.manual_seed(seed)
-    return [Block() for _ in range(count)]
+def blocks() -> list[Block]:
+    torch.manual_seed(0)
+    return [Block() for _ in range(2)]
 
 
 def tensor_parallel(over: DeviceMesh, tp: DeviceMesh) -> Any:
@@ -52,18 +52,6 @@ def tensor_parallel(over: DeviceMesh, tp: DeviceMesh) -> Any:
 def inputs(steps: int, source: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(source)
     return [torch.randn(4, 8, generator=generator) for _ in range(steps)]
-
-
-def train(model: Any, steps: list[Tensor]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x in steps:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def local(model: Any) -> Tensor:
-    return torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
 
 
 @on_ranks(4)
@@ -81,9 +69,9 @@ def test_replicas_of_one_shard_beside_tensor_parallel(rank: int) -> None:
     assert torch.equal(local(ours), local(native))
     assert torch.equal(local(both), local(native))
     with handle.weight(3):
-        both(steps[0]).sum().backward()
+        loss(both, steps[0]).backward()
     lossy = tensor_parallel(mesh["shard"], mesh["tp"])
-    compress_replicas(lossy, LOSSY, mesh["replicate"])
+    compress_replicas(lossy, "error_feedback(powersgd(allreduce, rank=1))", mesh["replicate"])
     train(lossy, steps)
     everyone = everyones(local(lossy))
     assert torch.equal(everyone[0], everyone[2])
@@ -104,40 +92,12 @@ def test_shards_beside_tensor_parallel(rank: int) -> None:
     assert torch.equal(local(ours), local(native))
     assert not torch.equal(local(lossy), local(native))
     # Blocks of a codec must not hold both what tensor parallelism divides and what it replicates, which would drift.
-    replicated = [
-        p.to_local().detach() for name, p in lossy.named_parameters() if "norm" in name or "down.bias" in name
-    ]
-    everyone = everyones(torch.cat([*replicated, *(gathered(lossy, name) for name in ("norm", "down.bias"))]))
+    shards = {name: p.to_local().detach() for name, p in lossy.named_parameters()}
+    both = (shards, gathered(lossy))
+    replicated = [each for of in both for name, each in of.items() if "norm" in name or "down.bias" in name]
+    everyone = everyones(torch.cat(replicated))
     assert torch.equal(everyone[0], everyone[1])
     assert torch.equal(everyone[2], everyone[3])
-
-
-def gathered(model: Any, name: str) -> Tensor:
-    for block in model:
-        block.unshard()
-    seen = [getattr(p, "_local_tensor", p).detach().clone() for of, p in model.named_parameters() if name in of]
-    for block in model:
-        block.reshard()
-    return torch.cat(seen)
-
-
-class _Gathered(torch.autograd.Function):
-    """The parts of a sequence of all ranks: `[*, rank, part, width]`."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, over: DeviceMesh) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.over = over
-        return torch.stack(everyones_in(part, over), 2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return sum(everyones_in(grad, ctx.over))[:, :, ctx.over.get_local_rank()], None
-
-
-def everyones_in(x: Tensor, mesh: DeviceMesh) -> list[Tensor]:
-    parts = [torch.empty_like(x) for _ in range(mesh.size())]
-    dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
-    return parts
 
 
 class Attention(nn.Module):
@@ -151,8 +111,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         if self.over is not None:
-            everyones_parts = _Gathered.apply(torch.stack((k, v)), self.over)
-            k, v = everyones_parts.flatten(2, 3)
+            parts = AllGatherGrad.apply(torch.stack((k, v)), self.over.get_group())  # [rank, 2, *, part, width]
+            k, v = parts.movedim(0, 2).flatten(2, 3)
         return x + self.out((q @ k.mT).softmax(-1) @ v)
 
 
@@ -201,3 +161,146 @@ def test_stages_of_a_pipeline_synchronize_once(rank: int, schedule: Any) -> None
             assert handle.sync_stats()["steps"] == step
             for (name, p), want in zip(module.named_parameters(), plain[stage].parameters(), strict=True):
                 torch.testing.assert_close(p.grad.full_tensor(), want.grad, rtol=1e-4, atol=1e-6, msg=f"{axis} {name}")
+
+
+class Mixture(nn.Module):
+    """Tokens go to the expert that their router chooses: to the rank that has it, by an all_to_all, and back.
+
+    Args:
+        count: The number of experts.
+        mesh: Whose ranks have one each, under one name; None for all of them here.
+    """
+
+    def __init__(self, count: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.out = nn.Linear(8, count), nn.Linear(8, 8)
+        every = [nn.Linear(8, 8) for _ in range(count)]
+        self.expert = nn.ModuleList(every if mesh is None else [every[mesh.get_local_rank()]])
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, choice = self.router(x).softmax(-1).max(-1)
+        order = choice.argsort(stable=True)
+        sorted_x, sizes = x[order], choice.bincount(minlength=self.router.out_features)
+        if self.mesh is None:
+            parts = zip(self.expert, sorted_x.split(sizes.tolist()), strict=True)
+            y = torch.cat([expert(part).tanh() for expert, part in parts])
+        else:
+            group: Any = self.mesh.get_group()
+            arriving = torch.empty_like(sizes)
+            dist.all_to_all_single(arriving, sizes, group=group)
+            there, here = sizes.tolist(), arriving.tolist()
+            computed = self.expert[0](all_to_all_single_autograd(sorted_x, here, there, group)).tanh()
+            y = all_to_all_single_autograd(computed, there, here, group)
+        return self.out(torch.empty_like(y).index_copy(0, order, y) * score.unsqueeze(-1))
+
+
+def trained_alike(rank: int, model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
+    """Train `model` on this rank's tokens and `plain` on those of all; the parameters of `plain`."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x = torch.randn(3 + 2 * rank, 8, generator=generator)
+        pooled = torch.cat(everyones(x))
+        (model(x).square().sum() / (len(pooled) * 8)).backward()
+        plain(pooled).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return plain.state_dict()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@on_ranks(4)
+def test_experts_and_the_rest_are_those_of_one_process(rank: int, copies: int) -> None:
+    """Four experts on four ranks, and two on two replicas of two. Losses are divided once, by the tokens of all ranks.
+
+    So all gradients are sums: of an expert, of what the tokens that it saw gave it; its own rank has them from all
+    ranks that sent it some. No divisor is left that could be another for experts.
+    """
+    mesh = meshes(copies, 4 // copies, names="replicate expert")
+    own = mesh.get_local_rank("expert")
+    module = Mixture(4 // copies, mesh["expert"])
+    of_experts = none if copies == 1 else all_reduce(mesh["replicate"], op="sum")
+    sync = partition({"expert.*": of_experts, "*": all_reduce(op="sum")})
+    # Without a broadcast, which would give all ranks the first one's expert.
+    model = fnddp.DistributedDataParallel(module, sync=sync, init_sync=False)
+    plain = Mixture(4 // copies, None)
+    want = trained_alike(rank, model, plain)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, want[name.replace("expert.0", f"expert.{own}")], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(*everyones(module.expert[0].weight.detach())[:2])
+
+
+@pytest.mark.parametrize("text", ["two_shot", "error_feedback(quantize(two_shot))"])
+@on_ranks(4)
+def test_experts_of_fsdp_have_shards_of_their_own(rank: int, text: str) -> None:
+    """Two experts, each sharded over two ranks, and the rest over four; losses are divided by all ranks' tokens."""
+    mesh = meshes(2, 2, names="expert_shard expert")
+    own = mesh.get_local_rank("expert")
+    model: Any = Mixture(2, mesh["expert"])
+    fully_shard(model.expert[0], mesh=mesh["expert_shard"])
+    fully_shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    handle = compress_shards(model, text, "allgather")
+    assert {n for each in handle.traffic.values() for _, _, n in each.gradients} == {2, 4}
+    plain = Mixture(2, None)
+    want, lossy = trained_alike(rank, model, plain), text != "two_shot"
+    for name, p in model.named_parameters():
+        expected = want[name.replace("expert.0", f"expert.{own}")]
+        torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=5e-3 if lossy else 1e-6)
+    with pytest.raises(TypeError, match=r"divide the loss by the tokens of all ranks"), handle.weight(3):
+        pass
+
+
+class Decoder(nn.Module):
+    """The parts that torchtitan's decoders have."""
+
+    enable_weight_tying = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(zip("01", blocks(), strict=True))
+        self.tok_embeddings, self.norm, self.lm_head = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def by_torchtitan(mesh: DeviceMesh) -> Any:
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+    model = Decoder()
+    apply_fsdp_to_decoder(model, mesh, torch.float32, torch.float32, pp_enabled=False)
+    return model
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("torchtitan", "spmd_types", "tyro")),
+    reason="needs torchtitan, spmd_types and tyro",
+)
+@on_ranks(4)
+def test_all_axes_of_a_decoder_that_torchtitan_shards(rank: int) -> None:
+    """Gradients are sums: its trainer divides losses by the tokens of all ranks."""
+    mesh = meshes(2, 2, names="dp_replicate fsdp")
+    native, ours, lossy = by_torchtitan(mesh), by_torchtitan(mesh["fsdp"]), by_torchtitan(mesh["fsdp"])
+    for module in native.modules():
+        if isinstance(module, FSDPModule):  # gloo has no other operation
+            module.set_force_sum_reduction_for_comms(True)
+    compress(ours, mesh, shards="two_shot", weights="allgather", replicas="all_reduce(op='sum')")
+    of_replicas = "error_feedback(powersgd(all_reduce(op='sum'), rank=1))"
+    compress(lossy, mesh, shards="quantize(two_shot, bits=4)", weights="quantize(allgather)", replicas=of_replicas)
+    generator = torch.Generator().manual_seed(rank)
+    steps = [torch.randint(11, (2, 6), generator=generator) for _ in range(3)]
+    for model in (native, ours, lossy):
+        train(model, steps)
+    assert torch.equal(local(ours), local(native))
+    everyone = everyones(local(lossy))
+    assert torch.equal(everyone[rank], everyone[(rank + 2) % 4])
+    assert (local(lossy) - local(native)).norm() < 0.2 * local(native).norm()

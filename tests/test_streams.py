@@ -2,7 +2,8 @@
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle, product
 from typing import Any
 from unittest import mock
 
@@ -47,9 +48,9 @@ def _four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def net(layers: int = 3, width: int = 12) -> nn.Sequential:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+    return nn.Sequential(*[nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)])
 
 
 def module(sync: Sync | str, wire: StreamWire | None = None, **options: Any) -> DistributedDataParallel:
@@ -59,8 +60,8 @@ def module(sync: Sync | str, wire: StreamWire | None = None, **options: Any) -> 
     )
 
 
-def loss(model: Callable[[Tensor], Tensor], rows: int = 4) -> Tensor:
-    return model(torch.ones(rows, 12)).square().mean()
+def loss(model: Callable[[Tensor], Tensor]) -> Tensor:
+    return model(torch.ones(4, 12)).square().mean()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -73,43 +74,40 @@ def read(tensors: Iterable[Tensor | None]) -> None:
             tensor.square()
 
 
-# What trains: each is given a pipeline, and the checker.
+Around = Callable[[int], AbstractContextManager[None]]
 
 
-def train(model: nn.Module, found: Checker) -> None:
+def train(
+    model: nn.Module, around: Around, before: Callable[[], object] = tuple, steps: int = 4, *, keeps: bool = False
+) -> None:
     optimizer = sgd(model)
-    for i in range(4):
-        optimizer.zero_grad()
-        with found.training(i):
+    for i in range(steps):
+        optimizer.zero_grad(set_to_none=not keeps)
+        with around(i):
+            before()
             loss(model).backward()
             optimizer.step()
 
 
+# What trains: each is given a pipeline, and the checker, which is told where the host must not wait.
+
+
 def with_the_module(text: str, found: Checker) -> None:
-    train(module(text), found)
+    train(module(text), found.training)
 
 
 def accumulating(text: str, found: Checker) -> None:
     model = module(text)
-    optimizer = sgd(model)
-    for i in range(3):
-        with found.training(i):
-            with model.no_sync():
-                loss(model).backward()
+
+    def without_sync() -> None:
+        with model.no_sync():
             loss(model).backward()
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+
+    train(model, found.training, without_sync, keeps=True)
 
 
-def with_a_model_beside(text: str, found: Checker) -> None:
-    models = [module(text), module(text)]
-    for i in range(3):
-        for model in models:
-            model.zero_grad()
-        with found.training(i):
-            (loss(models[0]) + loss(models[1])).backward()
-            for model in models:
-                sgd(model).step()
+def with_two_models_in_a_backward(text: str, found: Checker) -> None:
+    train(nn.Sequential(module(text), module(text)), found.training)
 
 
 def with_the_optimizer_on_another_stream(text: str, found: Checker) -> None:
@@ -160,12 +158,23 @@ def reading_old_means_late(text: str, found: Checker) -> None:
         kept.append(dict(step.finish().mean))
 
 
-def eagerly(text: str, found: Checker) -> None:
-    sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
+def called(step: Any, sync: Sync, around: Around) -> None:
+    leaves = {name: p.detach() for name, p in net().named_parameters()}
     state = sync.init(leaves)
-    for _ in range(3):
-        mean, state = over(StreamWire(), sync)({name: torch.ones_like(leaf) for name, leaf in leaves.items()}, state)
-        read(mean.values())
+    for i in range(3):
+        with around(i):
+            mean, state = step({name: torch.ones_like(leaf) for name, leaf in leaves.items()}, state)
+            read(mean.values())
+
+
+def eagerly(text: str, found: Checker) -> None:
+    sync = fnddp.parse(text)
+    called(over(StreamWire(), sync), sync, nullcontext)
+
+
+def compiled(text: str, found: Checker) -> None:
+    sync = fnddp.parse(text)
+    called(fnddp.jit(sync, wire=StreamWire()), sync, found.training)
 
 
 def failing(text: str, found: Checker) -> None:
@@ -189,33 +198,23 @@ def failing(text: str, found: Checker) -> None:
 
 def weighted(text: str, found: Checker) -> None:
     model = module(text)
-    optimizer = sgd(model)
-    for weight in (2, 3, 1):
-        optimizer.zero_grad()
-        with model.weight(weight):
-            loss(model).backward()
-        optimizer.step()
+    train(model, lambda i: model.weight(2 + i % 3))
 
 
 def with_a_leaf_that_is_missing(text: str, found: Checker) -> None:
     model = module(text, find_unused_parameters=True)
-    optimizer = sgd(model)
-    for i in range(3):
-        optimizer.zero_grad()
-        model.module[1].forward = (lambda x: x) if i % 2 else nn.Sequential.forward.__get__(model.module[1])
-        loss(model).backward()
-        optimizer.step()
+    forwards = cycle([nn.Sequential.forward.__get__(model.module[1]), lambda x: x])
+    train(model, nullcontext, lambda: setattr(model.module[1], "forward", next(forwards)))
 
 
 def with_the_state_replaced(text: str, found: Checker) -> None:
     model = module(text)
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss(model).backward()
-        optimizer.step()
+
+    def replace_state() -> None:
         model.sync_state = tree.map_tensors(Tensor.clone, model.sync_state)
         read(p.grad for p in model.parameters())
+
+    train(model, nullcontext, replace_state)
 
 
 def functional(text: str, found: Checker) -> None:
@@ -232,27 +231,18 @@ def functional(text: str, found: Checker) -> None:
             params = {name: p if (mean := grads.get(name)) is None else p - 0.1 * mean for name, p in params.items()}
 
 
-def compiled(text: str, found: Checker) -> None:
-    sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
-    step, state = fnddp.jit(sync, wire=StreamWire()), sync.init(leaves)
-    for i in range(3):
-        with found.training(i):
-            mean, state = step({name: torch.ones_like(leaf) for name, leaf in leaves.items()}, state)
-            read(mean.values())
-
-
 def registered(text: str, found: Checker) -> None:
     """On torch's DistributedDataParallel, of one rank, whose own copies are noted as well."""
     model = TorchDDP(net(), bucket_cap_mb=0.0005)
     handle = fnddp.register(model, fnddp.parse(text), wire=StreamWire())
-    train(model, found)
+    train(model, found.training)
     del model, handle
 
 
 def run_by_inductor(text: str, found: Checker) -> None:
     """Segments of plans for Inductor, each of them one operation: see `opaque`."""
     with mock.patch("torch.compile", opaque):
-        train(module(text, backend="inductor"), found)
+        train(module(text, backend="inductor"), found.training)
 
 
 def exchanging_parameters(text: str, found: Checker) -> None:
@@ -261,24 +251,17 @@ def exchanging_parameters(text: str, found: Checker) -> None:
     if sync.skips:
         return  # outer steps have a period of their own
     model = net()
-    optimizer = sgd(model)
     step = outer.streaming_diloco(sync, every=4, fragments=2, delay=3)
-    outer.attach(model, optimizer, step, wire=StreamWire(), init_sync=False)
-    for i in range(18):
-        optimizer.zero_grad()
-        with found.training(i if i > 8 else 0):  # each fragment has made its plans
-            loss(model).backward()
-            optimizer.step()
+    attached = outer.attach(model, None, step, wire=StreamWire(), init_sync=False)
+    # Until each fragment has made its plans the host waits.
+    train(model, lambda i: found.training(i if i > 9 else 0), attached.step, steps=18)
 
 
 SCENARIOS = [
-    *(with_the_module, accumulating, with_a_model_beside, with_the_optimizer_on_another_stream, failing, weighted),
-    *(with_backward_on_several_streams, with_a_leaf_that_is_missing, with_the_state_replaced),
-    *(functional, compiled, registered, reading_old_means_late, eagerly),
-    *(exchanging_parameters, run_by_inductor),
+    *(with_the_module, accumulating, with_two_models_in_a_backward, with_the_optimizer_on_another_stream, failing),
+    *(weighted, with_backward_on_several_streams, with_a_leaf_that_is_missing, with_the_state_replaced),
+    *(functional, compiled, registered, reading_old_means_late, eagerly, exchanging_parameters, run_by_inductor),
 ]
-
-
 REGISTERED = [text for name, text in EXAMPLES.items() if name != "hierarchical"]  # a node alone: see GROUPS
 CASES = [
     *product(SCENARIOS, [*TEXTS, *PERIODIC, *GROUPS]),

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fnddp[torchft]'")
 
 from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo, LocalSGD
 
 import fnddp
-from fnddp import RankMismatchError
+from fnddp import RankMismatchError, outer
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.laws import bits
 from fnddp.reducers.all_reduce import allreduce
@@ -32,6 +34,7 @@ from tests.replicas import (
     Job,
     Network,
     Record,
+    Replica,
     Training,
     Trap,
     digest_of,
@@ -54,31 +57,7 @@ def discarded(records: list[Record], step: int = AT) -> list[Record]:
     return [r for r in records if r.step == step and not r.committed]
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_replica_is_killed_and_comes_back(point):
-    with Job(2, sync=LOSSY) as job:
-        records = job.run({"r1": Trap(point, AT)})
-    assert job.incarnations == {"r0": 0, "r1": 1}
-    assert any(r.participants == 1 and r.committed for r in records), "the survivor went on alone"
-    if point in POINTS[:5]:  # before the vote is complete
-        assert [r.replica for r in discarded(records)] == ["r0"]
-    else:  # the survivor has taken the step
-        assert [r.participants for r in records if r.step == AT and r.committed][:1] == [2]
-
-
-@pytest.mark.parametrize("traps", [{"r2": "collective 1"}, {"r1": "backward", "r2": "vote"}], ids=["one", "two"])
-def test_of_three_replicas_some_are_killed(traps):
-    with Job(3, sync=LOSSY) as job:
-        records = job.run({name: Trap(point, AT) for name, point in traps.items()})
-    survivors = {"r0", "r1", "r2"} - traps.keys()
-    assert {r.replica for r in discarded(records)} == survivors
-    assert any(r.participants == 3 - len(traps) and r.committed for r in records)
-
-
-def test_law_8_over_the_committed_steps():
-    with Job(2, sync=LOSSY, keeps=True) as job:
-        records = job.run({"r1": Trap("collective 1", AT)})
-        kept = {(r.replica, r.step): torch.load(r.file) for r in records if r.committed}
+def require_law_8(kept: Mapping[tuple[str, int], Any]) -> None:
     survivor = [step for name, step in kept if name == "r0"]
     assert survivor == list(range(len(survivor)))
     checked = 0
@@ -94,6 +73,29 @@ def test_law_8_over_the_committed_steps():
             torch.testing.assert_close(mean, expected, rtol=0, atol=ROUNDING * mean.abs().max().item())
         checked += len(sent) == 2
     assert checked >= 3 + AT - 1
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_replica_is_killed_and_comes_back(point):
+    with Job(2, sync=LOSSY, keeps=True) as job:
+        records = job.run({"r1": Trap(point, AT)})
+        kept = {(r.replica, r.step): torch.load(r.file) for r in records if r.committed}
+    assert job.incarnations == {"r0": 0, "r1": 1}
+    assert any(r.participants == 1 and r.committed for r in records), "the survivor went on alone"
+    if point in POINTS[:5]:  # before the vote is complete
+        assert [r.replica for r in discarded(records)] == ["r0"]
+        require_law_8(kept)
+    else:  # the survivor has taken the step
+        assert [r.participants for r in records if r.step == AT and r.committed][:1] == [2]
+
+
+@pytest.mark.parametrize("traps", [{"r2": "collective 1"}, {"r1": "backward", "r2": "vote"}], ids=["one", "two"])
+def test_of_three_replicas_some_are_killed(traps):
+    with Job(3, sync=LOSSY) as job:
+        records = job.run({name: Trap(point, AT) for name, point in traps.items()})
+    survivors = {"r0", "r1", "r2"} - traps.keys()
+    assert {r.replica for r in discarded(records)} == survivors
+    assert any(r.participants == 3 - len(traps) and r.committed for r in records)
 
 
 @pytest.mark.parametrize(("point", "leaves_out"), [("backward", False), ("collective 1", True), ("forward", True)])
@@ -180,39 +182,61 @@ def test_a_step_ends_for_all_that_are_left_and_leaves_nothing(situation):
 
 
 def train_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """`value_and_grad` over the wire: the caller rolls back by keeping what it has."""
-    training = Training(seed=0)
-    params = {path: p.detach() for path, p in training.net.named_parameters()}
-    sync = fnddp.parse(LOSSY)
-    manager = new_manager(name, address, training, init_sync=False)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(int(name[1])))
-
-    def loss_of(params: Any) -> torch.Tensor:
-        if name == "r1" and manager.current_step() == AT:
-            params["2.weight"].register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-        return torch.func.functional_call(training.net, params, (x,)).square().mean()
-
-    step = fnddp.value_and_grad(loss_of, sync, wire=ManagerWire(manager))
-    wait_together(name, folder)
+    """`value_and_grad`, or `jit` on the shards of FSDP: the caller rolls back by keeping what it has."""
+    ranks, training = options["ranks"], Training(seed=0)
+    net, replica, together = training.net, name, {}
+    if ranks == 2:
+        replica, rank, together = meet(name, folder, 2)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / replica), 2), rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (net[0], net[2], net):
+            fully_shard(layer, mesh=mesh)
+    manager = new_manager(replica, address, training, init_sync=False, **together)
+    if ranks == 2:
+        with pytest.raises(TypeError, match="DTensor"):
+            DistributedDataParallel(manager, nn.Sequential(net))
+    params = {path: getattr(p, "_local_tensor", p).detach() for path, p in net.named_parameters()}
+    sync, wire = fnddp.parse(LOSSY), ManagerWire(manager)
+    of_grads = fnddp.jit(sync, wire=wire)
+    of_loss = fnddp.value_and_grad(
+        lambda params, x: torch.func.functional_call(net, params, (x,)).square().mean(), sync, wire=wire
+    )
+    wait_together(name, folder, 2 * ranks)
     state, lost = sync.init(params), 0
     while manager.current_step() < AT + 3:
         manager.start_quorum()
-        before = digest_of(params, state)
+        number, before = manager.current_step(), digest_of(params, state)
+        if number == AT and int(name[1]) == 2 * ranks - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * int(name[1]) + number))
         try:
-            _, grads, after = step(params, state)
+            if ranks == 1:
+                _, mean, after = of_loss(params, state, x)
+            else:
+                net.zero_grad()
+                net(x).square().mean().backward()
+                mean, after = of_grads({path: p.grad.to_local() for path, p in net.named_parameters()}, state)
         except fnddp.CollectiveError:
+            mean, after = {}, state
+        if not manager.should_commit():  # another rank may have lost somebody, and this one nobody
             lost += 1
-            assert not manager.should_commit()
             assert digest_of(params, state) == before
             continue
-        if manager.should_commit():
-            params, state = {path: p - 0.1 * grads[path] for path, p in params.items()}, after
+        assert mean
+        state = after
+        for path, p in params.items():
+            p.sub_(0.1 * mean[path])
+        write(folder / f"{name}-{number}", digest_of(params))
+        other = folder / f"r{int(name[1]) ^ ranks}-{number}"  # the same rank of the other replica
+        assert number >= AT or read(other) == digest_of(params)
     assert lost == 1
     assert manager.num_participants() == 1
+    read(*(folder / f"r{i}-{number}" for i in range(ranks)))  # rank 0 serves all of them until then
 
 
-def test_a_functional_loop():
-    on_processes(2, train_functionally)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_functional_loop(ranks):
+    on_processes(2, train_functionally, ranks=ranks)
 
 
 def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
@@ -297,64 +321,115 @@ def test_one_rank_of_a_replica_is_killed(victim, point):
         assert {r.replica for r in records if r.step == AT and not r.committed} == {"r0", "r1"}
 
 
-class Sharded:
-    def __init__(self) -> None:
-        self.net = Network(0)
-        mesh = init_device_mesh("cpu", (2,))
-        for layer in (self.net[0], self.net[2], self.net):
-            fully_shard(layer, mesh=mesh)
+class OuterReplica(Replica):
+    """Whose steps are exchanges, each with the local steps before it."""
 
-    def shards(self) -> dict[str, torch.Tensor]:
-        return {name: p.to_local().detach() for name, p in self.net.named_parameters()}
+    def wrapped(self) -> outer.Attached:
+        self.draws = torch.Generator().manual_seed(self.seed)
+        attached = outer.attach(
+            *(self.training.net, self.training.optimizer),
+            outer.parse("diloco(error_feedback(quantize(two_shot, bits=4)), every=3)"),
+            wire=ManagerWire(self.manager),
+            init_sync=False,
+            prepare=self.prepare,
+            commit=self.commit,
+        )
+        self.manager.register_state_dict_fn(
+            "outer", attached.load_replicated_state_dict, attached.replicated_state_dict
+        )
+        return attached
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: shard.clone() for name, shard in self.shards().items()}
+    def prepare(self) -> None:
+        self.manager.start_quorum()
+        self.number, self.before, self._started = self.manager.current_step(), self.digest(), count()
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        for name, shard in self.shards().items():
-            shard.copy_(saved[name])
+    def commit(self) -> bool:
+        self.is_committed = self.manager.should_commit()
+        return self.is_committed
 
+    def digest(self) -> str:
+        return digest_of(self.model.state.anchor, self.model.state.velocity)
 
-def train_sharded(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    replica, rank, together = meet(name, folder, 2)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / replica), 2), rank=rank, world_size=2)
-    training = Sharded()
-    manager = new_manager(replica, address, training, init_sync=False, **together)
-    with pytest.raises(TypeError, match="DTensor"):
-        DistributedDataParallel(manager, nn.Sequential(training.net))
-    sync = fnddp.parse(LOSSY)
-    step, state = fnddp.jit(sync, wire=ManagerWire(manager)), sync.init(training.shards())
-    wait_together(name, folder, 4)
-    lost = 0
-    while manager.current_step() < AT + 3:
-        manager.start_quorum()
-        number = manager.current_step()
-        if name == "r3" and number == AT:
-            os.kill(os.getpid(), signal.SIGKILL)
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * int(name[1]) + number))
-        training.net(x).square().mean().backward()
-        grads = {path: p.grad.to_local() for path, p in training.net.named_parameters()}
-        training.net.zero_grad()
-        try:
-            mean, after = step(grads, state)
-        except fnddp.CollectiveError:
-            mean, after = {}, state
-        if not manager.should_commit():  # the other rank may have lost somebody, and this one nobody
-            lost += 1
-            continue
-        state = after
-        for path, shard in training.shards().items():
-            shard.sub_(0.1 * mean[path])
-        write(folder / f"{name}-{number}", str(bits(training.shards())))
-        other = folder / f"r{int(name[1]) ^ 2}-{number}"  # the same rank of the other replica
-        assert number >= AT or read(other) == str(bits(training.shards()))
-    assert lost == 1
-    assert manager.num_participants() == 1
-    read(*(folder / f"r{i}-{number}" for i in range(2)))  # rank 0 serves both of them until then
+    def step(self, optimizer: Any) -> Record:
+        self.is_committed = None
+        while self.is_committed is None:
+            self.training.optimizer.zero_grad()
+            self.training.net(torch.randn(5, 8, generator=self.draws)).square().mean().backward()
+            self.training.optimizer.step()
+        now = self.digest()
+        about = (self.name, self.rank, self.number, self.manager.num_participants(), "", now)
+        return Record(*about, committed=self.is_committed, is_unchanged=self.before == now)
 
 
-def test_shards_over_the_wire():
-    on_processes(2, train_sharded, ranks=2)
+def run_outer(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    OuterReplica(name, address, folder, options).run()
+
+
+def test_a_replica_that_dies_in_an_exchange_ends_it_for_the_other_and_comes_back():
+    with Job(2, run=run_outer) as job:
+        records = job.run({"r1": Trap("collective 1", AT)})
+    # Nothing has raised, and nothing was applied.
+    assert [(r.replica, r.step) for r in records if not r.committed] == [("r0", AT)]
+    assert any(r.participants == 1 and r.committed for r in records), "the survivor went on alone"
+
+
+# Theirs and ours, and for how many local steps.
+PAIRS = {
+    "local_sgd": ("local_sgd(every=3)", 7),
+    "diloco": ("diloco(allreduce, every=3)", 10),
+    "streaming": ("streaming_diloco(allreduce, every=4, fragments=('0.*', '2.*'))", 13),
+}
+
+
+def attach_theirs(name: str, manager: Any, net: Network, optimizer: torch.optim.Optimizer) -> Any:
+    if name == "local_sgd":
+        return LocalSGD(manager, net, optimizer, sync_every=3)
+    fragments = [net] if name == "diloco" else [net[0], net[2]]
+    descents = [torch.optim.SGD(f.parameters(), lr=0.7, momentum=0.9, nesterov=True) for f in fragments]
+    return DiLoCo(manager, fragments, optimizer, descents, sync_every=3 if name == "diloco" else 4, pin_memory=False)
+
+
+def train_both(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    told = folder / "address"
+    if name == "r0":
+        second = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+        write(told, f"http://127.0.0.1:{second.address().rpartition(':')[2]}")
+    trainings = [Training(0), Training(0)]
+    nets = [training.net for training in trainings]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    managers = [
+        new_manager(name, at, training, init_sync=False)
+        for at, training in zip((address, read(told)), trainings, strict=True)
+    ]
+    attach_theirs(options["pair"], managers[0], nets[0], optimizers[0]).__enter__()
+    text, steps = PAIRS[options["pair"]]
+    outer.attach(
+        nets[1],
+        optimizers[1],
+        outer.parse(text),
+        wire=ManagerWire(managers[1]),
+        init_sync=False,
+        prepare=managers[1].start_quorum,
+        commit=managers[1].should_commit,
+    )
+    wait_together(name, folder)
+    for step in range(steps):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * int(name[1]) + step))
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        assert bits(dict(nets[0].named_parameters())) == bits(dict(nets[1].named_parameters())), step
+    assert [manager.current_step() for manager in managers] == [
+        steps // (2 if options["pair"] == "streaming" else 3)
+    ] * 2
+    wait_together(name, folder, point="end")  # one is the lighthouse
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_exchanges_are_torchfts_to_the_bit(pair: str):
+    """Its LocalSGD and DiLoCo, which reduce parameter by parameter: two ranks' sums have one order."""
+    on_processes(2, train_both, pair=pair)
 
 
 def test_the_example():
