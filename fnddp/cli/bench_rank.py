@@ -241,7 +241,7 @@ def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync:
         grads = None
 
     # A compiled step hides its collectives. The same pipeline on the same tree passes the same bytes to them.
-    return Arm(step, clear, sends=step if sync is None or not setup.compiled else lambda: sync(params, state))
+    return Arm(step, clear, sends=(lambda: sync and sync(params, state)) if setup.compiled else step)
 
 
 def profiled(arm: Arm) -> dict[str, float]:

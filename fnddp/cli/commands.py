@@ -66,7 +66,7 @@ def plan(
     ] = "8",
     link: Annotated[
         list[str] | None,
-        typer.Option(metavar="RATE[:LATENCY]", help="such as 25gbit:20us, or node=100GB/s,across=1gbit; once or more"),
+        typer.Option(metavar="RATE[:LATENCY]...", help="25gbit:20us, or node=9GB/s,across=1gbit; default: 1gbit"),
     ] = None,
     shards: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="plan a model that FSDP2 shards over N ranks instead")
@@ -88,7 +88,9 @@ def plan(
     ] = None,
     backward: Annotated[
         float | None,
-        typer.Option(callback=options.positive, metavar="SECONDS", help="time of backward, to compute the step's"),
+        typer.Option(
+            callback=options.positive, metavar="SECONDS", help="time of backward, to compute that of the step"
+        ),
     ] = None,
     bucket_cap_mb: Annotated[
         float,

@@ -210,10 +210,7 @@ class Ranks:
         return self.at is None or self.at.rank == 0
 
     def run(self, work: Work, *arguments: Any) -> list[Any]:
-        """Run `work(*arguments)` on all ranks (see `run_ranks`), show each `Stage` that it yields, and return the rest.
-
-        It is what this rank of a launcher yields, or the first process.
-        """
+        """Run `work` on all ranks, show each `Stage` that it yields, and return the rest, of this rank or the first."""
         found: list[Any] = []
         with ExitStack() as stack:
             does = "starting" if self.at is None else "waiting for"
@@ -243,8 +240,7 @@ def check_ranks(
 ) -> Ranks:
     """Return the ranks that options ask for: `ranks`, or the launcher's, or two.
 
-    They are on a `device` each, or share one if they are processes and `is_shared`; "auto" is an accelerator if there
-    are enough.
+    Each has a `device` ("auto": an accelerator if there are enough), or processes share one if `is_shared`.
     """
     at, shaped = rank_info(), None if link == "loopback" else link
     if shaped is not None:

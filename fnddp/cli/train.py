@@ -81,7 +81,6 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
             _, grads, _ = step(params, state, *batch)
             sgd(params, grads, velocity, 0.0)
             seconds.append(time.perf_counter() - start)
-        judged, learnt = deepcopy(network).cpu(), {path: p.cpu() for path, p in params.items()}  # where test data are
         mean = torch.stack(losses)
         dist.all_reduce(mean)
         elements = sum(p.numel() for p in params.values())
@@ -90,7 +89,10 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
             bytes_per_step=sent[-1],
             reduction=4 * elements / sent[-1] if sent[-1] else None,
             bytes_total=sum(sent),
-            test_accuracy=problem.accuracy and problem.accuracy(standing_for(judged, learnt)),
+            test_accuracy=problem.accuracy
+            and problem.accuracy(  # where test data are
+                standing_for(deepcopy(network).cpu(), {path: p.cpu() for path, p in params.items()})
+            ),
             step_seconds_median=median(seconds),
             loss_by_step=(mean / world_size).tolist(),
             bytes_sent_by_step=list(accumulate(sent)),
