@@ -95,7 +95,7 @@ WRONG = {
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
         (["--model", "models.py"], "models.py is a file: name the function in it that makes the model, models.py:fn"),
-        (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: there is no file absent.py"),
+        (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: [Errno 2] No such file"),
         (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
         ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
         (["fp16(allreduce, 3)"], "fp16() takes 1 positional argument but 2 were given\n  fp16(allreduce, 3)\n  ^"),

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.progress import Progress
 
-from fnddp.cli import main, terminal
+from fnddp.cli import main
 from tests.workloads import SMALL, WIDE
 
 LOW_RANK = "error_feedback(powersgd(fp16(allreduce), rank=2))"
@@ -91,14 +90,3 @@ def test_progress_shows_each_phase_from_its_start(
     at = [shown.find(phase) for phase in ("importing torch", *PHASES[command])]
     assert -1 not in at
     assert at == sorted(at)
-
-
-def test_progress_shows_the_time_that_is_left() -> None:
-    now, clock = [0.0], terminal._Clock()
-    line = Progress(clock, get_time=lambda: now[0], disable=True)
-    task = line.add_task("training", total=40)
-    shown: list[str] = []
-    for now[0] in (1, 2, 3):
-        shown.append(clock.render(line.tasks[0]))
-        line.update(task, advance=1)
-    assert shown == ["0:00:01", "0:00:02", "0:00:03, 0:00:38 left"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnddp.cli.checks import check_pipelines
-from fnddp.cli.failures import WrongArgument
+from fnddp.cli.failures import wrong_if
 from fnddp.cli.terminal import Table, each
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Compute
@@ -48,12 +48,8 @@ def run(pipelines: Sequence[str]) -> int:
     grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
     syncs = check_pipelines(pipelines or CODECS, grads)
     with on_threads(1):
-        copies = [torch.empty_like(grad) for grad in grads.values()]
-        copy = median(
-            repeat(
-                lambda: [to.copy_(grad) for to, grad in zip(copies, grads.values(), strict=True)], number=1, repeat=9
-            )
-        )
+        pairs = [(torch.empty_like(grad), grad) for grad in grads.values()]
+        copy = median(repeat(lambda: [to.copy_(grad) for to, grad in pairs], number=1, repeat=9))
         rows = each("timing", lambda sync: _row(sync, grads, copy), syncs)
     weights = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
     legend = {
@@ -66,16 +62,12 @@ def run(pipelines: Sequence[str]) -> int:
     return 0
 
 
-def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> tuple[str, ...]:
+def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> list[str]:
     state = sync.init(grads)
-    try:
+    with wrong_if(LoweringError):
         plan = lower(sync, grads, state=state, world_size=1)
-    except LoweringError as error:
-        raise WrongArgument.of(error) from error
     step = plan.predict(Link(math.inf), Compute(segments=measure_segments(plan, state)))
-    bits = 8 * plan.wire_bytes / (LEAVES * ELEMENTS)
-    return (repr(sync), f"{bits:.2f}", *_times(step.encode_seconds, copy), *_times(step.decode_seconds, copy))
-
-
-def _times(part: float, copy: float) -> tuple[str, str]:
-    return (f"{1e3 * part:.1f}", f"{copy / part:.2f}") if part else ("-", "-")
+    cells = [repr(sync), f"{8 * plan.wire_bytes / (LEAVES * ELEMENTS):.2f}"]
+    for part in (step.encode_seconds, step.decode_seconds):
+        cells += [f"{1e3 * part:.1f}", f"{copy / part:.2f}"] if part else ["-", "-"]
+    return cells

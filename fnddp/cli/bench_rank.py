@@ -32,7 +32,7 @@ from fnddp.cli.models import Params, load
 from fnddp.cli.network import loopback_device, sent_bytes
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync
-from fnddp.run.choose import AUTO, Auto
+from fnddp.run.choose import Auto
 from fnddp.simulate.tune import Batch, Loss, standing_for, trained
 from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
@@ -73,11 +73,6 @@ class Setup:
         """The arms, in order: ours, then the peers. One that occurs twice is numbered."""
         texts = [*map(str, self.pipelines), *self.peers]
         return [f"{text} #{n}" if (n := texts[: i + 1].count(text)) > 1 else text for i, text in enumerate(texts)]
-
-    @property
-    def functional(self) -> bool:
-        """True where ours are functions of parameters, and not modules."""
-        return self.compiled or self.engine == "value_and_grad"
 
 
 @dataclass(frozen=True)
@@ -168,7 +163,7 @@ class Arm:
 
     step: Callable[[], None]  # runs one
     clear: Callable[[], None]  # drops the gradients of the last
-    wire_bytes: Callable[[], int]  # counts the bytes that a step passes to its collectives, by running one
+    sends: Callable[[], object]  # passes to its collectives what a step does, where it is counted
 
 
 def check_peers(against: str, on: Ranks) -> tuple[list[str], dict[str, str]]:
@@ -186,41 +181,26 @@ def check_peers(against: str, on: Ranks) -> tuple[list[str], dict[str, str]]:
     return peers, left_out
 
 
-def make_arms(setup: Setup, device: torch.device) -> Iterator[Arm]:
-    """Yield the arms of `setup` on this rank, in the order of its names. All start from the same parameters."""
-    rank, problem = dist.get_rank(), load(setup.model)
-    generator = torch.Generator().manual_seed(rank)
-    batch = tuple(part.to(device) for part in problem.batch(rank, dist.get_world_size(), generator))
-
-    for sync in setup.pipelines:
-        yield _ours(sync, setup, problem.make(setup.seed).to(device), problem.loss, batch)
-    for peer in setup.peers:
-        yield _peer(peer, setup, problem.make(setup.seed).to(device), problem.loss, batch)
-
-
-def _ours(sync: Sync | Auto, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
-    if setup.functional and sync != AUTO:
+def _arm(each: Sync | str, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
+    """Return the arm of a pipeline, or of one of `PEERS`."""
+    sync = None if each in PEERS else each
+    if (setup.compiled or setup.engine == "value_and_grad") and (each == "none" or sync is not None):
+        assert not isinstance(sync, str)  # "auto" is for modules
         return _functional(setup, module, loss, batch, sync)
-    if setup.engine == "ddp":
+    if sync is not None and setup.engine == "ddp":
         return _module(fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend), loss, batch)
-    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    fnddp.register(wrapped, sync, backend=setup.backend)
-    return _module(wrapped, loss, batch)
-
-
-def _peer(peer: str, setup: Setup, module: nn.Module, loss: Loss, batch: Batch) -> Arm:
-    if peer == "none" and setup.functional:
-        return _functional(setup, module, loss, batch, sync=None)
     if setup.compiled:
         module.compile()
-    if peer == "none":
+    if each == "none":
         return _module(module, loss, batch)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    if peer == "powersgd_hook":  # from the first step that it can
+    if sync is not None:
+        fnddp.register(model, sync, backend=setup.backend)
+    elif each == "powersgd_hook":  # from the first step that it can
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
-    elif peer != "ddp":
-        model.register_comm_hook(None, {"fp16_hook": fp16_compress_hook, "bf16_hook": bf16_compress_hook}[peer])
+    elif each != "ddp":
+        model.register_comm_hook(None, fp16_compress_hook if each == "fp16_hook" else bf16_compress_hook)
     return _module(model, loss, batch)
 
 
@@ -228,7 +208,7 @@ def _module(module: nn.Module, loss: Loss, batch: Batch) -> Arm:
     def step() -> None:
         loss(module, batch).backward()
 
-    return Arm(step, module.zero_grad, partial(_count, step))
+    return Arm(step, module.zero_grad, sends=step)
 
 
 def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync: Sync | None) -> Arm:
@@ -260,24 +240,15 @@ def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync:
         nonlocal grads
         grads = None
 
-    def wire_bytes() -> int:
-        # A compiled step hides its collectives. The same pipeline on the same tree passes the same bytes to them.
-        return 0 if sync is None else _count(partial(sync, params, state))
-
-    return Arm(step, clear, wire_bytes if setup.compiled else partial(_count, step))
-
-
-def _count(step: Callable[[], object]) -> int:
-    with WireCounter() as counter:
-        step()
-    return counter.wire_bytes
+    # A compiled step hides its collectives. The same pipeline on the same tree passes the same bytes to them.
+    return Arm(step, clear, sends=(lambda: sync and sync(params, state)) if setup.compiled else step)
 
 
 def profiled(arm: Arm) -> dict[str, float]:
     """Return milliseconds that a step of `arm` spends in each of PARTS, and the number of its operations: medians.
 
-    The time of a part excludes parts nested in it. "hooks" is what autograd does with a gradient that is complete, in
-    all hooks on the parameter, which includes torch's own reducer. What a wrapper does around a step is in no part.
+    The time of a part excludes parts nested in it. "hooks" is what autograd does with a gradient that is complete, with
+    all hooks on the parameter, torch's reducer too. What a wrapper does around a step is in no part.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
     steps = [_step(arm) for _ in range(STEPS)]
@@ -290,26 +261,20 @@ def _step(arm: Arm) -> dict[str, float]:
         arm.step()
     spent = dict.fromkeys((*PARTS, OPERATIONS), 0.0)
     for event in profiler.events() or ():
-        if (part := _part(event)) is not None:
-            milliseconds = event.time_range.elapsed_us() / 1e3
-            spent[part] += milliseconds
-            around = next(filter(None, map(_part, _parents(event))), None)
-            if around is not None:
-                spent[around] -= milliseconds
         spent[OPERATIONS] += event.name.startswith("aten::")
+        if (part := _part(event)) is not None:
+            spent[part] += event.self_cpu_time_total / 1e3
     return spent
 
 
 def _part(event: Any) -> str | None:
-    if event.name == _HOOKED:
-        return "hooks"
-    last = event.name.rpartition(" ")[2]
-    return last if event.name.startswith("fnddp ") and last in PARTS else None
-
-
-def _parents(event: Any) -> Iterator[Any]:
-    while (event := event.cpu_parent) is not None:
-        yield event
+    """Return the part that `event` belongs to: the innermost one around it."""
+    while event is not None:
+        last = "hooks" if event.name == _HOOKED else event.name.rpartition(" ")[2]
+        if last in PARTS and event.name.startswith(("fnddp ", _HOOKED)):
+            return last
+        event = event.cpu_parent
+    return None
 
 
 def measure(setup: Setup) -> Iterator[Stage | Run]:
@@ -318,6 +283,7 @@ def measure(setup: Setup) -> Iterator[Stage | Run]:
     The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours.
     """
     device, at, names = devices.current(setup.ranks.device), setup.ranks.at, setup.names
+    problem, rank, generator = load(setup.model), dist.get_rank(), torch.Generator()
     yield Stage("comparing ranks")
     hosts: list[str] = control.all_gather_object(socket.gethostname(), None)
     if at is None:
@@ -325,11 +291,11 @@ def measure(setup: Setup) -> Iterator[Stage | Run]:
     else:
         share_cores(hosts)
     interfaces = counted(hosts, at)
+    batch = tuple(part.to(device) for part in problem.batch(rank, len(hosts), generator.manual_seed(rank)))
     arms: list[Arm] = []
-    made = make_arms(setup, device)
-    for i, name in enumerate(names):
-        yield Stage(f"preparing {name}", i, len(names))
-        arms.append(next(made))
+    for i, each in enumerate([*setup.pipelines, *setup.peers]):
+        yield Stage(f"preparing {names[i]}", i, len(names))
+        arms.append(_arm(each, setup, problem.make(setup.seed).to(device), problem.loss, batch))
     seconds: list[list[float]] = [[] for _ in arms]
     link_bytes: list[list[int]] = [[] for _ in arms]
     order = list(range(len(arms)))
@@ -344,7 +310,11 @@ def measure(setup: Setup) -> Iterator[Stage | Run]:
                 seconds[index].append(taken)
                 link_bytes[index].append(sent)
     yield Stage("counting bytes")
-    wire_bytes = [arm.wire_bytes() for arm in arms]
+    wire_bytes: list[int] = []
+    for arm in arms:
+        with WireCounter() as counter:
+            arm.sends()
+        wire_bytes.append(counter.wire_bytes)
     profiles = [profiled(arm) if setup.is_profiled else None for arm in arms]
     gathered: list[list[list[float]]] = control.all_gather_object(seconds, None)
     times = [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i], profiles[i]) for i in range(len(arms))]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp.cli.models import class_loss
-from fnddp.simulate.tune import Batch, Forward, Problem
+from fnddp.simulate.tune import Batch, Problem
 
 CONTEXT = 64  # characters of a sample: as many as the transformer takes
 HELD_OUT = 0.1
@@ -22,10 +22,7 @@ def problem(size: int, build: Callable[[], nn.Module]) -> Problem:
     def batch(rank: int, ranks: int, generator: torch.Generator) -> Batch:
         return windows(train, torch.randint(len(train) - CONTEXT, (size,), generator=generator))
 
-    def quality(forward: Forward) -> float:
-        return class_loss(forward, judged).item()
-
-    return Problem(build, class_loss, batch, quality=quality)
+    return Problem(build, class_loss, batch, quality=lambda forward: class_loss(forward, judged).item())
 
 
 def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> tuple[Tensor, Tensor]:

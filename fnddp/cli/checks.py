@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from fnddp.cli import models, terminal
-from fnddp.cli.failures import WrongArgument
+from fnddp.cli.failures import WrongArgument, wrong_if
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links
@@ -38,23 +38,19 @@ def check_pipelines(texts: Sequence[str], parameters: Mapping[str, Tensor]) -> l
     """Return the pipelines that `texts` describe, if they fit `parameters`."""
 
     def check(text: str) -> Sync:
-        try:
+        with wrong_if(TypeError, ValueError, RuntimeError):  # RuntimeError: a named group does not exist
             sync = parse(text)
             sync.init(parameters)
-        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a named group does not exist
-            raise WrongArgument.of(error) from error
-        return sync
+            return sync
 
     return terminal.each("checking", check, texts)
 
 
 def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
     """Import the modules `names` and return them."""
-    for name in names or ():
-        try:
+    with wrong_if(WrongArgument, option="--import: "):
+        for name in names or ():
             models.imported(name)
-        except WrongArgument as error:
-            raise WrongArgument(f"--import: {error}") from error
     return tuple(names or ())
 
 
@@ -75,10 +71,8 @@ def check_processes(ranks: int) -> None:
 
 def check_link(text: str) -> Link:
     """Return the link that `text` describes."""
-    try:
+    with wrong_if(ValueError, option="--link: "):
         return Link.parse(text)
-    except ValueError as error:
-        raise WrongArgument(f"--link: {error}") from error
 
 
 def check_sizes(text: str) -> WorldSize:

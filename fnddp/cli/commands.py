@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from fnddp.cli import options
-from fnddp.cli.failures import FAILED, WrongArgument
+from fnddp.cli.failures import FAILED, WrongArgument, wrong_if
 
 
 def demo(
@@ -62,29 +62,14 @@ def plan(
     pipelines: options.Pipelines = None,
     model: options.Model = "transformer",
     ranks: Annotated[
-        str,
-        typer.Option(
-            metavar="N",
-            help="number of ranks, also thousands; for pipelines over several groups the number of each, such as "
-            "node=8,across=128 (the default group's has no name)",
-        ),
+        str, typer.Option(metavar="N", help="number of ranks, or those of each group, such as node=8,across=128")
     ] = "8",
     link: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="RATE[:LATENCY]",
-            help="of each rank, such as 200mbit, 25gbit:20us or 100GB/s; or of each group, node=100GB/s,across=25gbit; "
-            "once for each link to compare; no latency unless given (default: 1gbit)",
-        ),
+        typer.Option(metavar="RATE[:LATENCY]...", help="25gbit:20us, or node=9GB/s,across=1gbit; default: 1gbit"),
     ] = None,
     shards: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="plan a model sharded by FSDP2 over N ranks instead: its axes, and PIPELINE between its replicas; "
-            "--link shards=100GB/s,replicas=25gbit gives each a link",
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="plan a model that FSDP2 shards over N ranks instead")
     ] = None,
     replicas: Annotated[
         int, typer.Option(min=1, metavar="N", help="with --shards, the number of replicas of the sharded model")
@@ -99,19 +84,12 @@ def plan(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="plan the step at which every step counter in the pipelines' states is N: 0 looks at the start of a "
-            "warm-up (default: after all warm-ups)",
-        ),
+        typer.Option(min=0, metavar="N", help="plan the step of this number, and not one after all warm-ups"),
     ] = None,
     backward: Annotated[
         float | None,
         typer.Option(
-            callback=options.positive,
-            metavar="SECONDS",
-            help="time of backward, to compute the step and its exposed communication (default: none is hidden)",
+            callback=options.positive, metavar="SECONDS", help="time of backward, to compute that of the step"
         ),
     ] = None,
     bucket_cap_mb: Annotated[
@@ -124,11 +102,7 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="write the timeline of the plan of one pipeline")
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="write the predicted step of one pipeline, for ui.perfetto.dev, as a trace of torch's profiler",
-        ),
+        Path | None, typer.Option(metavar="FILE", help="write the predicted step of one pipeline, for ui.perfetto.dev")
     ] = None,
     imports: options.Imports = None,
 ) -> int:
@@ -141,6 +115,7 @@ def plan(
     from fnddp.cost.estimate import Compute
     from fnddp.wire.groups import World, within
 
+    links = link or ["1gbit"]
     if shards is not None or gradients or weights or replicas > 1:
         others = {"--ranks": ranks != "8", "--step": step is not None, "--backward": backward, "--show": show}
         others |= {"--svg": svg, "--trace": trace, "--bucket-cap-mb": bucket_cap_mb != 25}
@@ -148,12 +123,11 @@ def plan(
         if shards is None or unfit:
             fix = f"leave {', '.join(unfit)} out" if unfit else "give --shards N, or --shards 1"
             raise WrongArgument(f"the plan of a model's axes is for --shards and --replicas: {fix}")
-        from fnddp.cli import plan_axes  # with FSDP2, which takes a second to import
-
         checks.check_imports(imports)
-        plan_axes.show(model, (shards, replicas), (gradients, weights), pipelines or [], link or ["1gbit"], as_json)
+        own = {"gradients": gradients, "weights": weights}
+        plan_report.show_axes(model, pipelines or [], links, as_json, shards, replicas, **own)
         return 0
-    texts, links = pipelines or options.DEFAULT_PIPELINES, link or ["1gbit"]
+    texts = pipelines or options.DEFAULT_PIPELINES
     files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
     if show and as_json:
         raise WrongArgument("--json prints nothing else: leave --show out")
@@ -171,15 +145,17 @@ def plan(
     for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
         checks.check_groups(option, text, given, syncs)
     planned = terminal.each("lowering", lambda sync: plan_report.planned(sync, setting), syncs)
-    busiest, on = planned[0].busiest, by_text[links[0]]
+    plans, costs = [each for each, _ in planned], [each for _, each in planned]
+    busiest, on = max(plans[0], key=lambda plan: plan.wire_bytes), by_text[links[0]]
     if svg is not None:
         svg.write_text(busiest.to_svg(on))
     if trace is not None:
         trace.write_text(busiest.to_trace(on, Compute(backward_seconds=backward or 0.0)))
     if as_json:
-        print(json.dumps(plan_report.as_json(setting, planned), indent=1))
+        print(json.dumps(plan_report.as_json(setting, costs), indent=1))
     else:
-        plan_report.show(setting, planned, in_full=show)
+        plan_report.show(setting, costs)
+        print("".join(f"{each}\n\n" for of_pipeline in plans for each in of_pipeline if show), end="")
     return 0
 
 
@@ -194,10 +170,7 @@ def bench(
     link: options.Link = "loopback",
     against: Annotated[
         str,
-        typer.Option(
-            metavar="PEER,...",
-            help="ddp: torch's; fp16_hook, bf16_hook, powersgd_hook: the same with a hook; none: no synchronization",
-        ),
+        typer.Option(metavar="PEER,...", help="of ddp, fp16_hook, bf16_hook, powersgd_hook, none (nothing is sent)"),
     ] = "ddp,fp16_hook,none",
     model: options.Model = "transformer",
     pairs: Annotated[int, typer.Option(min=1, metavar="N", help="timed rounds")] = 30,
@@ -272,9 +245,7 @@ def tune(
     model: options.Model = "digits",
     data: Annotated[
         Literal["digits", "text", "own"] | None,
-        typer.Option(
-            help="scikit-learn's images, Python's help texts by character, or the model's own batches (the default)"
-        ),
+        typer.Option(help="scikit-learn's images, Python's help texts, or the model's own batches (the default)"),
     ] = None,
     link: options.Link = "1gbit",
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of virtual ranks")] = 8,
@@ -300,23 +271,20 @@ def tune(
     from fnddp.cli import checks, picture, terminal, tune_report
     from fnddp.cli.models import to_tune
     from fnddp.ir.program import LoweringError
-    from fnddp.simulate.tune import CANDIDATES
-    from fnddp.simulate.tune import tune as search
+    from fnddp.simulate import tune as simulated
 
     share, parsed = checks.check_share(within), checks.check_link(link)
     checks.check_writable(out, "--out", is_folder=True)
     checks.check_imports(imports)
     parameters = checks.check_model(model, trains=False)
-    texts = [*(pipelines or ()), *(more or ())] or CANDIDATES
+    texts = [*(pipelines or ()), *(more or ())] or simulated.CANDIDATES
     syncs = [*map(repr, checks.check_pipelines(texts, parameters))]
     with terminal.progress(f"loading {model} and its data") as show:
         asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
-        try:
-            tuned = search(
+        with wrong_if(ValueError, LoweringError):
+            tuned = simulated.tune(
                 asked, syncs, link=parsed, within=share, ranks=ranks, steps=steps, seeds=range(seeds), tell=show
             )
-        except (ValueError, LoweringError) as error:
-            raise WrongArgument.of(error) from error
     on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
     setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
     tune_report.show(tuned, setting)
@@ -340,12 +308,12 @@ def trace(
     first rank with torch's profiler, and predicts the same step from its plan, with the link, backward, encoding and
     decoding measured just before. Both are in one file, from the same moment on.
     """
-    from fnddp.cli import checks, launch, recording
+    from fnddp.cli import checks, examination, launch
 
     here = launch.check_ranks(ranks, link=link, imports=imports)
     (sync,) = checks.check_pipelines([pipeline], checks.check_model(model))
     checks.check_writable(out, "--out")
-    found = here.run(recording.record, sync, model, seed)
+    found = here.run(examination.record, sync, model, seed)
     if here.report:
         timelines, table = found[0]
         out.write_text(timelines)
@@ -367,7 +335,6 @@ def doctor(
     model with several pipelines. Prints what can pay here, and exits with 1 if ranks disagree.
     """
     from fnddp.cli import checks, examination, launch, terminal
-    from fnddp.cli.launch import RankError
 
     here = launch.check_ranks(ranks, device)
     checks.check_model(model)
@@ -375,10 +342,10 @@ def doctor(
         terminal.echo("\n".join(examination.installed()))
     try:
         found = here.run(examination.examine, model, here.device)[0]
-    except RankError:
+    except launch.RankError:
         raise
     except (OSError, RuntimeError) as error:
-        raise RankError(f"{error}\n{launch.HINT}") from error
+        raise launch.RankError(f"{error}\n{launch.HINT}") from error
     if here.report and as_json:
         print(json.dumps(examination.as_json(found, here.device), indent=1))
     elif here.report:

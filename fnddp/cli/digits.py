@@ -60,11 +60,10 @@ def problem(size: int = BATCH_SIZE, build: Callable[[], nn.Module] = _network) -
             raise WrongArgument(f"--ranks {ranks}: each rank needs an image; there are {len(train.y):,} to train on")
         return train.shard(rank, ranks).batch(size, generator)
 
-    def test_loss(forward: Forward) -> float:
-        return class_loss(forward, test).item()
-
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return Problem(build, class_loss, batch, sgd, test_loss, partial(_accuracy, test))
+    return Problem(
+        build, class_loss, batch, sgd, lambda forward: class_loss(forward, test).item(), partial(_accuracy, test)
+    )
 
 
 def make_model(seed: int) -> nn.Module:

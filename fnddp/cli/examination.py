@@ -1,16 +1,22 @@
-"""`fnddp doctor`: compare ranks with each other, measure links, predict steps, and report the findings."""
+"""`fnddp doctor` and `fnddp trace`: compare ranks, measure links and steps, and predict steps from that."""
 
+import math
+import os
 import platform
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
 from fnddp.cli.checks import cores
@@ -20,11 +26,13 @@ from fnddp.cli.models import load
 from fnddp.cli.terminal import Table, echo
 from fnddp.core.agreement import digest_of, first_difference
 from fnddp.core.parse import parse
+from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Compute
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
 from fnddp.device import accelerator, built_for, device_of
-from fnddp.run.measure import measure_backward
+from fnddp.run.measure import measure_backward, measure_segments
+from fnddp.show.beside import STEP, beside
 from fnddp.show.text import count
 from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS, Outcome, cost, trained
 from fnddp.wire import control
@@ -38,7 +46,7 @@ COMPRESSED = (
     "bucketize(quantize(two_shot, bits=4))",
     "error_feedback(powersgd(bf16(allreduce), rank=4))",
 )
-BUCKET_CAP_MB = 25
+WARM_UP = 3  # steps before one is recorded: the first one learns the order of gradients, the second one follows it
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tup
     for i, text in enumerate(texts):
         yield Stage(f"timing {text}", i, len(texts))
         control.all_gather_object(None, None)
-        costs.append(cost(parse(text), leaves, link, dist.get_world_size(), compute, BUCKET_CAP_MB))
+        costs.append(cost(parse(text), leaves, link, dist.get_world_size(), compute))
     return costs, compute
 
 
@@ -222,3 +230,53 @@ def as_json(findings: Findings, device: str) -> dict[str, Any]:
         "pipelines": [each.as_json() for each in findings.costs],
         "verdict": verdict(findings) if findings.costs else None,
     }
+
+
+def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Table]]:
+    """Train a few steps of the problem `name`, and yield one, measured and predicted, as JSON and as a table."""
+    torch.set_num_threads(1)  # ranks share a machine
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    problem = load(name)
+    network = problem.make(seed)
+    generator = torch.Generator().manual_seed(seed * world_size + rank)
+    yield Stage("measuring the link")
+    link = measure_link() if world_size > 1 else None
+    yield Stage("timing backward")
+    batch = problem.batch(rank, world_size, generator)
+    compute = measure_backward(problem.loss_of(network), trained(network), *batch)
+    model = fnddp.DistributedDataParallel(network, sync=sync)
+    model.sync_stats()  # from now on it measures
+
+    def step() -> None:
+        problem.loss(model, problem.batch(rank, world_size, generator)).backward()
+        model.zero_grad()
+
+    yield Stage("warming up")
+    for _ in range(WARM_UP):
+        step()
+    if model.plan is None:
+        raise TypeError(f"{sync!r} reads values or runs foreign code, so it has no plan to predict a step from")
+    compute = replace(compute, segments=measure_segments(model.plan, model.sync_state))
+    yield Stage("recording")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
+        begin = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - begin
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/step.json")
+        measured = Path(folder, "step.json").read_text()
+    on = link or Link(math.inf)
+    stats, predicted = model.sync_stats(), model.plan.predict(on, compute)
+    pairs = {
+        "step": (seconds, predicted.seconds),
+        "encode": (stats["encode_seconds"], predicted.encode_seconds),
+        "decode": (stats["decode_seconds"], predicted.decode_seconds),
+        "exposed": (stats["exposed_seconds"], predicted.exposed_seconds),
+    }
+    rows = [(name, *(duration(each or 0.0) for each in pair)) for name, pair in pairs.items()]
+    legend = {"predicted": "from what all ranks have measured at once, before that step"}
+    note = f"{f'link {link}' if link else 'one rank'}; wire {stats['wire_bytes']:,} B"
+    table = Table("part", {"measured": 2, "predicted": 1}, rows, legend, note)
+    yield beside(measured, model.plan.to_trace(on, compute)), table

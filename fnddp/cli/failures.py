@@ -1,6 +1,8 @@
 """Failures of commands: exit codes, errors, and the line that reports them."""
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 
 FAILED, WRONG_ARGUMENTS, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 EXTRA = ("matplotlib", "sklearn")  # modules of the extra "demo"
@@ -17,10 +19,14 @@ class WrongArgument(Failure, ValueError):
 
     code = WRONG_ARGUMENTS
 
-    @classmethod
-    def of(cls, error: Exception) -> "WrongArgument":
-        """Return `error` with its notes: its place in a pipeline's text."""
-        return cls("\n".join([str(error), *getattr(error, "__notes__", [])]))
+
+@contextmanager
+def wrong_if(*errors: type[Exception], option: str = "") -> Generator[None]:
+    """Raise a WrongArgument where the block raises one of `errors`, with its notes: its place in a pipeline's text."""
+    try:
+        yield
+    except errors as error:
+        raise WrongArgument("\n".join([f"{option}{error}", *getattr(error, "__notes__", [])])) from error
 
 
 def print_error(command: str, code: int, message: object) -> int:

@@ -1,12 +1,10 @@
 """Ranks of a command: processes of this machine, watched by the parent, or those that a launcher has started."""
 
-import math
 import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -28,7 +26,7 @@ from fnddp.show.text import count
 from fnddp.wire.groups import LAUNCHERS, is_slurm_shell
 
 TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stopped, ends the run
-SETTLE_SECONDS = 1.0  # a rank that dies takes the others' connections with it: wait for the one that died first
+SETTLE_SECONDS = 1.0
 
 Work = Callable[..., Iterable[Any]]
 DEFAULT_RANKS = 2
@@ -50,12 +48,6 @@ class Stage:
     text: str
     done: int = 0
     of: int | None = None
-
-
-@dataclass(frozen=True)
-class _Failed:
-    when: float  # on the clock that all processes of a machine share; -inf for a rank that could not report
-    how: str
 
 
 def run_ranks(
@@ -94,8 +86,6 @@ def run_ranks(
             for process in processes:
                 process.join()
                 process.close()
-            for pipe in pipes:
-                pipe.close()
             folder.cleanup()
 
 
@@ -122,51 +112,45 @@ def _run_rank(
         dist.init_process_group(backend, rank=rank, world_size=n, store=store, timeout=TIMEOUT)
         for event in work(*arguments):
             pipe.send(event)
-        pipe.send(None)  # the work is done
-        pipe.recv()  # waits until the parent ends it: leaving would break connections that others still read from
+        outcome = None
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
         where = traceback.extract_tb(error.__traceback__)[-1]
-        how = f"raised {what}\n  at {where.filename}:{where.lineno}, in {where.name}: {where.line}"
-        with suppress(OSError):  # the parent has gone
-            pipe.send(_Failed(time.monotonic(), how))
-    os._exit(1)  # at once: others wait for this rank, and a process group in use may not come down
+        place = f"{where.filename}:{where.lineno}, in {where.name}: {where.line}"
+        outcome = RankError(f"rank {rank} raised {what}\n  at {place}")
+    with suppress(OSError, EOFError):  # the parent has gone
+        pipe.send(outcome)
+        pipe.recv()  # waits until the parent ends it: leaving would break connections that others still read from
+    os._exit(1)  # at once: a process group in use may not come down
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[Any]:
-    working = dict(zip(pipes, processes, strict=True))
-    failures: dict[BaseProcess, _Failed] = {}
-    deadline = math.inf
-    while working and time.monotonic() < deadline:
-        for pipe, message in _messages(working, None if deadline == math.inf else deadline - time.monotonic()):
-            process = working[pipe]
-            if message is None or isinstance(message, _Failed):
-                del working[pipe]
-            if isinstance(message, _Failed):
-                failures[process] = message
-                deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
-            elif pipe is pipes[0] and message is not None and not failures:
+    working = list(pipes)
+    while working:
+        for pipe in wait(working):
+            assert isinstance(pipe, Connection)
+            try:
+                message = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                message = RankError("a rank was ended")
+            if isinstance(message, RankError):
+                # A rank that crashes takes the others' connections with it: name it, whichever error comes first.
+                by_sentinel: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+                for sentinel in wait(list(by_sentinel), SETTLE_SECONDS):
+                    message = RankError(_how_it_ended(by_sentinel[sentinel]))
+                raise message
+            if message is None:
+                working.remove(pipe)
+            elif pipe is pipes[0]:
                 yield message
-    if failures:
-        first = min(filter(failures.get, processes), key=lambda process: failures[process].when)
-        raise RankError(f"{first.name} {failures[first].how}")
-
-
-def _messages(working: dict[Connection, BaseProcess], timeout: float | None) -> Iterator[tuple[Connection, Any]]:
-    for pipe in wait(list(working), timeout):
-        assert isinstance(pipe, Connection)
-        try:
-            yield pipe, pipe.recv()
-        except (EOFError, ConnectionResetError):  # killed or crashed: the errors of other ranks explain less
-            yield pipe, _Failed(-math.inf, _how_it_ended(working[pipe]))
 
 
 def _how_it_ended(process: BaseProcess) -> str:
     process.join()
-    exitcode = process.exitcode or 0
-    if exitcode < 0:
-        return f"was ended by {signal.Signals(-exitcode).name} ({signal.strsignal(-exitcode)})"
-    return f"exited with code {exitcode} before it was done"
+    code = process.exitcode or 0
+    if code < 0:
+        return f"{process.name} was ended by {signal.Signals(-code).name} ({signal.strsignal(-code)})"
+    return f"{process.name} exited with code {code} before it was done"
 
 
 @dataclass(frozen=True)
@@ -189,18 +173,16 @@ def rank_info() -> RankInfo | None:
             continue
         if rank not in os.environ:
             raise WrongArgument(f"{size}={world_size}, but {rank} is not set: it is the rank of this process")
-        elastic = launcher != "torchrun" or dist.is_torchelastic_launched()
-        named = launcher if elastic else "the environment"
+        named = "the environment" if launcher == "torchrun" and not dist.is_torchelastic_launched() else launcher
         return RankInfo(named, int(os.environ[rank]), world_size, int(os.environ.get(local, 0)))
     return None
 
 
 def print_error_once(command: str, code: int, message: object) -> int:
     """Print why `command` stops, and return `code`: on all ranks if it failed, else once on each host."""
-    try:
+    at = None
+    with suppress(WrongArgument):  # probably the error that `message` reports
         at = rank_info()
-    except WrongArgument:  # probably the error that `message` reports
-        at = None
     if at is not None and at.local_rank > 0 and code != FAILED:  # files and devices are those of a host
         return code
     return print_error(command, code, message if at is None or at.rank == 0 else f"rank {at.rank}: {message}")
@@ -228,11 +210,7 @@ class Ranks:
         return self.at is None or self.at.rank == 0
 
     def run(self, work: Work, *arguments: Any) -> list[Any]:
-        """Run `work(*arguments)` on all ranks (see `run_ranks`), and show each `Stage` that it yields.
-
-        Returns:
-            Everything else that it yields on this rank of a launcher, or on the first process.
-        """
+        """Run `work` on all ranks, show each `Stage` that it yields, and return the rest, of this rank or the first."""
         found: list[Any] = []
         with ExitStack() as stack:
             does = "starting" if self.at is None else "waiting for"
@@ -249,8 +227,6 @@ class Ranks:
                     show(event.text, event.done, event.of)
                 else:
                     found.append(event)
-            if self.at is not None:
-                dist.barrier()
         return found
 
 
@@ -264,8 +240,7 @@ def check_ranks(
 ) -> Ranks:
     """Return the ranks that options ask for: `ranks`, or the launcher's, or two.
 
-    They are on a `device` each, or share one if they are processes and `is_shared`; "auto" is an accelerator if there
-    are enough.
+    Each has a `device` ("auto": an accelerator if there are enough), or processes share one if `is_shared`.
     """
     at, shaped = rank_info(), None if link == "loopback" else link
     if shaped is not None:
@@ -315,5 +290,6 @@ def joined(at: RankInfo, device: str, timeout: timedelta = TIMEOUT) -> Generator
         raise RankError(f"{at.world_size} ranks did not meet at {first}: {error}\n{HINT}") from error
     try:
         yield
+        dist.barrier()
     finally:
         dist.destroy_process_group()

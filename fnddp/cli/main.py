@@ -83,10 +83,7 @@ app.command()(completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Exit codes: 0 (success), 1 (failure), 2 (wrong arguments), 130 (Ctrl-C), 141 (a closed pipe, as after `head`).
-    """
+    """Run the command line and return its exit code: 0, or one of those in `failures`."""
     try:
         return app(argv, prog_name="fnddp", standalone_mode=False) or 0
     except TyperException as error:

@@ -3,23 +3,25 @@
 import sys
 import sysconfig
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from importlib import import_module, util
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear, relu
 
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
-from fnddp.simulate.tune import Batch, Forward, Problem, trained
+from fnddp.simulate.tune import Batch, Forward, Loss, Problem, trained
 
 Params = dict[str, Tensor]
 BATCH_SIZE = 32  # of a rank, where it can be chosen and is not
@@ -40,11 +42,13 @@ _NOT_OWN = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths()
 
 def imported(name: str) -> ModuleType:
     """Import and return the module `name`: an installed one, one of this folder, or "FILE.py"."""
+    file = Path(name).absolute() if name.endswith(".py") else None
+    # As if Python ran the file, which may import its neighbours; or `python -m`: a console script does not.
+    folder = str(Path.cwd() if file is None else file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
-        if name.endswith(".py"):
-            return _of_file(Path(name))
-        _add_path(Path.cwd())  # a console script, unlike `python -m`, does not
-        return import_module(name)
+        return import_module(name) if file is None else _of_file(file)
     except (Exception, SystemExit) as error:
         raise WrongArgument(f"cannot import {name}: {described(error)}") from error
 
@@ -57,28 +61,14 @@ def described(error: BaseException) -> str:
 
 
 def _of_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
     name = f"fnddp_file_{file.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(file.absolute()):
+    if name in sys.modules and sys.modules[name].__file__ == str(file):
         return sys.modules[name]  # transforms are registered once
-    spec = util.spec_from_file_location(name, file.absolute())
-    assert spec is not None  # its name ends with .py
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    _add_path(file.absolute().parent)  # as if Python ran the file: it may import its neighbours
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    code = compile(file.read_bytes(), file, "exec")
+    module = sys.modules[name] = ModuleType(name)  # dataclasses look their module up there
+    module.__file__ = str(file)
+    exec(code, vars(module))
     return module
-
-
-def _add_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 def class_loss(forward: Forward, batch: Batch) -> Tensor:
@@ -222,3 +212,117 @@ def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return type(value).__name__
+
+
+# Well-known networks in plain torch, for shapes and time: their data is random, and always the same on a rank.
+
+
+def transformer() -> Problem:
+    """Return 4 encoder layers of width 384 over embeddings, 10.3 million parameters; 4 sentences of 64 tokens."""
+    return _problem(lambda: Transformer(4096, 384, 4, 6, 64), lambda random: _tokens(4, 64, 4096, random))
+
+
+def deep() -> Problem:
+    """Return 32 encoder layers of width 128, 4.2 million parameters in 384 leaves: it shows the cost of a leaf."""
+    return _problem(
+        lambda: nn.Sequential(*(_layer(128, 4, 256) for _ in range(32))),
+        lambda random: (torch.randn(2, 32, 128, generator=random),),
+        lambda forward, batch: forward(*batch).square().mean(),
+    )
+
+
+def gpt2() -> Problem:
+    """Return GPT-2 small; one sentence of 64 tokens."""
+    return _problem(GPT2, lambda random: _tokens(1, 64, GPT2.VOCABULARY, random))
+
+
+def resnet18() -> Problem:
+    """Return the ResNet18 for CIFAR; 8 images."""
+    return _problem(
+        _resnet18,
+        lambda random: (torch.randn(8, 3, 32, 32, generator=random), torch.randint(10, (8,), generator=random)),
+    )
+
+
+def _problem(
+    build: Callable[[], nn.Module], batch: Callable[[torch.Generator], Batch], loss: Loss = class_loss
+) -> Problem:
+    return Problem(build, loss, lambda rank, ranks, generator: batch(torch.Generator().manual_seed(rank)))
+
+
+def _tokens(size: int, context: int, vocabulary: int, random: torch.Generator) -> Batch:
+    tokens = torch.randint(vocabulary, (size, context + 1), generator=random)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _layer(width: int, heads: int, hidden: int, activation: str = "relu") -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(
+        width, heads, hidden, dropout=0.0, activation=activation, batch_first=True, norm_first=True
+    )
+
+
+class Transformer(nn.Module):
+    """Encoder layers over learned embeddings."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.Sequential(*(_layer(width, heads, 4 * width) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens) + self.position))
+
+
+class GPT2(nn.Module):
+    """GPT-2 small (Radford et al., 2019) without dropout, of torch's layers: 124,439,808 parameters in 148 leaves."""
+
+    VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 50257, 768, 12, 12, 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(self.VOCABULARY, self.WIDTH)
+        self.wpe = nn.Embedding(self.CONTEXT, self.WIDTH)
+        layers = (_layer(self.WIDTH, self.HEADS, 4 * self.WIDTH, "gelu") for _ in range(self.LAYERS))
+        self.h = nn.ModuleList(layers)
+        self.ln_f = nn.LayerNorm(self.WIDTH)
+        for module in self.modules():  # torch's default for embeddings would start at a loss of hundreds
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        n = tokens.shape[1]
+        x = self.wte(tokens) + self.wpe(torch.arange(n, device=tokens.device))
+        later = nn.Transformer.generate_square_subsequent_mask(n, device=tokens.device, dtype=x.dtype)
+        for layer in self.h:
+            x = layer(x, src_mask=later, is_causal=True)
+        return linear(self.ln_f(x), self.wte.weight)
+
+
+def _resnet18() -> nn.Module:
+    """Make the ResNet18 for CIFAR that PowerSGD's paper trains (He et al., 2016): 11,173,962 parameters, 62 leaves."""
+    first = {"conv1": nn.Conv2d(3, 64, 3, padding=1, bias=False), "bn1": nn.BatchNorm2d(64), "relu": nn.ReLU()}
+    stages = {
+        f"layer{i}": nn.Sequential(_Residual(below, width), _Residual(width, width))
+        for i, (below, width) in enumerate(pairwise((64, 64, 128, 256, 512)), 1)
+    }
+    last = {"mean": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "linear": nn.Linear(512, 10)}
+    return nn.Sequential(OrderedDict({**first, **stages, **last}))
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        stride = 1 if out == channels else 2
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.shortcut = nn.Sequential()
+        if out != channels:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = relu(self.bn1(self.conv1(x)))
+        return relu(self.bn2(self.conv2(out)) + self.shortcut(x))

@@ -1,7 +1,6 @@
 """Several hosts with slow links on one machine: Linux network namespaces, joined by a bridge in one of their own.
 
-Nothing of the machine's own network is touched. The links are shaped by `tc tbf`: what a host sends leaves at a rate;
-and by `tc netem`, if there is a latency.
+Nothing of the machine's own network is touched. `tc tbf` shapes what a host sends; `tc netem` adds a latency.
 """
 
 import ctypes
@@ -12,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,9 +53,9 @@ class Host:
 def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
     """Make `n` hosts on one switch, each of which sends over a `link`, and remove them when the block ends.
 
-    While it lasts, SIGTERM raises `SystemExit` (in the main thread), so that it cleans up as Ctrl-C does. The next run
-    removes what a killed one has left behind.
-    `Link.parse` reads the link, such as "200mbit". A latency needs the kernel's module sch_netem.
+    `Link.parse` reads the link, such as "200mbit"; a latency needs the kernel's module sch_netem. While it lasts,
+    SIGTERM raises `SystemExit`, so that it cleans up as Ctrl-C does. The next run removes what a killed one has left.
+    Call it on the main thread.
     """
     parsed = Link.parse(link)
     if not 1 <= n <= MAX_HOSTS:
@@ -68,14 +66,19 @@ def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
         if pid.isdecimal() and not Path("/proc", pid).exists():
             _remove(stale.name)
     name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
-    with _sigterm_raises():
-        try:
-            with signals_held(signal.SIGINT, signal.SIGTERM):
-                hosts = _make(name, n, parsed)
-            yield hosts
-        finally:
-            with signals_held(signal.SIGINT, signal.SIGTERM):
-                _remove(f"{name}-*")
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with signals_held(signal.SIGINT, signal.SIGTERM):
+            hosts = _make(name, n, parsed)
+        yield hosts
+    finally:
+        with signals_held(signal.SIGINT, signal.SIGTERM):
+            _remove(f"{name}-*")
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_available() -> None:
@@ -144,19 +147,3 @@ def signals_held(*held: signal.Signals) -> Generator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _sigterm_raises() -> Generator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signal handlers are the main thread's
-        yield
-        return
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

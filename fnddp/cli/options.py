@@ -9,10 +9,7 @@ import typer
 
 MODELS = {
     "digits": "fnddp.cli.digits:problem",
-    "transformer": "fnddp.cli.architectures:transformer",
-    "deep": "fnddp.cli.architectures:deep",
-    "gpt2": "fnddp.cli.architectures:gpt2",
-    "resnet18": "fnddp.cli.architectures:resnet18",
+    **{name: f"fnddp.cli.models:{name}" for name in ("transformer", "deep", "gpt2", "resnet18")},
 }
 """Functions that return problems, by the names that `--model` takes."""
 

@@ -41,10 +41,7 @@ _STYLE: dict[Any, str] = {
 
 
 def save(draw: Callable[[], Figure], file: Path) -> None:
-    """Write the figure that `draw` makes as SVG.
-
-    Viewers that know no style sheets show it as on light pages.
-    """
+    """Write the figure that `draw` makes as SVG; without style sheets it is that of light pages."""
     with mpl.rc_context(_STYLE):
         draw().savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     start, tag, rest = file.read_text().partition("<defs>\n")

@@ -1,23 +1,28 @@
-"""Costs of pipelines for `fnddp plan`, from their plans: a table, the plans in full, or JSON."""
+"""Costs of pipelines for `fnddp plan`, from their plans: a table, the plans, or JSON; also of a sharded model."""
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
-from fnddp.cli.failures import WrongArgument
+from fnddp.cli import checks
+from fnddp.cli.failures import WrongArgument, wrong_if
 from fnddp.cli.terminal import Table, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
-from fnddp.cost.estimate import Links, Step
-from fnddp.cost.link import duration
+from fnddp.cost.estimate import Links
+from fnddp.cost.link import Link, duration
 from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
 from fnddp.show.text import count, size
 from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
+
+_BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 
 Costs = dict[str, Any]  # of a step, or the mean of several, as JSON has them
 
@@ -49,25 +54,13 @@ class Setting:
         )
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The plans of a pipeline in the steps of a period, and their costs."""
+def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
+    """Lower `sync` for ranks that need not exist; return the plan of each step of a period, and the costs.
 
-    text: str
-    plans: tuple[Plan, ...]  # one for each phase
-    phases: list[Costs]  # those that differ, each with the number of steps of a period that have them
-    mean: Costs
-
-    @property
-    def busiest(self) -> Plan:
-        """The plan that sends most."""
-        return max(self.plans, key=lambda plan: plan.wire_bytes)
-
-
-def planned(sync: Sync, setting: Setting) -> Planned:
-    """Lower `sync` for ranks that need not exist."""
+    `phases` are costs of steps that differ, each with the number of steps of a period that have them.
+    """
     ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
-    try:
+    with wrong_if(TypeError, ValueError):  # a LoweringError is a TypeError
         if setting.step is None:
             repeated = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
             plans = [(each.plan, each.steps) for each in repeated]
@@ -75,63 +68,42 @@ def planned(sync: Sync, setting: Setting) -> Planned:
             with within(planned_world(sync, sync.groups, ranks)):
                 state = at_step(setting.step, sync.init(setting.parameters))
             plans = [(lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap), 1)]
-    except (TypeError, ValueError) as error:  # a LoweringError is a TypeError
-        raise WrongArgument.of(error) from error
     phases: dict[str, Costs] = {}
     for plan, steps in plans:
-        costs = _costs(plan, setting)
+        costs = _costs([(plan, 1)], setting)
         phases.setdefault(repr(costs), {"steps": 0, **costs})["steps"] += steps
-    of_phases = [*phases.values()]
-    return Planned(repr(sync), tuple(plan for plan, _ in plans), of_phases, _mean(of_phases, setting))
+    mean = _costs(plans if len(phases) > 1 else plans[:1], setting)
+    return [plan for plan, _ in plans], {"pipeline": repr(sync), **mean, "phases": [*phases.values()]}
 
 
-def _costs(plan: Plan, setting: Setting) -> Costs:
-    backward = setting.backward or 0.0
-    estimates = {text: plan.estimate(on, backward_seconds=backward) for text, on in setting.links.items()}
-    return {
-        "wire_bytes": plan.wire_bytes,
-        "reduction": _reduction(plan.wire_bytes, setting),
-        "link_bytes": next(iter(estimates.values())).link_bytes,  # the same on all links
-        "collectives": len(plan.collectives),
-        "rounds": plan.rounds,
-        "peak_bytes": plan.peak_bytes or None,  # never 0 bytes: the means are among them
-        "links": {text: _times(step, setting) for text, step in estimates.items()},
+def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
+    """Return the costs of a step: the mean of bytes and times over so many of each plan, the maximum of the others."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        return fmean(values, [steps for _, steps in plans]) if len(plans) > 1 else values[0]
+
+    backward, parameters = setting.backward or 0.0, 4 * setting.elements
+    estimates = {
+        text: [plan.estimate(on, backward_seconds=backward) for plan, _ in plans] for text, on in setting.links.items()
     }
-
-
-def _times(step: Step, setting: Setting) -> dict[str, float]:
-    times = {"communication_seconds": step.communication_seconds}
-    if setting.backward is not None:
-        times |= {"step_seconds": step.seconds, "exposed_seconds": step.exposed_seconds}
-    return times
-
-
-def _mean(phases: Sequence[Costs], setting: Setting) -> Costs:
-    """Return the mean of bytes and times, and the maximum of rounds and memory."""
-
-    def mean(values: Iterable[float]) -> float:
-        return fmean(values, [each["steps"] for each in phases]) if len(phases) > 1 else next(iter(values))
-
-    found = {key: mean(each[key] for each in phases) for key in ("wire_bytes", "link_bytes", "collectives")}
+    times = ["communication_seconds"] + ["step_seconds", "exposed_seconds"] * (setting.backward is not None)
+    wire_bytes = mean([plan.wire_bytes for plan, _ in plans])
     return {
-        **found,
-        "reduction": _reduction(found["wire_bytes"], setting),
-        "rounds": max(each["rounds"] for each in phases),
-        "peak_bytes": max(each["peak_bytes"] or 0 for each in phases) or None,
+        "wire_bytes": wire_bytes,
+        "reduction": parameters / wire_bytes if wire_bytes else None,
+        "link_bytes": mean([step.link_bytes for step in next(iter(estimates.values()))]),  # the same on all links
+        "collectives": mean([len(plan.collectives) for plan, _ in plans]),
+        "rounds": max(plan.rounds for plan, _ in plans),
+        "peak_bytes": max(plan.peak_bytes for plan, _ in plans) or None,  # never 0 bytes: the means are among them
         "links": {
-            text: {name: mean(each["links"][text][name] for each in phases) for name in times}
-            for text, times in phases[0]["links"].items()
+            text: {time: mean([getattr(step, time.removeprefix("step_")) for step in steps]) for time in times}
+            for text, steps in estimates.items()
         },
     }
 
 
-def _reduction(wire_bytes: float, setting: Setting) -> float | None:
-    """Return 4 bytes for each parameter over what is sent; None if that is nothing."""
-    return 4 * setting.elements / wire_bytes if wire_bytes else None
-
-
-def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None:
-    """Print the table, a row for each pipeline and below it one for each kind of its steps; `in_full`, each plan."""
+def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
+    """Print a row for each pipeline, and below it one for each kind of its steps."""
     costs = {"comm": 9} if setting.backward is None else {"comm": 7, "step": 9, "exposed": 6}
     headings = [text.replace(",", "\n") for text in setting.links]
     times = {f"{heading}\n{cost}": weight for heading in headings for cost, weight in costs.items()}
@@ -148,16 +120,16 @@ def show(setting: Setting, planned: Sequence[Planned], *, in_full: bool) -> None
     }
     note = "Times are computed, not measured, and leave encoding and decoding out. To measure: fnddp bench."
     rows: list[tuple[str, ...]] = []
-    for each in planned:
-        rows.append((each.text, *_row(each.mean)))
-        steps = sum(kind["steps"] for kind in each.phases)
-        rows += [(f"  {kind['steps']} of {steps} steps", *_row(kind)) for kind in each.phases if len(each.phases) > 1]
-    if any(len(each.phases) > 1 for each in planned):
+    for mean in pipelines:
+        rows.append((mean["pipeline"], *_row(mean)))
+        steps = sum(kind["steps"] for kind in mean["phases"])
+        rows += [
+            (f"  {kind['steps']} of {steps} steps", *_row(kind)) for kind in mean["phases"] if kind["steps"] < steps
+        ]
+    if len(rows) > len(pipelines):
         note += " Where steps differ, a pipeline is their mean, and below it is each kind."
     echo(f"{setting}\n")
     Table("pipeline", {**sizes, **times}, rows, legend, note).show()
-    for plan in (plan for each in planned if in_full for plan in each.plans):
-        print(f"{plan}\n")
 
 
 def _row(costs: Costs) -> tuple[str, ...]:
@@ -172,7 +144,7 @@ def _row(costs: Costs) -> tuple[str, ...]:
     )
 
 
-def as_json(setting: Setting, planned: Sequence[Planned]) -> dict[str, Any]:
+def as_json(setting: Setting, pipelines: Sequence[Costs]) -> dict[str, Any]:
     """Return setting and costs as a dictionary of JSON values."""
     ranks = setting.ranks
     return {
@@ -183,5 +155,73 @@ def as_json(setting: Setting, planned: Sequence[Planned]) -> dict[str, Any]:
         "step": setting.step,
         "bucket_cap_mb": setting.bucket_cap_mb,
         "backward_seconds": setting.backward,
-        "pipelines": [{"pipeline": each.text, **each.mean, "phases": each.phases} for each in planned],
+        "pipelines": pipelines,
     }
+
+
+def show_axes(
+    model: str,
+    pipelines: Sequence[str],
+    links: Sequence[str],
+    as_json: bool,
+    shards: int,
+    replicas: int,
+    **own: str | None,
+) -> None:
+    """Print the plan of a step of `model`, with the time of each axis on each of `links`; `own` pipelines of shards."""
+    from fnddp.integrations.fsdp.axes import plan_axes  # with FSDP2, which takes a second to import
+
+    if len(pipelines) > (replicas > 1):
+        fix = "give one" if replicas > 1 else "give their number, --replicas N; --gradients and --weights are of shards"
+        raise WrongArgument(f"{' '.join(map(repr, pipelines))}: one pipeline is planned, between replicas: {fix}")
+    by_text = {text: _by_axis(text, replicas) for text in links}
+    parameters = checks.check_model(model, trains=False)
+    groups = blocks(parameters)
+    sync = pipelines[0] if pipelines else "allreduce"
+    with wrong_if(TypeError, ValueError):
+        plan = plan_axes(groups, shards=shards, replicas=replicas, sync=sync, **own)
+    elements = sum(p.numel() for p in parameters.values())
+    if as_json:
+        axes = [
+            {
+                "axis": axis.name,
+                "pipeline": axis.pipeline,
+                "ranks": axis.ranks,
+                "messages": len(axis.messages),
+                "wire_bytes": axis.wire_bytes,
+                "links": {text: axis.seconds(on[axis.name]) for text, on in by_text.items()},
+            }
+            for axis in plan.axes
+        ]
+        print(json.dumps({"model": model, "parameters": elements, "groups": len(groups), "axes": axes}, indent=1))
+        return
+    echo(
+        f"{model}: {elements:,} parameters in {count(len(groups), 'group')}, as fully_shard on each numbered module "
+        f"and on the model makes them; {count(shards, 'shard')} in {count(replicas, 'replica')}"
+    )
+    for text, on in by_text.items():
+        print(f"\n{text}\n{plan.show(on)}")
+
+
+def blocks(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return parameters by the numbered module that they are in, such as "layers.3"; "" for the rest.
+
+    >>> list(blocks({"wte.weight": None, "h.0.up.weight": None, "h.1.up.weight": None, "2.weight": None}))
+    ['', 'h.0', 'h.1', '2']
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    for path, parameter in parameters.items():
+        block = _BLOCK.match(path)
+        groups.setdefault(block[0] if block else "", {})[path] = parameter
+    return groups
+
+
+def _by_axis(text: str, replicas: int) -> dict[str, Link]:
+    links = checks.check_links(text)
+    if isinstance(links, Link):
+        links = {"shards": links, "replicas": links}
+    wanted = ("shards", "replicas") if replicas > 1 else ("shards",)
+    if not set(wanted) <= links.keys() <= {"shards", "replicas"}:
+        raise WrongArgument(f"--link {text}: give {','.join(f'{each}=...' for each in wanted)}, or one link for all")
+    between = links["shards"]
+    return {"gradients": between, "weights": between, "replicas": links.get("replicas", between)}

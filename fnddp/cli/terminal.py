@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from shutil import get_terminal_size
 from typing import TextIO, TypeVar
 
 from rich import box, table
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 WHOLE = 10_000  # columns of a file or a pipe, which have no width
 READABLE = 110  # columns of captions there
@@ -105,25 +104,16 @@ def _folded(name: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-class _Clock(ProgressColumn):
-    def render(self, task: Task) -> str:
-        """Return the time since the start of what is being done, and the time that is left."""
-        spent, left = timedelta(seconds=round(task.elapsed or 0)), task.time_remaining
-        return f"{spent}, {timedelta(seconds=left)} left" if left and task.completed else f"{spent}"
-
-
 @contextmanager
 def progress(text: str) -> Generator[Callable[..., None]]:
-    """Show `text`, and yield a function that shows what is done next, and how much of it is done, until the block ends.
-
-    In a line on standard error, on terminals only, and of the first rank only.
-    """
+    """Show `text` on standard error, on a terminal of the first rank; yield a function that shows what is done next."""
     to = console(sys.stderr)
     rest = table.Column(no_wrap=True, overflow="ellipsis", ratio=1)
     columns = (
         SpinnerColumn(),
         BarColumn(16),
-        _Clock(table.Column(no_wrap=True)),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
         TextColumn("{task.description}", markup=False, table_column=rest),
     )
     # Of launchers, torchrun alone gives its terminal to all ranks.

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fnddp import device as devices
 from fnddp.adapters.functional import value_and_grad
@@ -89,15 +89,14 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
             bytes_per_step=sent[-1],
             reduction=4 * elements / sent[-1] if sent[-1] else None,
             bytes_total=sum(sent),
-            test_accuracy=problem.accuracy and problem.accuracy(standing_for(*_on_cpu(network, params))),
+            test_accuracy=problem.accuracy
+            and problem.accuracy(  # where test data are
+                standing_for(deepcopy(network).cpu(), {path: p.cpu() for path, p in params.items()})
+            ),
             step_seconds_median=median(seconds),
             loss_by_step=(mean / world_size).tolist(),
             bytes_sent_by_step=list(accumulate(sent)),
         )
-
-
-def _on_cpu(network: nn.Module, params: Params) -> tuple[nn.Module, Params]:
-    return deepcopy(network).cpu(), {path: p.cpu() for path, p in params.items()}  # where test data are
 
 
 def sgd(params: Params, grads: Params, velocity: Params, learning_rate: float) -> tuple[Params, Params]:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from fnddp.cli.picture import COLOURS, dress, label
 from fnddp.cli.terminal import Table, echo
 from fnddp.cost.link import duration
-from fnddp.simulate.tune import Outcome, Tuned
+from fnddp.simulate.tune import Tuned
 
 PLOT = "pareto.svg"
 
@@ -23,6 +23,9 @@ def title(found: dict[str, Any]) -> str:
 
 def show(tuned: Tuned, found: dict[str, Any]) -> None:
     """Print a row for each pipeline, the fastest first, and the winner."""
+    winner = [tuned.winner] if tuned.good else []
+    chosen = [each for each in tuned.outcomes if each.pipeline == tuned.chosen]
+    marks = {"P": tuned.pareto, "ok": tuned.good, "<-": winner, "auto": chosen}
     rows = [
         (
             each.pipeline,
@@ -33,7 +36,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
             duration(each.step.exposed_seconds),
             f"{each.loss:.4f}",
             f"±{each.spread:.4f}",
-            " ".join(mark for mark, holds in _marks(each, tuned).items() if holds),
+            " ".join(mark for mark, those in marks.items() if each in those),
         )
         for each in tuned.outcomes
     ]
@@ -55,16 +58,6 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     Table("pipeline", weights, rows, legend, note).show()
     for line in filter(None, (tuned.verdict, tuned.doubt and f"But {tuned.doubt}.")):
         echo(line)
-
-
-def _marks(each: Outcome, tuned: Tuned) -> dict[str, bool]:
-    is_winner = bool(tuned.good) and each is tuned.winner
-    return {
-        "P": each in tuned.pareto,
-        "ok": each in tuned.good,
-        "<-": is_winner,
-        "auto": each.pipeline == tuned.chosen,
-    }
 
 
 def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:

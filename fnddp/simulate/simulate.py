@@ -225,13 +225,13 @@ def of_rank(state: State, rank: int) -> State:
     return tree.replace_leaves(state, [part.value[rank] if _is_local(part) else part.value for part in parts(state)])
 
 
-def require_rows(leaves: Leaves, n: int) -> None:
+def require_rows(leaves: Mapping[Any, Tensor], n: int, what: str = "simulate: leaf {!r}") -> None:
     """Raise a ValueError that names the first leaf without a row for each of `n` ranks."""
     for path, leaf in leaves.items():
         if leaf.ndim == 0 or leaf.shape[0] != n:
             raise ValueError(
-                f"simulate: leaf {path!r} has shape {tuple(leaf.shape)}, which has no row for each of {n} ranks; stack "
-                "those of the ranks: torch.stack(leaves_by_rank)"
+                f"{what.format(path)} has shape {tuple(leaf.shape)}, which has no row for each of {n} ranks; stack "
+                "those of the ranks: torch.stack(by_rank)"
             )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
-from fnddp.simulate.simulate import simulate
+from fnddp.simulate.simulate import require_rows, simulate
 from fnddp.wire.simulated import Division
 
 Means: TypeAlias = Mapping[str, Tensor | None]
@@ -131,7 +131,7 @@ def train_ranks(
 
     losses: list[Tensor] = []
     for batch in batches:
-        _require_batch_rows(batch, world_size)
+        require_rows(dict(enumerate(batch)), world_size, "simulate_training: part {} of a batch")
         in_dims = (in_dim, *[0] * len(batch))
         of_ranks = torch.func.vmap(
             torch.func.grad_and_value(loss_of), in_dims, randomness="different", chunk_size=ranks_at_once
@@ -166,15 +166,6 @@ class LocalOptimizers:
         if not self._by_rank:
             return [leaves]
         return [dict(zip(leaves, rows, strict=True)) for rows in zip(*leaves.values(), strict=True)]
-
-
-def _require_batch_rows(batch: tuple[Tensor, ...], n: int) -> None:
-    for i, part in enumerate(batch):
-        if part.ndim == 0 or part.shape[0] != n:
-            raise ValueError(
-                f"simulate_training: part {i} of a batch has shape {tuple(part.shape)}, which has no row for each of "
-                f"{n} ranks; stack their batches: torch.stack(batches_by_rank)"
-            )
 
 
 def _require_one_mean(leaves: Leaves, mean: Means) -> None:

@@ -356,7 +356,7 @@ def tune(
     return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within, chosen)
 
 
-def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float) -> Outcome:
+def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float = 25) -> Outcome:
     """Return the cost of a step of `sync` after all warm-ups, the mean over its period; measure its segments here."""
     repeated = period(sync, leaves, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
     timed = [(each, measure_segments(each.plan, each.state)) for each in repeated]
