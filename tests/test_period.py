@@ -1,4 +1,4 @@
-"""What pipelines repeat, against walking there step by step on virtual ranks."""
+"""What pipelines repeat, against walking there step by step."""
 
 from typing import NamedTuple
 
@@ -18,13 +18,11 @@ N = 2
 
 def bytes_of(text: str, steps: int) -> list[int]:
     """What each of the first steps sends, as lowered for the state that the pipeline itself has got to."""
-    simulation = fnddp.simulate(parse(text), N)
-    grads = {path: torch.ones(N, *leaf.shape) for path, leaf in PARAMS.items()}
-    state = simulation.init(grads)
-    sent: list[int] = []
+    sync, sent = parse(text), list[int]()
+    state = sync.init(PARAMS)
     for _ in range(steps):
-        sent.append(fnddp.lower(parse(text), PARAMS, state=simulation.of_rank(state, 0), world_size=N).wire_bytes)
-        _, state = simulation(grads, state)
+        sent.append(fnddp.lower(sync, PARAMS, state=state, world_size=N).wire_bytes)
+        _, state = sync(PARAMS, state)
     return sent
 
 
