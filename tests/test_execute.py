@@ -100,7 +100,6 @@ def check_chaos(rank: int, text: str, make_grads: Any, donation: Donation) -> No
 CHAOS = [
     (2, EXAMPLES["partition"], model_grads),
     (2, f"warmup({COMPRESSED}, steps=2, before=bf16(allreduce))", model_grads),
-    (2, "two_shot", large_grads),
     (3, "error_feedback(quantize(two_shot))", large_grads),
     (3, "fp16(allreduce)", large_grads),
     (4, "warmup(fp16(allreduce), steps=3)", integer_grads),

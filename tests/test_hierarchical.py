@@ -121,7 +121,6 @@ def test_an_owner_takes_what_its_shard_loses(rank: int) -> None:
     node = sum((2 * (rank // 2) + i + 1) / 3 for i in range(2)) / 2
     want = 2 * (torch.tensor(node) - torch.tensor(node).half())
     torch.testing.assert_close(lost[2 * mine : 2 * mine + 2], want.expand(2, 3), rtol=1e-3, atol=1e-7)
-    return laws.gather(done.sent["w"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
-from fnddp.core.sync import Sync
+from fnddp.plan.period import period
 from fnddp.transforms.orthogonalize import METHODS
 from tests.pipelines import grads
 from tests.ranks import on_ranks
@@ -81,20 +81,12 @@ def test_powersgd_with_error_feedback_is_the_papers(rank, paper, option, rank_of
 GRADS = {"w": torch.empty(64, 32), "b": torch.empty(64)}
 
 
-def plan_after(sync: Sync, steps: int) -> fnddp.Plan:
-    state = sync.init(GRADS)
-    for _ in range(steps):
-        _, state = sync({path: torch.ones_like(leaf) for path, leaf in GRADS.items()}, state)
-    return fnddp.lower(sync, GRADS, state=state, world_size=2)
-
-
 def test_alternating_takes_one_round():
     """P and what is not compressed, then Q and that: on average half of PowerSGD's factors."""
-    sync = powersgd(allreduce, rank=2, alternate=True)
-    even, odd = plan_after(sync, 0), plan_after(sync, 1)
-    assert (even.rounds, len(even.collectives), even.wire_bytes) == (1, 1, 4 * (2 * 64 + 64))
-    assert (odd.rounds, len(odd.collectives), odd.wire_bytes) == (1, 1, 4 * (2 * 32 + 64))
-    both = plan_after(powersgd(allreduce, rank=2), 0)
+    plans = [each.plan for each in period(powersgd(allreduce, rank=2, alternate=True), GRADS, world_size=2)]
+    assert {plan.wire_bytes for plan in plans} == {4 * (2 * 64 + 64), 4 * (2 * 32 + 64)}
+    assert [(plan.rounds, len(plan.collectives)) for plan in plans] == [(1, 1)] * 2
+    both = fnddp.lower(powersgd(allreduce, rank=2), GRADS, world_size=2)
     assert (both.rounds, both.wire_bytes) == (2, 4 * (2 * 64 + 2 * 32 + 64))
 
 

@@ -10,7 +10,7 @@ import fnddp
 from fnddp import all_reduce, allreduce, bf16, bucketize, cast, error_feedback, fp16, from_hook, partition, powersgd
 from fnddp.core.buckets import MB
 from fnddp.core.random import normal
-from fnddp.core.sync import groups_of, registry
+from fnddp.core.sync import groups_of
 from fnddp.laws import bits
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 from tests.pipelines import EXAMPLES, grads
@@ -196,16 +196,12 @@ def test_what_is_no_pipeline_and_no_option_is_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("wrap", ["bucketize({})", "partition({{'a': allreduce, '*': {}}})", "switch({{0: {}}})"])
-def test_what_cannot_be_lowered_says_so_however_deep_it_is(wrap):
-    grads = {"a": torch.ones(3), "w": torch.ones(4, 4)}
-    for inner in ("from_hook", "fp16(allreduce, check=True)"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(registry, "from_hook", from_hook(default_hooks.allreduce_hook))
-            sync = fnddp.parse(wrap.format(inner))
+@pytest.mark.parametrize("inner", [from_hook(default_hooks.allreduce_hook), fp16(allreduce, check=True)], ids=str)
+def test_what_cannot_be_lowered_says_so_however_deep_it_is(inner):
+    for sync in bucketize(inner), partition({"a": allreduce, "*": inner}), fnddp.switch({0: inner}):
         assert not sync.traceable
         with pytest.raises(fnddp.LoweringError, match="`traceable` is False"):
-            fnddp.lower(sync, grads)
+            fnddp.lower(sync, {"a": torch.ones(3), "w": torch.ones(4, 4)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
