@@ -8,7 +8,7 @@ import optree
 from hypothesis import strategies as st
 
 import fnddp
-from fnddp import Sync, allgather, allreduce, laws, two_shot
+from fnddp import Sync, allreduce, laws
 from fnddp.core.sync import all_in
 from fnddp.transforms.orthogonalize import METHODS
 
@@ -21,7 +21,7 @@ EXAMPLES = {
     "fp16": "fp16(allreduce)",
     "bf16": "bf16(allreduce)",
     "bucketize": "bucketize(allreduce, cap_mb=0.001, first_cap_mb=0.0001)",
-    "squared": "squared(powersgd(allreduce, rank=2))",
+    "squared": "squared(powersgd(allreduce, rank=2, alternate=True))",
     "powersgd": "powersgd(fp16(allreduce), rank=2)",
     "batched_powersgd": "batched_powersgd(allreduce, rank=2)",
     "error_feedback": "error_feedback(powersgd(fp16(allreduce), rank=2))",
@@ -34,7 +34,7 @@ EXAMPLES = {
     "delayed": "delayed(fp16(allreduce))",
     "skip_nonfinite": "skip_nonfinite(error_feedback(powersgd(fp16(allreduce), rank=2)))",
     "clip_by_global_norm": "clip_by_global_norm(fp16(allreduce), max_norm=2.5)",
-    "measure": "measure(powersgd(allreduce, rank=2), every_steps=2)",
+    "measure": "measure(powersgd(allreduce, rank=2, refresh=2), every_steps=2)",
     "partition": "partition({'*weight': error_feedback(powersgd(allreduce)), '*': bf16(allreduce)})",
     "none": "none",
     "unreduced": "unreduced()",
@@ -68,23 +68,32 @@ LOSSLESS = [
 ]
 
 
-CARRIERS = [allgather, two_shot, two_shot(server_memory=True)]
-INNER_CODECS: list[Callable[[Sync], Sync]] = [
-    lambda inner: inner,
-    fnddp.bf16,
-    lambda inner: fnddp.cast(inner, "float16", rounding="stochastic", seed=3),
-    lambda inner: fnddp.topk(inner, ratio=0.3),
-    lambda inner: fnddp.topk(inner, k=3, chunk=16),
-    lambda inner: fnddp.quantize(inner, bits=4, block=10),
-    lambda inner: fnddp.quantize(inner, rounding="stochastic", block=None),
-    lambda inner: fnddp.fp8(inner, "e5m2"),
-    fnddp.sign,
-    lambda inner: fnddp.qsgd(inner, levels=5, seed=3),
-    lambda inner: fnddp.terngrad(inner, block=9),
-    fnddp.natural,
+CARRIERS = ["allgather", "two_shot", "two_shot(server_memory=True)"]
+CODECS = [
+    "topk({}, k=3)",
+    "topk({}, ratio=0.1, chunk=16)",
+    "topk({}, k=64, chunk=4096)",
+    "quantize({})",
+    "quantize({}, bits=4, block=10)",
+    "quantize({}, bits=2, block=None)",
+    "quantize({}, bits=4, block=None, rounding='stochastic')",
+    "fp8({})",
+    "fp8({}, format='e5m2', block=None)",
+    "sign({})",
+    "sign({}, scale='max', chunk=16)",
+    "sign({}, scale='none')",
+    "majority_vote({})",
+    "qsgd({}, levels=1)",
+    "qsgd({}, levels=7, block=None)",
+    "qsgd({}, levels=100, block=9)",
+    "terngrad({})",
+    "terngrad({}, clip=2.5, block=10)",
+    "natural({})",
+    "dct_topk({})",
+    "dct_topk({}, chunk=4, k=3)",
 ]
-NO_FRACTIONS = (fnddp.natural, fnddp.majority_vote)  # in their payloads that a codec inside could encode
-CODECS = [*INNER_CODECS, fnddp.majority_vote, lambda inner: fnddp.dct_topk(inner, chunk=6, k=4)]
+CASTS = ["{}", "bf16({})", "cast({}, 'float16', rounding='stochastic', seed=3)"]
+NO_FRACTIONS = ("natural", "majority_vote", "scale='none'")  # in their payloads that a codec inside could encode
 
 
 @st.composite
@@ -92,18 +101,42 @@ def bottoms(draw: st.DrawFn) -> Sync:
     """A reducer, or a carrier in up to two codecs."""
     if draw(st.booleans()):
         return allreduce
-    carrier, inner, outer = draw(st.tuples(*map(st.sampled_from, (CARRIERS, INNER_CODECS, CODECS))))
-    return outer(carrier if outer in NO_FRACTIONS else inner(carrier))
+    carrier, outer = draw(st.sampled_from(CARRIERS)), draw(st.sampled_from([*CASTS, *CODECS]))
+    if not any(each in outer for each in NO_FRACTIONS):
+        inside = [each for each in CODECS if not each.startswith(("majority_vote", "dct_topk"))]
+        carrier = draw(st.sampled_from([*CASTS, *inside])).format(carrier)
+    return fnddp.parse(outer.format(carrier))
 
 
-MEMORY = ["error_feedback", "ef21", "momentum_correction"]
-POWERSGD_FORMS: list[dict[str, Any]] = [
-    {},
-    {"warm_start": False},
-    {"alternate": True},
-    {"refresh": 2},
-    {"alternate": True, "refresh": 3},
+TRANSFORMS: list[Callable[[Sync], Sync]] = [
+    lambda inner: inner,
+    *(fnddp.fp16, fnddp.bf16, partial(fnddp.cast, dtype="float32")),
+    partial(fnddp.cast, dtype="bfloat16", rounding="stochastic"),
+    *(partial(fnddp.bucketize, cap_mb=cap_mb, first_cap_mb=0.0002) for cap_mb in (0.0005, 25)),
+    fnddp.squared,
+    *(partial(fnddp.random_k, ratio=ratio, unbiased=ratio < 1) for ratio in (0.2, 1)),
+    lambda inner: fnddp.partition({"*": inner}),
 ]
+MEMORY = [
+    *(partial(fnddp.error_feedback, decay=decay) for decay in (1.0, 0.5)),
+    *(partial(fnddp.ef21, eta=eta) for eta in (1.0, 0.5)),
+    *(partial(fnddp.momentum_correction, momentum=0.5, masking=masking) for masking in (False, True)),
+]
+SHARED_MOMENTUM = [partial(fnddp.shared_momentum, beta=beta) for beta in (0.9, 0.5)]
+POWERSGD = st.builds(
+    lambda form, **options: partial(fnddp.powersgd, **form, **options),
+    st.sampled_from(
+        [{}, {"warm_start": False}, {"alternate": True}, {"refresh": 2}, {"alternate": True, "refresh": 3}]
+    ),
+    rank=st.integers(1, 5),
+    min_compression_rate=st.sampled_from([0, 1, 2]),
+    orthogonalization=st.sampled_from(METHODS),
+    seed=st.integers(0, 3),
+)
+
+
+def warmed_up(before: Sync, steps: int) -> Callable[[Sync], Sync]:
+    return partial(fnddp.warmup, steps=steps, before=before)
 
 
 @st.composite
@@ -111,46 +144,14 @@ def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
     """A random pipeline at most `depth` transforms deep, around a reducer or codecs."""
     if depth == 0:
         return draw(bottoms())
-    inner = draw(nestings(depth=depth - 1))
-    kinds = ["keep", "cast", "bucketize", "squared", "powersgd", "random_k", "warmup", "partition"]
-    if not any(each.remembers for each in all_in(inner)):
-        kinds += MEMORY
-    if not any(isinstance(each, fnddp.shared_momentum | fnddp.momentum_correction) for each in all_in(inner)):
-        kinds += ["shared_momentum"]
-    match draw(st.sampled_from(kinds)):
-        case "cast":
-            at_random = partial(fnddp.cast, dtype="bfloat16", rounding="stochastic")
-            return draw(st.sampled_from([fnddp.fp16, fnddp.bf16, partial(fnddp.cast, dtype="float32"), at_random]))(
-                inner
-            )
-        case "bucketize":
-            return fnddp.bucketize(inner, cap_mb=draw(st.sampled_from([0.0005, 25])), first_cap_mb=0.0002)
-        case "squared":
-            return fnddp.squared(inner)
-        case "powersgd":
-            return fnddp.powersgd(
-                inner,
-                rank=draw(st.integers(1, 5)),
-                **draw(st.sampled_from(POWERSGD_FORMS)),
-                min_compression_rate=draw(st.sampled_from([0, 1, 2])),
-                orthogonalization=draw(st.sampled_from(METHODS)),
-                seed=draw(st.integers(0, 3)),
-            )
-        case "random_k":
-            return fnddp.random_k(inner, ratio=draw(st.sampled_from([0.2, 1])), unbiased=draw(st.booleans()))
-        case "error_feedback":
-            return fnddp.error_feedback(inner, decay=draw(st.sampled_from([1.0, 0.5])))
-        case "ef21":
-            return fnddp.ef21(inner, eta=draw(st.sampled_from([1.0, 0.5])))
-        case "momentum_correction":
-            return fnddp.momentum_correction(inner, momentum=0.5, masking=draw(st.booleans()))
-        case "shared_momentum":
-            return fnddp.shared_momentum(inner, beta=draw(st.sampled_from([0.9, 0.5])))
-        case "warmup":
-            return fnddp.warmup(inner, steps=draw(st.integers(0, 2)), before=draw(nestings(depth=depth - 1)))
-        case "partition":
-            return fnddp.partition({"*": inner})
-    return inner
+    sync, warmup = draw(nestings(depth=depth - 1)), st.builds(warmed_up, nestings(depth=depth - 1), st.integers(0, 2))
+    forms, known = list(TRANSFORMS), [*all_in(sync)]
+    if not any(each.remembers for each in known):
+        forms += MEMORY
+    if not any(isinstance(each, fnddp.shared_momentum | fnddp.momentum_correction) for each in known):
+        forms += SHARED_MOMENTUM
+    around = draw(st.sampled_from([*map(st.just, forms), POWERSGD, POWERSGD, warmup]))
+    return draw(around)(sync)
 
 
 @optree.dataclasses.dataclass(namespace="fnddp")

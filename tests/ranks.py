@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fnddp.simulate.ranks import RankFailed
+from fnddp.simulate.ranks import RankFailed, run_threads
 from tests.forks import forks
 
 POOL_SECONDS = 120
@@ -145,20 +145,26 @@ def _picklable(error: BaseException) -> BaseException:
     return error
 
 
-def on_ranks(*sizes: Any, seconds: float = POOL_SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(
+    *sizes: Any, seconds: float = POOL_SECONDS, threads: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes the body of a test, whose first parameter is `rank`, what each of n gloo processes runs, for n in `sizes`.
 
-    Its other parameters come from `parametrize`, or are fixtures whose values pickle.
+    Or, with `threads`, each of n threads. Its other parameters come from `parametrize`, or are fixtures whose values
+    pickle.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            n, gloo = arguments.pop("ranks", sizes[0]), arguments.pop("gloo")
-            gloo(n, _run_body, body.__module__, body.__qualname__, arguments, timeout=seconds)
+            n = arguments.pop("ranks", sizes[0])
+            if threads:
+                run_threads(n, functools.partial(body, **arguments))
+                return
+            arguments.pop("gloo")(n, _run_body, body.__module__, body.__qualname__, arguments, timeout=seconds)
 
         _, *others = inspect.signature(body).parameters.values()
-        names = ["gloo", *(["ranks"] if len(sizes) > 1 else [])]
+        names = [*([] if threads else ["gloo"]), *(["ranks"] if len(sizes) > 1 else [])]
         ours = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         test.__signature__ = inspect.Signature(
             [*ours, *(other.replace(default=inspect.Parameter.empty) for other in others)]

@@ -4,13 +4,15 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
-from fnddp import allgather, allreduce, bf16, bucketize, fp16, lower, parse, quantize, sign, topk, two_shot
+from fnddp import allgather, allreduce, bucketize, fp16, lower, parse, quantize, sign, two_shot
 from fnddp.core.collectives import sum_in_rank_order
 from fnddp.laws import bits
 from fnddp.simulate.ranks import RankFailed, run_threads
+from tests.ranks import on_ranks
 
 SHAPES = {"w": (9, 7), "b": (5,), "one": (), "wide": (3, 400)}
 
@@ -24,27 +26,18 @@ def in_rank_order(leaves: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, [leaf.float() for leaf in leaves])
 
 
-@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("carrier", [allgather, two_shot], ids=repr)
-def test_a_mean_is_the_sum_in_rank_order_divided_afterwards(carrier, n):
-    means = run_threads(n, lambda rank: carrier(grads(rank), carrier.init(grads(rank)))[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@on_ranks(1, 3, threads=True)
+def test_a_mean_is_the_float32_sum_in_rank_order_divided_afterwards_in_buckets_too(rank, dtype, carrier):
+    plain, n = fnddp.cast(carrier, dtype), dist.get_world_size()
+    mean, in_buckets = (
+        sync(grads(rank), sync.init(grads(rank)))[0] for sync in (plain, bucketize(plain, cap_mb=0.001))
+    )
+    assert bits(mean) == bits(in_buckets)
     for path in SHAPES:
-        want = in_rank_order([grads(rank)[path] for rank in range(n)]) / n
-        assert all(torch.equal(mean[path], want) for mean in means)
-
-
-@pytest.mark.parametrize("carrier", [allgather, two_shot], ids=repr)
-@pytest.mark.parametrize("cast", [fp16, bf16])
-def test_a_16_bit_wire_adds_in_float32_in_buckets_too(cast, carrier):
-    def body(rank: int) -> list[dict[str, Tensor]]:
-        return [sync(grads(rank), sync.init(grads(rank)))[0] for sync in (plain, bucketize(plain, cap_mb=0.001))]
-
-    plain = cast(carrier)
-    for mean, in_buckets in run_threads(3, body):
-        assert bits(mean) == bits(in_buckets)
-        for path in SHAPES:
-            total = in_rank_order([grads(rank)[path].to(plain.dtype) for rank in range(3)])
-            assert torch.equal(mean[path], (total / 3).to(plain.dtype if carrier is two_shot else total.dtype).float())
+        total = in_rank_order([grads(rank)[path].to(dtype) for rank in range(n)])
+        assert torch.equal(mean[path], (total / n).to(dtype if carrier is two_shot else total.dtype).float())
 
 
 def test_server_memory_of_another_number_of_ranks_is_named():
@@ -53,22 +46,6 @@ def test_server_memory_of_another_number_of_ranks_is_named():
     message = r"two_shot: the state has an entry of shape \(10,\) for leaf 'w', .*\(7,\).* another number of ranks"
     with pytest.raises(RankFailed, match=message):
         run_threads(3, lambda rank: sync({"w": torch.ones(20)}, state))
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: topk(allreduce, k=1), r"topk: allreduce carries no .*topk\(allgather\) or topk\(two_shot\)"),
-        (lambda: quantize(allgather, seed=7), "quantize: seed=7 has no effect without rounding='stochastic'"),
-        (lambda: quantize(bucketize(allgather)), r"quantize: bucketize\(allgather\) carries.*bucketize\(quantize"),
-        (lambda: sign(fp16(allreduce)), r"sign: fp16\(allreduce\) carries"),
-        (lambda: topk(allgather), "topk: give ratio or k"),
-        (lambda: parse("sign(allreduce)"), "sign: allreduce carries"),
-    ],
-)
-def test_a_wrong_nesting_names_the_fix(make, says):
-    with pytest.raises((TypeError, ValueError), match=f"(?s){says}"):
-        make()
 
 
 @pytest.mark.parametrize("n", [2, 8, 1024])

@@ -50,30 +50,20 @@ class Run:
 @pytest.mark.parametrize("kind", ["module", "register"])
 @on_ranks(2)
 def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
+    """What is written in the background is of the moment, and does not meet the collectives of training."""
     whole = Run(kind).train(0, 3)
-    save(tmp_path, *whole.parts, sync=whole.keeper, more={"step": 3})
-    resumed = Run(kind, seed=1).train(0, 1)
-    assert load(tmp_path, *resumed.parts, sync=resumed.keeper, more={"step": 0}) == {"step": 3}
-    whole.train(3, 6)
-    resumed.train(3, 6)
-    assert torch.equal(weights(resumed.model), weights(whole.model))
-    assert torch.equal(resumed.residual, whole.residual)
-    assert not torch.equal(*everyones(whole.residual))
-
-
-@on_ranks(2)
-def test_what_is_written_in_the_background_is_of_the_moment(rank: int, tmp_path: Path) -> None:
-    """And what ranks say about it does not meet the collectives of training."""
-    whole = Run("module").train(0, 3)
-    written = async_save(tmp_path / "first", *whole.parts)
+    save(tmp_path / "at once", *whole.parts, sync=whole.keeper, more={"step": 3})
+    written = async_save(tmp_path / "in the background", *whole.parts, sync=whole.keeper, more={"step": 3})
     whole.train(3, 6)
     written.result()
-    async_save(tmp_path / "second", *whole.parts).result()
-    resumed = Run("module", seed=1)
-    load(tmp_path / "first", *resumed.parts)
-    resumed.train(3, 6)
-    assert torch.equal(weights(resumed.model), weights(whole.model))
-    assert torch.equal(resumed.residual, whole.residual)
+    async_save(tmp_path / "later", *whole.parts, sync=whole.keeper).result()
+    for folder in ("at once", "in the background"):
+        resumed = Run(kind, seed=1).train(0, 1)
+        assert load(tmp_path / folder, *resumed.parts, sync=resumed.keeper, more={"step": 0}) == {"step": 3}
+        resumed.train(3, 6)
+        assert torch.equal(weights(resumed.model), weights(whole.model))
+        assert torch.equal(resumed.residual, whole.residual)
+    assert not torch.equal(*everyones(whole.residual))
 
 
 COUNTED = fnddp.warmup(SYNC, steps=1)

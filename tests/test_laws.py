@@ -6,7 +6,6 @@ The first ring has two and three ranks, and one tree for each example, the other
 import copy
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,14 +17,12 @@ from fnddp.laws import (
     DONATIONS,
     LAWS,
     LOWERED,
-    Grads,
     Law,
     applies,
     engine_step,
     law_2_all_ranks_get_the_same_bits,
     law_4_sent_reduces_to_mean,
     law_5_lossless_is_exact,
-    law_6_lowered_is_eager,
     law_8_error_feedback_loses_nothing,
     law_10_simulated_is_real,
     law_11_weighted_is_pooled,
@@ -95,40 +92,40 @@ def test_lossless_is_exact(text, n):
             run_threads(n, law_5_lossless_is_exact, sync, TREES[tree])
 
 
-def check_laws(rank: int, laws: list, texts: list[str], tree: str) -> None:
-    for text in texts:
-        sync = fnddp.parse(text)
-        for law in laws:
-            if applies(law, sync):
-                law(rank, sync, TREES["model" if "*weight" in text else tree])
-
-
 def texts_on_gloo(n: int, part: int) -> list[str]:
     """All on two ranks, and each on either three or four: collectives between processes are what takes the time."""
     texts = list(EXAMPLES.values())
     return (texts if n == 2 else texts[n % 2 :: 2])[part::PARTS]
 
 
+def check_on_gloo(rank: int, laws: list, texts: list[str], tree: str) -> None:
+    for i, text in enumerate(texts):
+        sync, of_tree = fnddp.parse(text), TREES["model" if "*weight" in text else tree]
+        for law in laws:
+            if applies(law, sync):
+                law(rank, sync, of_tree, **({"donation": DONATIONS[i % 4], "seed": i} if law in LOWERED else {}))
+
+
+# A ring of two adds an element in one order, wherever it lies in a buffer; a larger one is near.
+ON_GLOO = [(2, "mixed", ABOUT_RANKS), (3, "mixed", ABOUT_RANKS), (4, "model", ABOUT_RANKS)]
+ON_GLOO += [(2, "mixed", LOWERED[:1]), (3, "model", LOWERED[:1]), (4, "model", LOWERED[:1])]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize(("n", "tree"), [(2, "mixed"), (3, "mixed"), (4, "model")])
-def test_on_gloo_processes(gloo, n, tree, part):
-    gloo(n, check_laws, ABOUT_RANKS, texts_on_gloo(n, part), tree)
-    gloo(n, check_laws, [law_5_lossless_is_exact], LOSSLESS[part::PARTS], tree)
+@pytest.mark.parametrize(("n", "tree", "laws"), ON_GLOO, ids=lambda given: str(given)[:5])
+def test_on_gloo_processes(gloo, n, tree, laws, part):
+    gloo(n, check_on_gloo, laws, texts_on_gloo(n, part), tree)
+    gloo(n, check_on_gloo, [law_5_lossless_is_exact], LOSSLESS[part::PARTS], tree)
 
 
 # Law 6, and law 7 through an engine: the registry with what adapters donate in turn, and random nestings.
 
 
-def check_lowered_laws(rank: int, sync: fnddp.Sync, grads: Grads, laws: Sequence[Law], options: Any) -> None:
-    for law in laws:
-        law(rank, sync, grads, **options)
-
-
 def run_lowered(n: int, sync: fnddp.Sync, tree: str, laws: Sequence[Law], donation: Donation, seed: int) -> None:
     """One trace for all ranks and laws: it takes longer than all the rest."""
     options = {"donation": donation, "seed": seed, "traces": TracesOfThreads()}
-    run_threads(n, check_lowered_laws, sync, TREES[tree], laws, options)
+    run_threads(n, lambda rank: [law(rank, sync, TREES[tree], **options) for law in laws])
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -156,21 +153,6 @@ FEW = settings(max_examples=15) if settings.get_current_profile_name() == "fnddp
 )
 def test_nestings_lowered(sync, n, tree, donation, seed):
     run_lowered(n, sync, tree, LOWERED, donation, seed)
-
-
-def check_lowered(rank: int, texts: list[str], tree: str) -> None:
-    for i, text in enumerate(texts):
-        donation = DONATIONS[i % len(DONATIONS)]
-        grads = TREES["model" if "*weight" in text or i % 2 else tree]  # every dtype with half of them
-        law_6_lowered_is_eager(rank, fnddp.parse(text), grads, donation=donation, seed=i)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_lowered_on_gloo_processes(gloo, n, part):
-    # A ring of two adds an element in one order, wherever it lies in a buffer; a larger one is near.
-    gloo(n, check_lowered, texts_on_gloo(n, part), "mixed" if n == 2 else "model")
 
 
 # Not laws for everyone: what the transforms of this package keep beyond them.

@@ -1,5 +1,6 @@
 """Memory against numpy written from the papers, against torch's own SGD, and what each promises of what is lost."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -11,17 +12,10 @@ import fnddp
 from fnddp import allgather, allreduce, ef21, error_feedback, momentum_correction, shared_momentum, sign, topk, two_shot
 from fnddp.core.sync import Sync
 from fnddp.laws import gather
-from fnddp.simulate.ranks import run_threads
+from tests.ranks import on_ranks
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 arithmetic, some ten steps deep
 STEPS = 12
-
-
-def numpy_topk(x: np.ndarray, k: int) -> np.ndarray:
-    kept = np.zeros_like(x)
-    largest = np.argsort(-np.abs(x))[:k]
-    kept[largest] = x[largest]
-    return kept
 
 
 def gradient(rank: int, step: int, size: int = 12) -> torch.Tensor:
@@ -38,49 +32,46 @@ def outputs(sync: Sync) -> list[torch.Tensor]:
     return means
 
 
-def papers_ef21(n: int, k: int, eta: float) -> list[np.ndarray]:
+def numpy_topk(x: np.ndarray, k: int) -> np.ndarray:
+    """The largest of each row."""
+    least = np.sort(np.abs(x), axis=1)[:, -k, None]
+    return np.where(np.abs(x) >= least, x, 0)
+
+
+def of_ranks(n: int, step: int) -> np.ndarray:
+    return np.stack([gradient(rank, step).double().numpy() for rank in range(n)])
+
+
+def papers_ef21(n: int, k: int, eta: float) -> Iterator[np.ndarray]:
     """EF21, Algorithm 2, and EF21-SGDM, Algorithm 1, which differ in eta, for all ranks at once, from zero."""
     g, v = np.zeros((n, 12)), np.zeros((n, 12))
-    estimates: list[np.ndarray] = []
     for step in range(STEPS):
-        for i in range(n):
-            v[i] = (1 - eta) * v[i] + eta * gradient(i, step).double().numpy()
-            g[i] += numpy_topk(v[i] - g[i], k)
-        estimates.append(g.mean(0))
-    return estimates
+        v = (1 - eta) * v + eta * of_ranks(n, step)
+        g = g + numpy_topk(v - g, k)
+        yield g.mean(0)
 
 
-def papers_dgc(n: int, k: int, masking: bool) -> list[np.ndarray]:
+def papers_dgc(n: int, k: int, masking: bool) -> Iterator[np.ndarray]:
     """Deep gradient compression, Algorithms 1 and 4, without clipping, for all ranks at once."""
     u, v = np.zeros((n, 12)), np.zeros((n, 12))
-    means: list[np.ndarray] = []
     for step in range(STEPS):
-        sent = np.zeros((n, 12))
-        for i in range(n):
-            u[i] = 0.9 * u[i] + gradient(i, step).double().numpy()
-            v[i] = v[i] + u[i]
-            sent[i] = numpy_topk(v[i], k)
-            mask = sent[i] != 0
-            v[i][mask] = 0
-            if masking:
-                u[i][mask] = 0
-        means.append(sent.mean(0))
-    return means
+        u = 0.9 * u + of_ranks(n, step)
+        v = v + u
+        sent = numpy_topk(v, k)
+        v[sent != 0] = 0
+        if masking:
+            u[sent != 0] = 0
+        yield sent.mean(0)
 
 
-def papers_one_bit_adam(n: int, k: int) -> list[np.ndarray]:
+def papers_one_bit_adam(n: int, k: int) -> Iterator[np.ndarray]:
     """The momentum of 1-bit Adam's compression stage, Algorithm 1, for all ranks at once, from zero."""
     m, e = np.zeros(12), np.zeros((n, 12))
-    means: list[np.ndarray] = []
     for step in range(STEPS):
-        sent = np.zeros((n, 12))
-        for i in range(n):
-            x = 0.9 * m + 0.1 * gradient(i, step).double().numpy() + e[i]
-            sent[i] = numpy_topk(x, k)
-            e[i] = x - sent[i]
-        m = sent.mean(0)
-        means.append(m)
-    return means
+        x = 0.9 * m + 0.1 * of_ranks(n, step) + e
+        sent = numpy_topk(x, k)
+        m, e = sent.mean(0), x - sent
+        yield m
 
 
 SPARSE = topk(allgather, k=3)
@@ -97,46 +88,44 @@ SPARSE = topk(allgather, k=3)
     ],
     ids=lambda part: str(part) if isinstance(part, Sync) else "paper",
 )
-@pytest.mark.parametrize("n", [1, 3])
-def test_means_are_the_papers(n, sync, paper):
-    for got in run_threads(n, lambda rank: outputs(sync)):
-        for mine, theirs in zip(got, paper(n, 3), strict=True):
-            torch.testing.assert_close(mine.double(), torch.from_numpy(theirs), **CLOSE)
+@on_ranks(1, 3, threads=True)
+def test_means_are_the_papers(rank, sync, paper):
+    for mine, theirs in zip(outputs(sync), paper(dist.get_world_size(), 3), strict=True):
+        torch.testing.assert_close(mine.double(), torch.from_numpy(theirs), **CLOSE)
 
 
-def drift(sync: Sync, dtype: torch.dtype, steps: int = 500) -> float:
-    """How far the mean of h is from what all ranks hold of it, relative to it."""
-    rank = dist.get_rank()
+@pytest.mark.parametrize(
+    ("sync", "dtype", "least", "most"),
+    [
+        (ef21(topk(allgather, k=20)), torch.float32, 0, 5e-6),
+        (ef21(topk(allgather, k=20)), torch.bfloat16, 0, 5e-6),
+        (ef21(fnddp.bf16(allreduce)), torch.float32, 1e-3, 1),
+    ],
+)
+@on_ranks(3, threads=True)
+def test_the_mean_estimate_drifts_by_float32_roundings_only(rank, sync, dtype, least, most):
+    """By the root of the number of steps: 6e-8 * 500 ** 0.5 is 1.3e-6. What a 16-bit sum rounds stays for good."""
     state = sync.init({"w": gradient(rank, 0, 64).to(dtype)})
-    for step in range(steps):
+    for step in range(500):
         _, state = sync({"w": gradient(rank, step, 64).to(dtype)}, state)
     mean = torch.stack(gather(state.h["w"])).double().mean(0)
-    return float((mean - state.mean_h["w"]).norm() / mean.norm())
+    assert least <= (mean - state.mean_h["w"]).norm() / mean.norm() <= most
 
 
-def test_the_mean_estimate_drifts_by_float32_roundings_only():
-    """By the root of the number of steps: 6e-8 * 500 ** 0.5 is 1.3e-6. What a 16-bit sum rounds stays for good."""
-    for dtype in (torch.float32, torch.bfloat16):
-        assert max(run_threads(3, lambda rank, dtype=dtype: drift(ef21(topk(allgather, k=20)), dtype))) < 5e-6
-    assert min(run_threads(3, lambda rank: drift(ef21(fnddp.bf16(allreduce)), torch.float32))) > 1e-3
-
-
-def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam():
+@on_ranks(2, threads=True)
+def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam(rank: int) -> None:
     """The optimizer behind it has none: of SGD the steps are the same, of Adam the first moment."""
 
-    def body(rank: int) -> None:
-        ours, sgd, adam = (torch.zeros(12, requires_grad=True) for _ in range(3))
-        behind = fnddp.without_momentum(torch.optim.SGD([ours], lr=0.1, momentum=0.9), beta=0.9)
-        sgd_of, adam_of = torch.optim.SGD([sgd], lr=0.1, momentum=0.9), torch.optim.Adam([adam], lr=0.1)
-        for step, mean in enumerate(outputs(shared_momentum(allreduce))):
-            ours.grad, sgd.grad = mean, sum(gradient(other, step) for other in range(2)) / 2
-            adam.grad = sgd.grad.clone()
-            for optimizer in (behind, sgd_of, adam_of):
-                optimizer.step()
-            torch.testing.assert_close(ours, sgd, **CLOSE)
-            torch.testing.assert_close(mean, adam_of.state[adam]["exp_avg"], **CLOSE)
-
-    run_threads(2, body)
+    ours, sgd, adam = (torch.zeros(12, requires_grad=True) for _ in range(3))
+    behind = fnddp.without_momentum(torch.optim.SGD([ours], lr=0.1, momentum=0.9), beta=0.9)
+    sgd_of, adam_of = torch.optim.SGD([sgd], lr=0.1, momentum=0.9), torch.optim.Adam([adam], lr=0.1)
+    for step, mean in enumerate(outputs(shared_momentum(allreduce))):
+        ours.grad, sgd.grad = mean, sum(gradient(other, step) for other in range(2)) / 2
+        adam.grad = sgd.grad.clone()
+        for optimizer in (behind, sgd_of, adam_of):
+            optimizer.step()
+        torch.testing.assert_close(ours, sgd, **CLOSE)
+        torch.testing.assert_close(mean, adam_of.state[adam]["exp_avg"], **CLOSE)
 
 
 def test_an_optimizer_without_its_momentum():
@@ -163,33 +152,6 @@ def test_an_optimizer_without_its_momentum():
         fnddp.without_momentum(torch.optim.AdamW(w), beta=1)
 
 
-def test_a_gradient_that_is_not_finite_leaves_no_trace_behind_skip_nonfinite():
-    sync = fnddp.skip_nonfinite(shared_momentum(error_feedback(sign(allgather))))
-
-    def body(rank: int) -> None:
-        state = sync.init({"w": gradient(rank, 0)})
-        for step, bad in enumerate((False, True, False)):
-            before = state
-            mean, state = sync({"w": gradient(rank, step) / (0 if bad and rank == 1 else 1)}, before)
-            assert mean["w"].isfinite().all() != bad
-            assert torch.equal(state.inner.momentum["w"], before.inner.momentum["w"]) == bad
-
-    run_threads(2, body)
-
-
-def test_a_clip_inside_is_kept_and_one_outside_is_not():
-    clip = fnddp.clip_by_global_norm
-    for sync, kept in (
-        (shared_momentum(clip(allreduce, 1.0)), [1, 0.9, 0.81]),
-        (clip(shared_momentum(allreduce), 1.0), [1, 1, 1]),
-    ):
-        state, means = sync.init({"w": torch.zeros(1)}), list[float]()
-        for each in (100.0, 0.0, 0.0):
-            mean, state = sync({"w": torch.tensor([each])}, state)
-            means.append(mean["w"].item())
-        assert means == pytest.approx(kept, rel=1e-4)
-
-
 def test_momentum_is_wider_than_gradients():
     sync, grads = shared_momentum(allreduce, beta=0.999), {"w": torch.ones(1, dtype=torch.bfloat16)}
     state = sync.init(grads)
@@ -199,12 +161,8 @@ def test_momentum_is_wider_than_gradients():
     assert state.momentum["w"].item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_one_bit_with_both_residuals_loses_nothing(n):
-    run_threads(n, both_residuals)
-
-
-def both_residuals(rank: int) -> None:
+@on_ranks(1, 4, threads=True)
+def test_one_bit_with_both_residuals_loses_nothing(rank: int) -> None:
     n, steps, size = dist.get_world_size(), 6, 21
     sync = error_feedback(sign(two_shot(server_memory=True)))
     state = sync.init({"w": torch.empty(size)})
@@ -235,16 +193,12 @@ def test_small_gradients_of_16_bits_add_up(memory):
 
 
 @pytest.mark.parametrize("text", ["bf16(allgather)", "bf16(two_shot)", "bf16(sign(allgather))"])
-def test_a_cast_of_what_carries_rounds_nothing_but_what_travels(text):
-    sync = error_feedback(fnddp.parse(text))
-
-    def rank_errs_by(rank: int) -> float:
-        grads = {"w": torch.randn(50, generator=torch.Generator().manual_seed(rank))}
-        state, total = sync.init(grads), torch.zeros(50)
-        for _ in range(200):
-            mean, state = sync(grads, state)
-            total += mean["w"]
-        left = allreduce({"w": 200 * grads["w"] - state.residual["w"]}, ())[0]["w"]
-        return (total - left).abs().max().item()
-
-    assert max(run_threads(3, rank_errs_by)) < 1e-3
+@on_ranks(3, threads=True)
+def test_a_cast_of_what_carries_rounds_nothing_but_what_travels(rank, text):
+    sync, grads = error_feedback(fnddp.parse(text)), {"w": gradient(rank, 0, 50)}
+    state, total = sync.init(grads), torch.zeros(50)
+    for _ in range(200):
+        mean, state = sync(grads, state)
+        total += mean["w"]
+    left = allreduce({"w": 200 * grads["w"] - state.residual["w"]}, ())[0]["w"]
+    assert (total - left).abs().max() < 1e-3

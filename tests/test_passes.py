@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import Exchange, Replicated, State, Sync, allreduce, laws
+from fnddp import Exchange, State, Sync, allreduce, laws
 from fnddp.core import collectives, tree
 from fnddp.core.tree import Leaves, Tree
 from fnddp.device import Device
@@ -21,6 +20,7 @@ from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.simulate.ranks import run_threads
 from fnddp.wire.groups import World
 from tests.pipelines import EXAMPLES, TREES
+from tests.ranks import on_ranks
 from tests.traces import TracesOfThreads
 
 
@@ -118,6 +118,7 @@ APPLIED = {
     "alpha and a number": Applied(before=added_twice),
     "alpha and a number, behind": Applied(after=added_twice),
     "shapes that change in place": Applied(before=turned),
+    "operations in place": Applied(before=lambda x: torch.zeros_like(x).copy_(x).mul_(2).mul_(2)),
     "means of operations in place": Applied(after=lambda x: x.clone().mul_(3)),
     "means that are copies": Applied(after=torch.clone),
     "means that are copies of gradients": Applied(send=lambda leaves: tree.map_leaves(torch.clone, leaves)),
@@ -126,26 +127,31 @@ APPLIED = {
 }
 
 
+def plan_of_steps(sync: Sync, leaves_of: Callable[[int], dict[str, Tensor]]) -> fnddp.Plan | None:
+    """The plan of three steps whose results are those of the pipeline, and stay so."""
+    step, kept = fnddp.jit(sync), []
+    state = expected = sync.init(leaves_of(0))
+    for i in range(3):
+        want, expected = sync(leaves_of(i), expected)
+        got, state = step(leaves_of(i), state)
+        kept.append(((want, expected), (got, state)))
+    for want, got in kept:  # which later steps leave alone
+        assert bits(got) == bits(want)
+    return step.plan
+
+
 @pytest.mark.parametrize("name", APPLIED)
-def test_many_small_leaves_are_each_their_own(name):
-    sync = APPLIED[name]
+@on_ranks(2, threads=True)
+def test_many_small_leaves_are_each_their_own(rank: int, name) -> None:
+    def leaves_of(step: int) -> dict[str, Tensor]:
+        return {f"leaf {k}": torch.arange(3.0 + k % 2) + k + 10 * rank + 100 * step for k in range(6)}
 
-    def body(rank: int) -> None:
-        step, kept = fnddp.jit(sync), []
-        for i in range(3):
-            grads = {f"leaf {k}": torch.arange(3.0 + k % 2) + k + 10 * rank + 100 * i for k in range(6)}
-            want, _ = sync(grads, ())
-            got, _ = step(grads, ())
-            kept.append((want, got))
-        for want, got in kept:  # which later steps leave alone
-            assert {path: leaf.tolist() for path, leaf in got.items()} == {p: leaf.tolist() for p, leaf in want.items()}
-        if name == "shapes that change in place":
-            assert step.plan is None
-        else:
-            assert step.plan is not None
-            assert any(operation.count > 1 for segment in step.plan.segments for operation in segment.operations)
-
-    run_threads(2, body)
+    plan = plan_of_steps(APPLIED[name], leaves_of)
+    if name == "shapes that change in place":
+        assert plan is None
+    else:
+        assert plan is not None
+        assert any(operation.count > 1 for segment in plan.segments for operation in segment.operations)
 
 
 def test_products_of_small_integers_keep_their_numbers_where_devices_convert_them(monkeypatch):
@@ -175,24 +181,17 @@ TOGETHER = [
 @pytest.mark.parametrize("converts", [False, True])
 def test_leaves_that_are_encoded_together_are_each_their_own(monkeypatch, text, converts):
     monkeypatch.setattr(Device, "converts_in_place", converts)
-    sync, sizes = fnddp.parse(text), [64, 64, 300, 300, 7, 7, 7, 2, 2]
+    leaves = {f"leaf {i}": torch.zeros(size) for i, size in enumerate([64, 64, 300, 300, 7, 7, 7, 2, 2])}
+    leaves["complex"] = torch.zeros(5, dtype=torch.complex64)
 
     def body(rank: int) -> None:
-        step, kept = fnddp.jit(sync), []
-        generator = torch.Generator().manual_seed(rank)
-        leaves = {f"leaf {i}": torch.zeros(size) for i, size in enumerate(sizes)}
-        leaves["complex"] = torch.zeros(5, dtype=torch.complex64)
-        state = expected = sync.init(leaves)
-        for _ in range(3):
-            grads = {path: torch.randn_like(leaf, generator=generator) for path, leaf in leaves.items()}
-            want, expected = sync(grads, expected)
-            got, state = step(grads, state)
-            kept.append(((want, expected), (got, state)))
-        for want, got in kept:  # which later steps leave alone
-            assert bits(got) == bits(want)
-        assert step.plan is not None
-        labels = {payload.label for collective in step.plan.collectives for payload in collective.payloads}
-        assert len(labels) < len(leaves)
+        def leaves_of(step: int) -> dict[str, Tensor]:
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            return {path: torch.randn_like(leaf, generator=generator) for path, leaf in leaves.items()}
+
+        plan = plan_of_steps(fnddp.parse(text), leaves_of)
+        assert plan is not None
+        assert len({payload.label for c in plan.collectives for payload in c.payloads}) < len(leaves)
 
     run_threads(3, body)
 
@@ -227,33 +226,20 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class FoldedState(NamedTuple):
-    power: Replicated[dict[str, Tensor]]
-    inner: State
+@dataclass(frozen=True, repr=False)
+class Folded(Sync):
+    """Folds square leaves before the wire and behind it, there with this rank's own gradient, and a state."""
 
+    fold: Callable[[Tensor, Tensor], Tensor]
+    inner: Sync = allreduce
 
-@pytest.fixture
-def folded(own_transforms: None) -> type[Sync]:
-    @fnddp.transform
-    class folded(Sync):
-        """Folds square leaves before the wire and behind it, there with this rank's own gradient, and a state."""
+    def init(self, grads: Tree) -> State:
+        return {path: torch.eye(len(leaf)) + 0.1 for path, leaf in grads.items()}
 
-        inner: Sync
-        how: str
-
-        def init(self, grads):
-            power = {path: torch.eye(len(leaf)) + leaf.new_full(leaf.shape, 0.1) for path, leaf in grads.items()}
-            return FoldedState(power, self.inner.init(grads))
-
-        def exchange(self, grads, state):
-            fold = FOLDS[self.how]
-            payload = {path: fold(leaf * 2, leaf) / 8 for path, leaf in grads.items()}
-            inner = self.inner.exchange(payload, state.inner)
-            mean = {path: fold(grads[path], leaf * 3) for path, leaf in inner.mean.items()}
-            power = {path: fold(state.power[path], leaf) / 8 for path, leaf in inner.mean.items()}
-            return Exchange(mean, grads, FoldedState(power, inner.state))
-
-    return folded
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        mean, _, _ = self.inner.exchange({path: self.fold(leaf * 2, leaf) / 8 for path, leaf in leaves.items()}, ())
+        power = {path: self.fold(state[path], leaf) / 8 for path, leaf in mean.items()}
+        return Exchange({path: self.fold(leaves[path], leaf * 3) for path, leaf in mean.items()}, leaves, power)
 
 
 def squares(rank: int, step: int) -> dict[str, Tensor]:
@@ -264,8 +250,8 @@ def squares(rank: int, step: int) -> dict[str, Tensor]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("donation", laws.DONATIONS, ids=lambda d: f"{d.gradients}-{d.state}")
 @pytest.mark.parametrize("how", FOLDS)
-def test_operations_that_read_their_operand_elsewhere(folded, how, donation):
-    run_threads(2, partial(laws.law_6_lowered_is_eager, donation=donation), folded(allreduce, how), squares)
+def test_operations_that_read_their_operand_elsewhere(how, donation):
+    run_threads(2, partial(laws.law_6_lowered_is_eager, donation=donation), Folded(FOLDS[how]), squares)
 
 
 @pytest.mark.thorough

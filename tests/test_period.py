@@ -1,16 +1,15 @@
-"""What pipelines repeat, against walking there step by step on virtual ranks."""
-
-from typing import NamedTuple
+"""What pipelines repeat, against walking there step by step."""
 
 import pytest
 import torch
 
 import fnddp
 from fnddp import parse
-from fnddp.core.sync import Exchange, Replicated, Sync, transform
+from fnddp.core.sync import Exchange
 from fnddp.core.tree import Leaves, Tree
 from fnddp.plan import period as periods
 from fnddp.plan.period import period
+from tests.test_passes import Applied
 
 PARAMS = {"w": torch.zeros(20, 10), "b": torch.zeros(10)}
 N = 2
@@ -18,13 +17,11 @@ N = 2
 
 def bytes_of(text: str, steps: int) -> list[int]:
     """What each of the first steps sends, as lowered for the state that the pipeline itself has got to."""
-    simulation = fnddp.simulate(parse(text), N)
-    grads = {path: torch.ones(N, *leaf.shape) for path, leaf in PARAMS.items()}
-    state = simulation.init(grads)
-    sent: list[int] = []
+    sync, sent = parse(text), list[int]()
+    state = sync.init(PARAMS)
     for _ in range(steps):
-        sent.append(fnddp.lower(parse(text), PARAMS, state=simulation.of_rank(state, 0), world_size=N).wire_bytes)
-        _, state = simulation(grads, state)
+        sent.append(fnddp.lower(sync, PARAMS, state=state, world_size=N).wire_bytes)
+        _, state = sync(PARAMS, state)
     return sent
 
 
@@ -60,25 +57,18 @@ def test_long_periods(steps: int) -> None:
     assert (idle.steps, busy.steps) == (steps - 1, 1)
 
 
-class Steps(NamedTuple):
-    step: Replicated[int]
+class Often(Applied):
+    """Sends half as many bytes in each third step, by a counter that is never reset."""
 
+    def init(self, grads: Tree) -> int:
+        return 0
 
-@transform
-class often(Sync):
-    """Sends half as many bytes in each n-th step, by a counter that is never reset."""
-
-    n: int
-
-    def init(self, grads: Tree) -> Steps:
-        return Steps(0)
-
-    def exchange(self, leaves: Leaves, state: Steps) -> Exchange:
-        sync = fnddp.fp16(fnddp.allreduce) if state.step % self.n == 0 else fnddp.allreduce
-        return sync.exchange(leaves, ())._replace(state=Steps(state.step + 1))
+    def exchange(self, leaves: Leaves, state: int) -> Exchange:
+        sync = fnddp.allreduce if state % 3 else fnddp.fp16(fnddp.allreduce)
+        return sync.exchange(leaves, ())._replace(state=state + 1)
 
 
 def test_a_counter_that_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(periods, "LONGEST", 300)
-    by_bytes = {each.plan.wire_bytes: each.steps for each in period(often(3), PARAMS, world_size=N)}
+    by_bytes = {each.plan.wire_bytes: each.steps for each in period(Often(), PARAMS, world_size=N)}
     assert by_bytes == {420: 100, 840: 200}

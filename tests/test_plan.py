@@ -1,6 +1,5 @@
 """Lowering, pass by pass: each keeps the numbers, and each does what it is for. Plans are data: most need no ranks."""
 
-import random
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -13,8 +12,8 @@ import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd
 from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
-from fnddp.ir.program import Divisor, Grad, LeafSpec, Mean, Part, Received, Sent, Span
-from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step, law_6_lowered_is_eager, make_engine
+from fnddp.ir.program import Grad, LeafSpec, Part, Span
+from fnddp.laws import DONATIONS, SMALL_BUCKETS, law_6_lowered_is_eager
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import tensor_nodes
 from fnddp.plan.lower import Traces, lower_leaves
@@ -25,6 +24,7 @@ from fnddp.simulate.ranks import run_threads
 from fnddp.wire.groups import World, within
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
+from tests.test_passes import Applied
 
 aten: Any = torch.ops.aten
 
@@ -48,17 +48,13 @@ def trace_of(sync: fnddp.Sync, leaves: dict[str, Tensor], state: Any) -> Draft:
 
 
 def test_what_only_sent_needs_is_not_computed():
-    leaves = {"w": torch.ones(64, 32), "b": torch.ones(64)}
-
-    def traced(sync: fnddp.Sync) -> Draft:
-        return trace_of(sync, leaves, sync.init(leaves))
-
+    leaves, syncs = {"w": torch.ones(64, 32), "b": torch.ones(64)}, [allreduce, powersgd(allreduce)]
     # With error feedback the factors that this rank sent are multiplied too, with q as the other ranks saw it.
-    without, with_memory = (operations(traced(s)) for s in (powersgd(allreduce), error_feedback(powersgd(allreduce))))
+    syncs.append(error_feedback(syncs[1]))
+    alone, without, with_memory = (operations(trace_of(sync, leaves, sync.init(leaves))) for sync in syncs)
     products = [sum(count for target, count in ops.items() if "mm" in str(target)) for ops in (without, with_memory)]
     assert products[0] < products[1]
     assert without.total() < with_memory.total()
-    alone = operations(traced(allreduce))
     assert {str(target).split(".")[1] for target in alone} <= {"div", "all_reduce", "wait_tensor", "view", "clone"}
 
 
@@ -152,46 +148,24 @@ def test_second_rounds_go_behind_the_next_buckets_first_one():
     assert slots == sorted(slots)
 
 
-@pytest.fixture(scope="module")
-def first_steps() -> list[tuple[fnddp.Sync, Any, Traces]]:
-    with within(World(size=2)):
-        return [(sync, sync.init(grads("model", 0)), Traces()) for sync in map(fnddp.parse, EXAMPLES.values())]
-
-
-@pytest.mark.parametrize("donation", DONATIONS, ids=str)
-def test_segments_read_what_is_there_and_overwrite_what_they_may(first_steps, donation):
+@pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_kept_is_written_over_only_when_all_collectives_are_over(text):
     """A step that fails on another rank leaves the state alone, and gradients that are donated at the end."""
-    for sync, state, traces in first_steps:
+    sync, traces = fnddp.parse(text), Traces()
+    with within(World(size=2)):
+        state = sync.init(grads("model", 0))
+    for donation in DONATIONS:
         options = {"world": World(size=2), "bucket_caps": SMALL_BUCKETS, "donation": donation, "traces": traces}
         plan = lower_leaves(sync, specs_of(grads("model", 0)), state, **options)
         assert not plan.overwrites_state or donation.state
         assert not plan.overwrites or donation.gradients != "no"
-        kept = (Part, Grad) if donation.gradients == "at_end" else (Part,)
-        parts, _ = tree.flatten_any(state)
-        there = {*map(Part, range(len(parts))), *plan.constants, *plan.scratch, *map(Mean, plan.results), Divisor(None)}
-        at = [(c.index, i) for c in plan.collectives for i in range(len(c.payloads))]
-        placed = {kind(*place) for place in at for kind in (Sent, Received)}
-        placed |= {Span(c, first, last) for c, first in at for d, last in at if c == d}
-        arrived: set[Grad] = set()
-        launched: set[int] = set()
-        waited: set[int] = set()
+        kept, waited = (Part, Grad) if donation.gradients == "at_end" else (Part,), set[int]()
         for segment in plan.segments:
-            arrived |= set(map(Grad, segment.needs))
-            assert set(segment.waits) <= launched
             waited |= set(segment.waits)
-            assert set(segment.inputs) <= there | placed | arrived
-            there |= set(segment.outputs)
-            there -= set(segment.frees)
-            arrived -= set(segment.frees)
-            if segment.launches is not None:
-                launched.add(segment.launches.index)
             if segment.commits:
                 assert waited == set(range(len(plan.collectives)))
             else:
                 assert not any(isinstance(operation.written, kept) for operation in segment.operations)
-        wanted = {*plan.means.values(), *(part for part in plan.state if not isinstance(part, int))}
-        assert wanted <= there | placed | arrived | set(map(Grad, plan.leaves))
-        assert launched == set(range(len(plan.collectives)))
 
 
 @pytest.mark.parametrize("text", ["allreduce", "fp16(allreduce)"])
@@ -226,87 +200,54 @@ def test_the_algebra_of_many_factors_does_not_grow_with_them():
 @pytest.mark.parametrize(
     ("text", "plans"),
     [
-        ("allreduce", 1),
         ("error_feedback(powersgd(fp16(allreduce), warm_start=False))", 1),
-        ("warmup(powersgd(allreduce, warm_start=False), steps=3)", 2),
         ("warmup(warmup(powersgd(allreduce), steps=1, before=fp16(allreduce)), steps=2)", 3),
         ("warmup(allreduce, steps=0)", 1),
         ("powersgd(allreduce, alternate=True)", 2),
         ("powersgd(allreduce, refresh=3)", 2),
-        ("powersgd(allreduce, alternate=True, refresh=4)", 3),
     ],
 )
 def test_a_plan_for_each_phase(text, plans):
-    sync = fnddp.parse(text)
-
-    def body(rank: int) -> None:
-        example = grads("model", rank)
-        engine, state, expected = make_engine(sync, example), sync.init(example), sync.init(example)
-        seen: dict[int, Plan | None] = {}
-        for step in range(6):
-            mean, expected = sync(grads("model", rank, step), expected)
-            done = engine_step(engine, state, grads("model", rank, step), random.Random(rank))
-            state = engine.state
-            assert bits(done.mean) == bits(mean), f"step {step}"
-            assert bits(state) == bits(expected), f"step {step}"
-            seen[id(engine.plan)] = engine.plan
-        assert len(seen) == plans
-
-    run_threads(2, body)
+    step, example, seen = fnddp.jit(fnddp.parse(text)), grads("model", 0), list[Plan | None]()
+    state = step.init(example)
+    for _ in range(6):
+        _, state = step(example, state)
+        seen.append(step.plan)
+    assert len(set(map(id, seen))) == plans
 
 
-LARGE_TREE = params(
-    **{f"layer{i}.weight": (512, 512) for i in range(3)}, **{f"layer{i}.bias": (512,) for i in range(3)}
+LARGE_TREE = params(**{f"fc{i}.weight": (512, 512) for i in range(3)}, **{f"fc{i}.bias": (512,) for i in range(3)})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "text", [*EXAMPLES.values(), "partition({'fc*': fp16(all_reduce(op='sum')), '*': all_reduce(op='max')})"]
 )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
-def test_offline_plans_are_those_of_a_real_world(text):
-    sync = fnddp.parse(text)
-    offline = lower(sync, LARGE_TREE, world_size=4)
-
-    def body(rank: int) -> tuple[Any, ...] | None:
-        if rank in (1, 2):  # the first and the last one say enough: lowering takes a while, and no other rank
-            return None
-        plan = lower(sync, LARGE_TREE)
-        return plan.collectives, plan.wire_bytes, str(plan)
-
-    for collectives, wire_bytes, shown in run_threads(4, body)[::3]:
-        assert collectives == offline.collectives
-        assert wire_bytes == offline.wire_bytes
-        assert shown == str(offline)
-    sizes = {c.world_size for c in lower(sync, LARGE_TREE, world_size=1024).collectives}
-    assert sizes == ({1024} if offline.collectives else set())  # none sends nothing, and every not in its first step
-
-
-@pytest.mark.thorough
 @on_ranks(2)
-def test_wire_bytes_are_what_is_sent(rank: int) -> None:
-    for text in [*EXAMPLES.values(), "partition({'fc*': fp16(all_reduce(op='sum')), '*': all_reduce(op='max')})"]:
-        sync = fnddp.parse(text)
-        step = fnddp.jit(sync)
-        state = step.init(grads("model", rank))
-        for i in range(3):
-            with WireCounter() as eager:
-                sync(grads("model", rank, i), state)
-            with WireCounter() as counter:
-                _, state = step(grads("model", rank, i), state)
-            assert step.plan is not None
-            assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
-            assert counter.wire_bytes == eager.wire_bytes
-            assert counter.collectives <= eager.collectives
+def test_offline_plans_and_wire_bytes_are_those_of_a_real_world(rank: int, text: str) -> None:
+    sync = fnddp.parse(text)
+    step = fnddp.jit(sync)
+    state = step.init(grads("model", rank))
+    for i in range(3):
+        with WireCounter() as eager:
+            sync(grads("model", rank, i), state)
+        with WireCounter() as counter:
+            _, state = step(grads("model", rank, i), state)
+        assert step.plan is not None
+        assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
+        assert counter.wire_bytes == eager.wire_bytes
+        assert counter.collectives <= eager.collectives
+    if "max" not in text:
+        plan, offline = lower(sync, LARGE_TREE), lower(sync, LARGE_TREE, world_size=2)
+        assert (plan.collectives, plan.wire_bytes, str(plan)) == (offline.collectives, offline.wire_bytes, str(offline))
+        sizes = {c.world_size for c in lower(sync, LARGE_TREE, world_size=1024).collectives}
+        assert sizes == ({1024} if plan.collectives else set())  # none sends nothing, and every not in its first step
 
 
 def test_a_plan_for_the_learnt_order_needs_no_other_trace(monkeypatch):
     """And it is the one that a trace of its own would give, also in another phase."""
     traced: list[Request] = []
-
-    def counted(request: Request) -> Draft:
-        traced.append(request)
-        return trace(request)
-
-    monkeypatch.setattr("fnddp.plan.lower.trace", counted)
+    monkeypatch.setattr("fnddp.plan.lower.trace", lambda request: traced.append(request) or trace(request))
     sync = fnddp.parse("warmup(error_feedback(powersgd(fp16(allreduce), rank=2)), steps=2)")
     leaves = grads("model", 0, 0)
     specs = {path: LeafSpec.of(leaf) for path, leaf in tree.flatten(leaves)[0].items()}
@@ -326,25 +267,13 @@ def test_a_plan_for_the_learnt_order_needs_no_other_trace(monkeypatch):
     assert len(set(shown)) == 4
 
 
-def test_what_another_trace_has_asked_does_not_hold_for_another_default_dtype(own_transforms):
-    @fnddp.transform
-    class scaled_by_ones(fnddp.Sync):
-        inner: fnddp.Sync
-
-        def init(self, grads):
-            return self.inner.init(grads)
-
-        def exchange(self, grads, state):
-            return self.inner.exchange({path: g * torch.ones(7).sum().to(g.dtype) for path, g in grads.items()}, state)
-
-    def dtypes() -> set[torch.dtype]:
-        plan = lower(scaled_by_ones(allreduce), {"w": torch.ones(7, dtype=torch.float16)}, world_size=2)
-        return {each.spec.dtype for segment in plan.segments for each in segment.operations if each.spec is not None}
-
+def test_what_another_trace_has_asked_does_not_hold_for_another_default_dtype():
+    sync, leaves = Applied(before=lambda x: x * torch.ones(7).sum().to(x.dtype)), {"w": torch.ones(7).half()}
     before = torch.get_default_dtype()
     try:
         for dtype in (torch.float32, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
-            assert dtypes() == {torch.float16, dtype}
+            operations = [each for segment in lower(sync, leaves, world_size=2).segments for each in segment.operations]
+            assert {each.spec.dtype for each in operations if each.spec is not None} == {torch.float16, dtype}
     finally:
         torch.set_default_dtype(before)

@@ -8,8 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
-from fnddp.core.sync import Sync
-from fnddp.simulate.ranks import run_threads
+from fnddp.plan.period import period
 from fnddp.transforms.orthogonalize import METHODS
 from tests.pipelines import grads
 from tests.ranks import on_ranks
@@ -19,24 +18,23 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 class NumpyPowerSGD:
-    """Algorithms 1 and 2 of the paper for one matrix and all ranks at once, in double precision."""
+    """Algorithms 1 and 2 of the paper for one matrix of all ranks: `[n, rows, columns]`, in double precision."""
 
-    def __init__(self, query: np.ndarray, ranks: int) -> None:
-        self.q = query
-        self.memory = [0.0] * ranks
+    def __init__(self, query: np.ndarray) -> None:
+        self.q, self.memory = query, np.zeros(())
 
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        delta = [g + e for g, e in zip(gradients, self.memory, strict=True)]
+    def step(self, gradients: np.ndarray) -> np.ndarray:
+        delta = gradients + self.memory
         sent = self.sent(delta)
         # the local form of the memory: what this rank's own factor says, not the aggregate
-        self.memory = [d - s for d, s in zip(delta, sent, strict=True)]
-        return np.mean(sent, axis=0)
+        self.memory = delta - sent
+        return sent.mean(0)
 
-    def sent(self, delta: list[np.ndarray]) -> list[np.ndarray]:
-        p_hat, _ = np.linalg.qr(np.mean([d @ self.q for d in delta], axis=0))
-        local_q = [d.T @ p_hat for d in delta]
-        self.q = np.mean(local_q, axis=0)
-        return [p_hat @ q.T for q in local_q]
+    def sent(self, delta: np.ndarray) -> np.ndarray:
+        p_hat, _ = np.linalg.qr((delta @ self.q).mean(0))
+        local_q = delta.transpose(0, 2, 1) @ p_hat
+        self.q = local_q.mean(0)
+        return p_hat @ local_q.transpose(0, 2, 1)
 
 
 class NumpyACP(NumpyPowerSGD):
@@ -44,20 +42,21 @@ class NumpyACP(NumpyPowerSGD):
 
     p: np.ndarray | None = None
 
-    def sent(self, delta: list[np.ndarray]) -> list[np.ndarray]:
+    def sent(self, delta: np.ndarray) -> np.ndarray:
         if self.p is None:
             q_hat, _ = np.linalg.qr(self.q)
-            self.p = np.mean([d @ q_hat for d in delta], axis=0)
-            return [(d @ q_hat) @ q_hat.T for d in delta]
+            self.p = (delta @ q_hat).mean(0)
+            return delta @ q_hat @ q_hat.T
         p_hat, _ = np.linalg.qr(self.p)
-        self.p, self.q = None, np.mean([d.T @ p_hat for d in delta], axis=0)
-        return [p_hat @ (p_hat.T @ d) for d in delta]
+        self.p, self.q = None, (delta.transpose(0, 2, 1) @ p_hat).mean(0)
+        return p_hat @ (p_hat.T @ delta)
 
 
 @pytest.mark.parametrize("paper", [NumpyPowerSGD, NumpyACP])
 @pytest.mark.parametrize("option", METHODS)
 @pytest.mark.parametrize("rank_of_matrix", [1, 2, 3])
-def test_powersgd_with_error_feedback_is_the_papers(paper, option, rank_of_matrix):
+@on_ranks(1, 3, threads=True)
+def test_powersgd_with_error_feedback_is_the_papers(rank, paper, option, rank_of_matrix):
     options = {"orthogonalization": option, "min_compression_rate": 0, "alternate": paper is NumpyACP}
     sync = error_feedback(powersgd(allreduce, rank_of_matrix, **options))
     paths = ["fc.weight", "out.weight", "conv.weight"]
@@ -66,46 +65,35 @@ def test_powersgd_with_error_feedback_is_the_papers(paper, option, rank_of_matri
         leaf = grads("model", rank, step)[path]
         return leaf.reshape(leaf.shape[0], -1).double().numpy()
 
-    def body(rank: int) -> None:
-        state = sync.init(grads("model", rank))
-        n = dist.get_world_size()
-        papers = {path: paper(state.inner.q[path].double().numpy(), n) for path in paths}
-        for step in range(6):
-            mean, state = sync(grads("model", rank, step), state)
-            for path in paths:
-                want = papers[path].step([matrix(r, step, path) for r in range(n)])
-                got = mean[path].reshape(want.shape)
-                torch.testing.assert_close(got.double(), torch.from_numpy(want), **CLOSE)
-                residual = state.residual[path].reshape(want.shape)
-                torch.testing.assert_close(residual.double(), torch.from_numpy(papers[path].memory[rank]), **CLOSE)
-
-    for n in (1, 3):
-        run_threads(n, body)
+    state = sync.init(grads("model", rank))
+    n = dist.get_world_size()
+    papers = {path: paper(state.inner.q[path].double().numpy()) for path in paths}
+    for step in range(6):
+        mean, state = sync(grads("model", rank, step), state)
+        for path in paths:
+            want = papers[path].step(np.stack([matrix(r, step, path) for r in range(n)]))
+            got = mean[path].reshape(want.shape)
+            torch.testing.assert_close(got.double(), torch.from_numpy(want), **CLOSE)
+            residual = state.residual[path].reshape(want.shape)
+            torch.testing.assert_close(residual.double(), torch.from_numpy(papers[path].memory[rank]), **CLOSE)
 
 
 GRADS = {"w": torch.empty(64, 32), "b": torch.empty(64)}
 
 
-def plan_after(sync: Sync, steps: int) -> fnddp.Plan:
-    state = sync.init(GRADS)
-    for _ in range(steps):
-        _, state = sync({path: torch.ones_like(leaf) for path, leaf in GRADS.items()}, state)
-    return fnddp.lower(sync, GRADS, state=state, world_size=2)
-
-
 def test_alternating_takes_one_round():
     """P and what is not compressed, then Q and that: on average half of PowerSGD's factors."""
-    sync = powersgd(allreduce, rank=2, alternate=True)
-    even, odd = plan_after(sync, 0), plan_after(sync, 1)
-    assert (even.rounds, len(even.collectives), even.wire_bytes) == (1, 1, 4 * (2 * 64 + 64))
-    assert (odd.rounds, len(odd.collectives), odd.wire_bytes) == (1, 1, 4 * (2 * 32 + 64))
-    both = plan_after(powersgd(allreduce, rank=2), 0)
+    plans = [each.plan for each in period(powersgd(allreduce, rank=2, alternate=True), GRADS, world_size=2)]
+    assert {plan.wire_bytes for plan in plans} == {4 * (2 * 64 + 64), 4 * (2 * 32 + 64)}
+    assert [(plan.rounds, len(plan.collectives)) for plan in plans] == [(1, 1)] * 2
+    both = fnddp.lower(powersgd(allreduce, rank=2), GRADS, world_size=2)
     assert (both.rounds, both.wire_bytes) == (2, 4 * (2 * 64 + 2 * 32 + 64))
 
 
 @pytest.mark.parametrize("alternate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_queries_become_leading_singular_vectors(dtype, alternate):
+@on_ranks(2, threads=True)
+def test_queries_become_leading_singular_vectors(rank: int, dtype, alternate) -> None:
     """Of the mean over ranks, as numpy's SVD has them; the mean of that exchange is exact, and nothing is left."""
     sync = error_feedback(powersgd(allreduce, rank=3, min_compression_rate=0, refresh=4, alternate=alternate))
     generator = torch.Generator().manual_seed(0)
@@ -114,21 +102,18 @@ def test_queries_become_leading_singular_vectors(dtype, alternate):
     v, _ = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=exact))
     target = ((u * torch.tensor([9.0, 7, 5, *[0.5] * 9])) @ v.mH).to(dtype)
 
-    def body(rank: int) -> None:
-        grads = {"w": (rank + 0.5) * target}
-        mean, state = sync(grads, sync.init(grads))
-        torch.testing.assert_close(mean["w"], target, rtol=1e-2, atol=1e-2)  # bfloat16's own rounding
-        assert state.residual["w"].eq(0).all()
-        _, _, rows = np.linalg.svd((target if dtype.is_complex else target.float()).numpy())
-        leading = torch.from_numpy(rows[:3]).mH  # [columns, rank]
-        basis, _ = torch.linalg.qr(state.inner.q["w"])
-        torch.testing.assert_close(basis @ basis.mH, leading @ leading.mH, rtol=0, atol=1e-3)
-        if alternate:
-            p_hat, _ = torch.linalg.qr(state.inner.p["w"])
-            compute = target if dtype.is_complex else target.float()
-            torch.testing.assert_close(p_hat @ (p_hat.mH @ compute @ basis), compute @ basis, rtol=0, atol=1e-3)
-
-    run_threads(2, body)
+    grads = {"w": (rank + 0.5) * target}
+    mean, state = sync(grads, sync.init(grads))
+    torch.testing.assert_close(mean["w"], target, rtol=1e-2, atol=1e-2)  # bfloat16's own rounding
+    assert state.residual["w"].eq(0).all()
+    _, _, rows = np.linalg.svd((target if dtype.is_complex else target.float()).numpy())
+    leading = torch.from_numpy(rows[:3]).mH  # [columns, rank]
+    basis, _ = torch.linalg.qr(state.inner.q["w"])
+    torch.testing.assert_close(basis @ basis.mH, leading @ leading.mH, rtol=0, atol=1e-3)
+    if alternate:
+        p_hat, _ = torch.linalg.qr(state.inner.p["w"])
+        compute = target if dtype.is_complex else target.float()
+        torch.testing.assert_close(p_hat @ (p_hat.mH @ compute @ basis), compute @ basis, rtol=0, atol=1e-3)
 
 
 @on_ranks(1, 2)

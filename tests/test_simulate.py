@@ -1,13 +1,12 @@
 """Simulation: n virtual ranks get what n real ones get."""
 
-import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import fnddp
 from fnddp import Local, Replicated, laws
@@ -37,14 +36,7 @@ def test_no_mean_has_rows(name):
 
 def test_nothing_given_is_changed():
     sync = fnddp.parse("error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))")
-    simulation = simulate(sync, 3)
-    grads, generator = stacked("mixed", 3), torch.get_rng_state()
-    state = simulation.init(grads)
-    before = copy.deepcopy((grads, state))
-    first = simulation.exchange(grads, state)
-    assert bits((grads, state)) == bits(before)
-    assert bits(simulation.exchange(grads, state)) == bits(first)
-    assert torch.equal(torch.get_rng_state(), generator)
+    laws.law_3_inputs_are_unmodified(0, simulate(sync, 3), lambda rank, step: stacked("mixed", 3))
 
 
 WEIGHTED = ["allgather", "error_feedback(topk(two_shot, k=3))", "bf16(two_shot)"]
@@ -82,36 +74,31 @@ def test_groups_divide_ranks():
 class SeenState(NamedTuple):
     seen: Replicated[Tensor]
     mine: Local[Tensor]
-    steps: int
 
 
-@fnddp.transform
+@dataclass(frozen=True)
 class remembers(fnddp.Sync):
     """Marks as replicated what is the same on all ranks, or, if `wrong`, what is not."""
 
-    inner: fnddp.Sync
     wrong: bool = False
 
     def init(self, grads):
-        return SeenState(grads["w"].clone(), torch.zeros(()), 0)
+        return SeenState(grads["w"].clone(), torch.zeros(()))
 
     def exchange(self, leaves, state):
-        done = self.inner.exchange(leaves, ())
-        rank = collectives.rank(None)
+        done = fnddp.allgather.exchange(leaves, ())
         zero = torch.zeros_like(leaves["w"])  # mapped, though the same on all ranks
         seen = leaves["w"] if self.wrong else done.mean["w"] + zero
-        return done._replace(state=SeenState(seen, state.mine + rank, state.steps + 1))
+        return done._replace(state=SeenState(seen, state.mine + collectives.rank(None)))
 
 
 def test_states_are_as_they_are_marked():
-    grads = {"w": torch.randn(3, 4)}
-    simulation = simulate(remembers(fnddp.allgather), 3)
-    mean, state = simulation(grads, simulation.init(grads))
-    mean, state = simulation(grads, state)
+    grads, simulation, wrong = {"w": torch.randn(3, 4)}, simulate(remembers(), 3), simulate(remembers(wrong=True), 3)
+    state = simulation.init(grads)
+    for _ in range(2):
+        mean, state = simulation(grads, state)
     assert torch.equal(state.seen, mean["w"])
     assert torch.equal(state.mine, torch.tensor([0.0, 2.0, 4.0]))
-    assert state.steps == 2
-    wrong = simulate(remembers(fnddp.allgather, wrong=True), 3)
     with pytest.raises(ValueError, match="gives another 'seen' on each rank, which its state marks as Replicated"):
         wrong(grads, wrong.init(grads))
 
@@ -140,7 +127,7 @@ def test_states_are_as_they_are_marked():
             "one for each of 2 ranks, got 3",
         ),
         (lambda: trained(fnddp.allreduce, optimizer=None), "give optimizer, .* or update, and not both"),
-        (lambda: trained(fnddp.none), r"the mean of leaf '0.weight' is not the same on all ranks"),
+        (lambda: trained(fnddp.none), r"the mean of leaf 'w' is not the same on all ranks"),
         (
             lambda: trained(fnddp.allreduce, n=3, given=[(torch.ones(2, 5), torch.ones(3))]),
             r"part 0 of a batch has shape \(2, 5\), which has no row for each of 3 ranks",
@@ -157,13 +144,8 @@ def test_gradients_through_a_simulation_are_refused():
         torch.func.grad(lambda w: simulate(fnddp.allreduce, 2)({"w": w}, ())[0]["w"].sum())(torch.ones(2, 3))
 
 
-def model_of(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def loss_of(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(functional_call(model, params, (x,)), y)
+def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(x.tanh() @ params["w"], y)
 
 
 def batches(n: int, steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -172,64 +154,47 @@ def batches(n: int, steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x, x[..., :3].argmax(-1), strict=True))
 
 
-def trained(sync: fnddp.Sync, n: int = 4, given: Any = None, **options: Any) -> Any:
-    model = model_of(0)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    if "update" not in options:
-        options.setdefault("optimizer", partial(torch.optim.AdamW, lr=0.01))
-    given = given or batches(n, 6)
-    return fnddp.simulate_training(partial(loss_of, model), params, given, sync, world_size=n, **options)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+START = {"w": torch.randn(6, 3, generator=torch.Generator().manual_seed(0))}
 
 
-def test_training_with_the_mean_is_training_on_the_pooled_batch():
-    model = model_of(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def trained(sync: fnddp.Sync, n: int = 4, steps: int = 6, **options: Any) -> Any:
+    options = {"given": batches(n, steps), **({} if "update" in options else {"optimizer": ADAMW}), **options}
+    return fnddp.simulate_training(loss_of, START, options.pop("given"), sync, world_size=n, **options)
+
+
+def momentum(params: Any, mean: Any, memory: Any) -> Any:
+    memory = {path: leaf + (0.9 * memory[path] if memory else 0) for path, leaf in mean.items()}
+    return {path: leaf - 0.1 * memory[path] for path, leaf in params.items()}, memory
+
+
+@pytest.mark.parametrize(
+    ("options", "theirs"),
+    [
+        ({"optimizer": ADAMW}, ADAMW),
+        ({"update": momentum, "ranks_at_once": 3}, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    ],
+    ids=["optimizer", "update"],
+)
+def test_training_with_the_mean_is_training_on_the_pooled_batch(options, theirs):
+    w = START["w"].clone().requires_grad_()
+    optimizer = theirs([w])
     losses: list[Tensor] = []
     for x, y in batches(4, 6):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x.flatten(0, 1)), y.flatten())
-        loss.backward()
+        losses.append(loss_of({"w": w}, x.flatten(0, 1), y.flatten()))
+        losses[-1].backward()
         optimizer.step()
-        losses.append(loss.detach())
-    done = trained(fnddp.allreduce)
+    done = trained(fnddp.allreduce, **options)
     assert done.losses.shape == (6, 4)
-    torch.testing.assert_close(done.losses.mean(1), torch.stack(losses))
+    torch.testing.assert_close(done.losses.mean(1), torch.stack(losses).detach())
     # AdamW makes steps of 0.01 of gradients of any size, so also of their roundings.
-    torch.testing.assert_close(done.params, {n: p.detach() for n, p in model.named_parameters()}, rtol=0, atol=1e-4)
+    torch.testing.assert_close(done.params["w"], w.detach(), rtol=0, atol=1e-4)
 
 
-def test_training_carries_the_state_of_the_pipeline_on():
-    sync = fnddp.parse("error_feedback(quantize(two_shot, bits=4, block=16))")
-    model, simulation = model_of(0), simulate(sync, 3)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    of_ranks = torch.func.vmap(torch.func.grad(partial(loss_of, model)), (None, 0, 0))
-    state = simulation.init({name: p.expand(3, *p.shape) for name, p in params.items()})
-
-    def sgd(params: Any, mean: Any, memory: Any) -> Any:
-        return {path: leaf - 0.1 * mean[path] for path, leaf in params.items()}, None
-
-    done = trained(sync, n=3, update=sgd)
-    for x, y in batches(3, 6):
-        mean, state = simulation(of_ranks(params, x, y), state)
-        params, _ = sgd(params, mean, None)
-    assert bits((params, state)) == bits((done.params, done.state))
-
-
-def test_ranks_at_once_change_no_more_than_roundings():
-    whole, parts_of = trained(fnddp.allgather), trained(fnddp.allgather, ranks_at_once=3)
-    torch.testing.assert_close(whole.losses, parts_of.losses)
-
-
-def test_a_step_without_an_update_leaves_parameters_alone():
+def test_a_step_without_an_update_leaves_parameters_alone_and_hands_the_state_on():
     sync = fnddp.error_feedback(fnddp.every(2, fnddp.allreduce))
-
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (params["w"] - x).square().mean()
-
-    batches = [(torch.randn(3, 2),) for _ in range(2)]
-    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    start = {"w": torch.ones(2)}
-    first = fnddp.simulate_training(loss, start, batches[:1], sync, world_size=3, optimizer=adam)
-    both = fnddp.simulate_training(loss, start, batches, sync, world_size=3, optimizer=adam)
-    assert torch.equal(first.params["w"], start["w"])
-    assert not torch.equal(both.params["w"], start["w"])
+    for steps, is_moved in ((1, False), (2, True), (3, True)):
+        done = trained(sync, steps=steps)
+        assert torch.equal(done.params["w"], START["w"]) != is_moved
+        assert done.state.residual["w"].any() == (steps % 2 == 1)
