@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import HealthCheck, settings
 from fnddp.cli import launch
 from fnddp.core.sync import registry
 from fnddp.device import accelerator
-from fnddp.plan import lower
 from fnddp.simulate import ranks
+from fnddp.wire.groups import LAUNCHERS
 from tests.forks import forks
 from tests.ranks import GlooPool
-from tests.traces import OnOneCore, in_turn
+from tests.traces import OnOneCore
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand;
 # preload is for processes that tests fork.
@@ -53,13 +54,6 @@ def _ranks_of_commands_are_forked() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _threads_may_share_traces() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "PASSES", in_turn(lower.PASSES))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _ranks_that_are_threads_share_a_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "threading", SimpleNamespace(Thread=OnOneCore))
@@ -70,6 +64,13 @@ def _ranks_that_are_threads_share_a_core() -> Iterator[None]:
 def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of commands are started as for users, and what they write is this process's."""
     monkeypatch.setattr(launch, "fresh", lambda: multiprocessing.get_context("spawn"))
+
+
+@pytest.fixture
+def started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever started pytest."""
+    for name in (*chain(*LAUNCHERS.values()), "TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
