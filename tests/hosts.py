@@ -29,13 +29,7 @@ class Hosts:
         return self.names[0] != self.names[1]
 
     def start(self, host: int, *command: object, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.prefixes[host], *map(str, command)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start(*self.prefixes[host], *command, **environment)
 
 
 @contextmanager
@@ -56,6 +50,12 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
             for namespace, name in zip(namespaces, NAMES, strict=True)
         )
         yield Hosts(NAMES, (first, second))
+
+
+def start(*command: object, **environment: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(list(map(str, command)), env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def free_port() -> int:
