@@ -1,7 +1,6 @@
 """Session-wide resources: one pool of gloo processes, started when the first test asks for it."""
 
 import gc
-import multiprocessing
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import SimpleNamespace
@@ -58,12 +57,6 @@ def _ranks_that_are_threads_share_a_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "threading", SimpleNamespace(Thread=OnOneCore))
         yield
-
-
-@pytest.fixture
-def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of commands are started as for users, and what they write is this process's."""
-    monkeypatch.setattr(launch, "fresh", lambda: multiprocessing.get_context("spawn"))
 
 
 @pytest.fixture

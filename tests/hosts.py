@@ -1,6 +1,7 @@
 """Two hosts for tests: network namespaces with names of their own, or this machine twice where there can be none."""
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -77,3 +78,8 @@ def all_said(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list
     assert not late, f"after {seconds} s {late} still ran: {ended}"
     assert [process.returncode for process in processes] == [0] * len(processes), ended
     return [out for out, _ in ended]
+
+
+def complaints(errors: str) -> list[str]:
+    """What a command writes beside its output, but that a lowering took long, as it does where a machine is busy."""
+    return [line for line in errors.splitlines() if not re.match(r"lowered .* in [\d.]+ s, which happens once", line)]

@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from fnddp import allreduce, fp16, parse
 from fnddp.cli import main, picture, report
 from fnddp.cli.train import Result
-from tests.terminals import complaints
+from tests.hosts import complaints
 
 DEMO = ("-m", "fnddp", "demo")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

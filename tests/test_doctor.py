@@ -21,8 +21,7 @@ from fnddp.cli.launch import RankError, RankInfo, Ranks
 from fnddp.cost.estimate import Compute
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
-from tests.hosts import free_port
-from tests.terminals import complaints
+from tests.hosts import complaints, free_port
 from tests.test_tune import outcome
 from tests.workloads import SMALL
 

@@ -117,9 +117,6 @@ class Mutant(NamedTuple):
     operator: str
     occurrence: int
 
-    def source(self, known: dict[str, Operator]) -> str | None:
-        return mutate_code((ROOT / self.path).read_text(), known[self.operator], self.occurrence)
-
 
 def unchecked(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Where no test has anything to notice: annotations, assertions, `strict=True`, which is one, and what is a promise
@@ -214,8 +211,8 @@ def main() -> None:
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
             counts: Counter[str] = Counter()
             for mutant in sample(name, known, given.sample, given.seed):
-                mutated, begin = mutant.source(known), time.monotonic()
-                assert mutated is not None
+                source, begin = (ROOT / mutant.path).read_text(), time.monotonic()
+                mutated = mutate_code(source, known[mutant.operator], mutant.occurrence)
                 (tree / mutant.path).write_text(mutated)
                 result = in_fork(name, tree, given.thorough)
                 shutil.copy2(ROOT / mutant.path, tree / mutant.path)
