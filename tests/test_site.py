@@ -83,7 +83,9 @@ def wait(browser: Any, selector: str) -> Any:
     from selenium.webdriver.support.expected_conditions import visibility_of_element_located
     from selenium.webdriver.support.ui import WebDriverWait
 
-    return WebDriverWait(browser, 60).until(visibility_of_element_located((By.CSS_SELECTOR, selector)))
+    return WebDriverWait(browser, 60, poll_frequency=0.05).until(
+        visibility_of_element_located((By.CSS_SELECTOR, selector))
+    )
 
 
 def test_the_site_is_built(site: str) -> None:
