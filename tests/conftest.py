@@ -1,8 +1,8 @@
 """Session-wide resources: one pool of gloo processes, started when the first test asks for it."""
 
 import gc
-import multiprocessing
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from fnddp.cli import launch
 from fnddp.core.sync import registry
 from fnddp.device import accelerator
-from fnddp.plan import lower
 from fnddp.simulate import ranks
+from fnddp.wire.groups import LAUNCHERS
 from tests.forks import forks
 from tests.ranks import GlooPool
-from tests.traces import OnOneCore, in_turn
+from tests.traces import OnOneCore
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand;
 # preload is for processes that tests fork.
@@ -45,19 +45,20 @@ def gloo(_pools: list[GlooPool]) -> Callable[..., list]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ranks_start_and_trace_quickly() -> Iterator[None]:
+def _ranks_start_quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # For commands that a test calls within this process. (Those that it starts as processes spawn theirs.)
         patch.setattr(launch, "fresh", forks)
-        patch.setattr(lower, "PASSES", in_turn(lower.PASSES))
+        # Ranks that are threads share a core.
         patch.setattr(ranks, "threading", SimpleNamespace(Thread=OnOneCore))
         yield
 
 
 @pytest.fixture
-def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of commands are started as for users, and what they write is this process's."""
-    monkeypatch.setattr(launch, "fresh", lambda: multiprocessing.get_context("spawn"))
+def started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever started pytest."""
+    for name in (*chain(*LAUNCHERS.values()), "TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Two hosts for tests: network namespaces with names of their own, or this machine twice where there can be none."""
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -29,13 +30,7 @@ class Hosts:
         return self.names[0] != self.names[1]
 
     def start(self, host: int, *command: object, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.prefixes[host], *map(str, command)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start(*self.prefixes[host], *command, **environment)
 
 
 @contextmanager
@@ -58,6 +53,12 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         yield Hosts(NAMES, (first, second))
 
 
+def start(*command: object, **environment: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(list(map(str, command)), env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -77,3 +78,8 @@ def all_said(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list
     assert not late, f"after {seconds} s {late} still ran: {ended}"
     assert [process.returncode for process in processes] == [0] * len(processes), ended
     return [out for out, _ in ended]
+
+
+def complaints(errors: str) -> list[str]:
+    """What a command writes beside its output, but that a lowering took long, as it does where a machine is busy."""
+    return [line for line in errors.splitlines() if not re.match(r"lowered .* in [\d.]+ s, which happens once", line)]

@@ -17,60 +17,24 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.usefixtures("own_transforms")
 
 
-class Around(Sync):
-    """Has the state of the pipeline inside; the classes below break one law each."""
+def breaking(name, before=lambda leaf: leaf, after=lambda leaf: leaf, *, lies=False):
+    """Return a transform that has the state of the pipeline inside, and changes what that exchanges."""
 
-    inner: Sync
-
-    def init(self, grads):
-        return self.inner.init(grads)
-
-
-def changed(before=lambda leaf: leaf, after=lambda leaf: leaf, *, lies=False):
     def exchange(self, grads, state):
         done = self.inner.exchange(tree.map_leaves(before, grads), state)
         return done._replace(mean=tree.map_leaves(after, done.mean), sent=grads if lies else done.sent)
 
-    return exchange
+    members = {"__annotations__": {"inner": Sync}, "init": lambda self, grads: self.inner.init(grads)}
+    return fnddp.transform(type(name, (Sync,), {**members, "exchange": exchange}))
 
 
-@fnddp.transform
-class widening(Around):
-    inner: Sync
-    exchange = changed(after=torch.Tensor.double)
-
-
-@fnddp.transform
-class disagreeing(Around):
-    inner: Sync
-    exchange = changed(after=lambda leaf: leaf + dist.get_rank())
-
-
-@fnddp.transform
-class writing(Around):
-    inner: Sync
-    exchange = changed(lambda leaf: leaf.mul_(2))
-
-
-@fnddp.transform
-class lying(Around):
-    inner: Sync
-    exchange = changed(lambda leaf: leaf / 2, lies=True)
-
-
-@fnddp.transform
-class other_when_lowered(Around):
-    inner: Sync
-    exchange = changed(lambda leaf: leaf * (2 if isinstance(leaf, FakeTensor) else 1))
-
-
-@fnddp.transform
-class misprinted(Around):
-    inner: Sync
-    exchange = changed()
-
-    def __repr__(self):
-        return repr(self.inner)
+widening = breaking("widening", after=torch.Tensor.double)
+disagreeing = breaking("disagreeing", after=lambda leaf: leaf + dist.get_rank())
+writing = breaking("writing", lambda leaf: leaf.mul_(2))
+lying = breaking("lying", lambda leaf: leaf / 2, lies=True)
+other_when_lowered = breaking("other_when_lowered", lambda leaf: leaf * (2 if isinstance(leaf, FakeTensor) else 1))
+misprinted = breaking("misprinted")
+misprinted.__repr__ = lambda self: repr(self.inner)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +69,7 @@ def test_error_feedback_around_what_lies_about_its_contribution_loses_something(
 
 def test_a_state_outside_of_the_state_is_found():
     steps = count(1)
-
-    @fnddp.transform
-    class counting(Around):
-        inner: Sync
-        exchange = changed(lambda leaf: leaf * next(steps))
-
+    counting = breaking("counting", lambda leaf: leaf * next(steps))
     with pytest.raises(laws.LawError, match="law 7 .* step 2, resumed: the mean of 'conv.weight' is off by"):
         laws.law_7_resuming_is_exact(0, counting(allreduce), laws.model)
 
@@ -134,11 +93,7 @@ def test_on_the_ranks_of_a_process_group(rank):
 
 
 def test_leaves_that_hold_no_fractions_are_named_where_a_transform_fails_on_them():
-    @fnddp.transform
-    class positive(Around):
-        inner: Sync
-        exchange = changed(torch.abs)
-
+    positive = breaking("positive", torch.abs)
     law = r"while checking law 1 .* of positive\(allreduce\) on rank .*"
     with pytest.raises(RankFailed, match=rf"'Bool'\n{law}\nleaves of the trees .*'flag': 'torch.bool'.* check\("):
         laws.check(positive(allreduce), ranks=(2,))

@@ -10,7 +10,6 @@ from torch import nn
 
 import fnddp
 from fnddp import Link, choose
-from fnddp.adapters.checkpoint import gathered, load_files, load_gathered, save_file
 from fnddp.integrations.checkpoint import load, save
 from fnddp.run import choose as choosing
 from fnddp.simulate.ranks import RankFailed, run_threads
@@ -136,7 +135,8 @@ def _step(model: nn.Module, rank: int) -> None:
 
 def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: int) -> list[str]:
-        model = fnddp.DistributedDataParallel(_net(), sync="auto")
+        model = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
+        model.sync = "auto"
         _step(model, rank)
         return [repr(model.sync), repr(model.plan and model.plan.sync)]
 
@@ -183,15 +183,6 @@ def test_ranks_that_do_not_all_ask_for_it_raise(slow: None) -> None:
         run_threads(2, lambda rank: fnddp.DistributedDataParallel(_net(), sync=("auto", fnddp.allreduce)[rank]))
 
 
-def test_the_pipeline_can_be_measured_anew(slow: None) -> None:
-    def body(rank: int) -> list[str]:
-        model = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
-        model.sync = "auto"
-        return [repr(model.sync)]
-
-    assert run_threads(2, body) == [[FAR]] * 2
-
-
 def test_a_text_is_the_pipeline_that_it_describes() -> None:
     model = fnddp.DistributedDataParallel(_net(), sync="bf16(allreduce)")
     assert model.sync == fnddp.bf16(fnddp.allreduce)
@@ -201,57 +192,37 @@ def test_a_text_is_the_pipeline_that_it_describes() -> None:
         fnddp.DistributedDataParallel(_net(), sync="automatic")
 
 
-class Run:
-    """A model whose pipeline is chosen on `link`, in one of two classes."""
+def chosen_on(link: Link, kind: str, patch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A model, and what holds its pipeline, which is chosen on `link`."""
+    patch.setattr(choosing, "candidates", _candidates)
+    patch.setattr(choosing, "measure_link", lambda *_, **__: link)
+    if kind == "register":
+        model = nn.parallel.DistributedDataParallel(_net())
+        return model, fnddp.register(model, "auto")
+    model = fnddp.DistributedDataParallel(_net(), sync="auto")
+    return model, model
 
-    def __init__(self, kind: str, link: Link) -> None:
-        choosing.candidates = _candidates  # pyright: ignore[reportAttributeAccessIssue]
-        choosing.measure_link = lambda *_, **__: link  # pyright: ignore[reportPrivateImportUsage]
-        net = _net()
-        if kind == "register":
-            self.model: Any = nn.parallel.DistributedDataParallel(net)
-            self.keeper: Any = fnddp.register(self.model, "auto")
-        else:
-            self.model = self.keeper = fnddp.DistributedDataParallel(net, sync="auto")
 
-    @property
-    def taken(self) -> str:
-        return repr(self.keeper.sync.over(None))
+def pipeline_of(holder: Any) -> str:
+    return repr(holder.sync.over(None))
 
 
 @pytest.mark.parametrize("kind", ["module", "register"])
 @on_ranks(2)
 def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tmp_path: Path) -> None:
-    measured = choosing.measure_link
-    try:
-        run, other = Run(kind, SLOW), Run(kind, FAST)
-        assert (run.taken, other.taken) == (FAR, "allreduce")
-        _step(run.model, rank)
-        save(tmp_path / "dcp", run.model, sync=run.keeper)
-        load(tmp_path / "dcp", other.model, sync=other.keeper)
-        assert other.taken == FAR
-        _step(other.model, rank)
-        expected = [p.grad for p in run.model.parameters()]
-        assert all(map(torch.equal, [p.grad for p in other.model.parameters()], expected))
-
-        other = Run(kind, FAST)
-        save_file(run.keeper, None, tmp_path, "files")
-        dist.barrier()
-        assert load_files(other.keeper, None, tmp_path, "files")
-        assert other.taken == FAR
-
-        other, held = Run(kind, FAST), [gathered(run.keeper, None)]
-        dist.broadcast_object_list(held)
-        load_gathered(other.keeper, held[0])
-        assert other.taken == FAR
-        _step(other.model, rank)
-
+    with pytest.MonkeyPatch.context() as patch:
+        (model, holder), (resumed, other) = (chosen_on(link, kind, patch) for link in (SLOW, FAST))
+        assert (pipeline_of(holder), pipeline_of(other)) == (FAR, "allreduce")
+        _step(model, rank)
+        save(tmp_path / "dcp", model, sync=holder)
+        load(tmp_path / "dcp", resumed, sync=other)
+        assert pipeline_of(other) == FAR
+        _step(resumed, rank)
+        expected = [p.grad for p in model.parameters()]
+        assert all(map(torch.equal, [p.grad for p in resumed.parameters()], expected))
         if kind == "module":
-            other = Run(kind, FAST)
-            other.model.load_state_dict(run.model.state_dict(sync_state=True))
-            assert other.taken == FAR
-            pinned = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
-            pinned.load_state_dict(run.model.state_dict(sync_state=True))
-            assert repr(pinned.sync) == "allreduce"
-    finally:
-        choosing.candidates, choosing.measure_link = REAL, measured
+            measured, _ = chosen_on(FAST, kind, patch)
+            named = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
+            for each in (measured, named):
+                each.load_state_dict(model.state_dict(sync_state=True))
+            assert (pipeline_of(measured), pipeline_of(named)) == (FAR, "allreduce")

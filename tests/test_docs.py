@@ -1,4 +1,4 @@
-"""Every Python block of README.md and of the documentation runs, and prints what the page says that it prints.
+"""Examples run, and every Python block of README.md and of the documentation, which prints what the page says.
 
 The blocks of a page run in order, in one namespace. A ```text block that follows a ```python block is its output, with
 "..." for anything. A block that is to be shown but not run is not marked python. A page that begins with
@@ -13,6 +13,7 @@ import linecache
 import os
 import re
 import runpy
+import subprocess
 import sys
 import textwrap
 import types
@@ -26,6 +27,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.forks import Scripts
 
 pytestmark = pytest.mark.thorough
 
@@ -158,3 +161,76 @@ def test_peers_are_of_the_versions_that_ci_installs() -> None:
         ), peer
     for name in re.findall(r"`(test_\w+\.py)`", table):
         assert (ROOT / "tests" / name).is_file(), name
+
+
+# Examples run as their docstrings say: alone, on ranks under torchrun, and with the peers that they need.
+
+EXAMPLES = ROOT / "examples"
+SAYS = {
+    "accumulation.py": "accumulated gradients are those of the whole batch: yes",
+    "diloco.py": "resumed in the middle of an exchange, with the same parameters to the bit: yes",
+    "drop_in.py": "torch's class gives the same parameters and buffers to the bit: yes",
+    "functional.py": "of the test set",
+    "existing_ddp.py": "the resumed run has the same parameters to the bit: yes",
+    "module.py": "the module resumed with the same parameters to the bit: yes",
+    "own_transform.py": "sampled(allreduce, 0.1) keeps the laws",
+    "topk.py": "error_feedback(largest(0.05)) keeps the laws; 64 MiB are 6,710,888 bytes",
+    "two_shot.py": "error_feedback(int8_two_shot()) keeps the laws; 64 MiB are 17,843,200 bytes",
+    "uneven.py": "all ranks have the same parameters to the bit: yes",
+}
+# With a peer: which one, and on how many ranks (0: the example starts two itself).
+WITH_PEERS = {
+    "integrations/distributed_checkpoint.py": ("torch", 2),
+    "integrations/fsdp_axes.py": ("torch", 4),
+    "integrations/fsdp_replicas.py": ("torch", 4),
+    "integrations/huggingface_gpt2.py": ("transformers", 2),
+    "integrations/lightning_digits.py": ("lightning", 0),
+}
+# One process, whatever the ranks: what it is asked, what it says.
+SIMULATED = {
+    "convergence.py": ("--quick", "runs, 0.0 hours of CPU"),
+    "one_bit.py": ("--quick", "steps of gradients wait"),
+    "outer_convergence.py": ("--quick", "6 runs on"),
+}
+ELSEWHERE = {"kill_and_rejoin.py", "machines/ray_train.py", "machines/train.py"}  # test_torchft.py, test_machines.py
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SECONDS = 200
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("name", SAYS)
+def test_alone_and_on_ranks(name: str, ranks: int) -> None:
+    text = Scripts(EXAMPLES / name, ranks=ranks).said(SECONDS)
+    assert text.count(SAYS[name]) == 1  # rank 0 alone speaks
+    assert f"world size {ranks or 1}" in text
+
+
+@pytest.mark.parametrize("name", WITH_PEERS)
+def test_with_peers(name: str) -> None:
+    peer, ranks = WITH_PEERS[name]
+    if find_spec(peer) is None:
+        pytest.skip(f"needs {peer}")
+    text = Scripts(EXAMPLES / name, ranks=ranks, strict=False).said(SECONDS)  # the peers' warnings are theirs
+    assert len(re.findall("resumed runs? ha(s|ve) the same parameters to the bit: yes", text)) == 1
+    assert f"world size {ranks or 2}" in text
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated(name: str) -> None:
+    option, says = SIMULATED[name]
+    assert says in Scripts(EXAMPLES / name, option).said(SECONDS)
+
+
+def test_as_their_docstrings_say() -> None:
+    """By torchrun itself, of which each process takes seconds to start."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    command = [sys.executable, *TORCHRUN, EXAMPLES / "module.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(SAYS["module.py"]) == 1
+    assert "world size 2" in done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    files = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
+    assert files == {*SAYS, *WITH_PEERS, *SIMULATED, *ELSEWHERE}

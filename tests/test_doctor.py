@@ -2,39 +2,31 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from fnddp import Link, Sync
 from fnddp.cli import examination, launch, main
 from fnddp.cli.examination import Findings
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError, RankInfo, Ranks
-from fnddp.cost.estimate import Compute, Span, Step
+from fnddp.cost.estimate import Compute
 from fnddp.simulate.ranks import run_threads
 from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
-from fnddp.wire.groups import LAUNCHERS
-from tests.hosts import all_said, free_port
-from tests.terminals import complaints
+from tests.hosts import complaints, free_port
+from tests.test_tune import outcome
 from tests.workloads import SMALL
 
 SECONDS = 120
-VARIABLES = [name for names in LAUNCHERS.values() for name in names]
-
-
-@pytest.fixture(autouse=True)
-def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*VARIABLES, "TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
+pytestmark = pytest.mark.usefixtures("started_by_hand")
 
 SAID = (
     "installed: python ",
@@ -57,31 +49,6 @@ def test_doctor_on_ranks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PROBLEM" not in said
     for pipeline in (MEAN, *SIXTEEN_BITS, *examination.COMPRESSED):
         assert pipeline in said
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(2 * SECONDS)
-def test_doctor_on_the_ranks_of_an_mpi() -> None:
-    """As mpirun starts them: nothing names where they meet, but all are on one host."""
-    sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    everywhere = {**os.environ, **sizes, "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "fnddp", *DOCTOR, "--json"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**everywhere, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]
-    first, second = all_said(ranks, SECONDS)
-    found = json.loads(first)
-    assert second == ""  # the first one reports
-    assert len(found["hosts"]) == 2
-    assert (found["disagreement"], found["unequal"], found["device"]) == (None, [], "cpu")
-    assert found["links"]["between all ranks"]["bandwidth"] > 0
-    assert [each["pipeline"] for each in found["pipelines"]] == [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
 
 
 def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(
@@ -155,8 +122,12 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         meeting.__enter__()
 
 
-def outcome(pipeline: str, seconds: float) -> Outcome:
-    return Outcome(pipeline, 1, 1, Step((Span("forward", 0, 0.0, seconds),), Compute(), (), 0.0, 0.0), ())
+def test_ranks_of_one_host_meet_there() -> None:
+    """As those of mpirun, which names no address."""
+    variables = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_PORT": str(free_port())}
+    with patch.dict(os.environ, variables), launch.joined(RankInfo("Open MPI", 0, 1, 0), "cpu"):
+        assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+        assert dist.get_world_size() == 1
 
 
 def findings(**seconds: float) -> Findings:

@@ -1,12 +1,23 @@
-"""The order of the house: a file imports only what comes before it, typing included."""
+"""The order of the house: a file imports only what comes before it, typing included, and a step enters few files."""
 
 import ast
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
+from fnddp import allreduce
+from tests.ranks import on_ranks
 
 ROOT = Path(fnddp.__file__).parent
 
@@ -51,18 +62,7 @@ def test_imports_point_upwards():
 
 
 def test_there_is_no_circle():
-    graph = {file: imported(file) for file in files()}
-    done: set[Path] = set()
-
-    def visit(file: Path, above: tuple[Path, ...]) -> None:
-        assert file not in above, f"a circle: {[str(path.relative_to(ROOT)) for path in (*above, file)]}"
-        if file not in done:
-            for other in graph[file]:
-                visit(other, (*above, file))
-            done.add(file)
-
-    for file in graph:
-        visit(file, ())
+    TopologicalSorter({file: imported(file) for file in files()}).prepare()
 
 
 def test_private_names_of_torch_are_in_one_file():
@@ -110,3 +110,51 @@ assert isinstance(fnddp.outer.parse("local_sgd(every=2)"), outer.local_sgd)
 
 def test_outer_steps_and_integrations_are_imported_when_asked_for():
     subprocess.run([sys.executable, "-c", ASKED_FOR], check=True, cwd=ROOT.parent)
+
+
+# A reader who follows a gradient meets few files of the library: those with a frame in one steady step.
+
+LIMITS = {"module": 15, "register": 12, "value_and_grad": 12}
+
+
+def files_within(step: Callable[[], Any]) -> list[str]:
+    """Return the files of the library with a frame in `step`, forward and backward, on any thread."""
+    seen: set[str] = set()
+    set_profile = getattr(threading, "setprofile_all_threads", sys.setprofile)  # 3.11: backward runs on this thread
+
+    def note(frame: Any, _: str, __: Any) -> None:
+        seen.add(frame.f_code.co_filename)
+
+    set_profile(note)
+    try:
+        step()
+    finally:
+        set_profile(None)
+    return sorted(str(Path(file).relative_to(ROOT)) for file in seen if Path(file).is_relative_to(ROOT))
+
+
+def steps_of(adapter: str) -> Callable[[], Any]:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.ones(2, 8)
+    if adapter == "value_and_grad":
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        step = fnddp.value_and_grad(lambda p, x: torch.func.functional_call(model, p, (x,)).sum(), allreduce)
+        return lambda: step(params, (), x)
+    wrapped = fnddp.DistributedDataParallel(model) if adapter == "module" else TorchDDP(model)
+    if adapter == "register":
+        fnddp.register(wrapped, allreduce)
+
+    def train() -> None:
+        wrapped.zero_grad()
+        wrapped(x).sum().backward()
+
+    return train
+
+
+@pytest.mark.parametrize("adapter", LIMITS)
+@on_ranks(2)
+def test_a_steady_step_of_the_plain_mean_enters_few_files(rank: int, adapter: str) -> None:
+    step = steps_of(adapter)
+    for _ in range(12):
+        step()
+    files = files_within(step)
+    assert len(files) <= LIMITS[adapter], files

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.hosts import Hosts, all_said, free_port, two_hosts
+from tests.hosts import Hosts, all_said, free_port, start, two_hosts
 from tests.workloads import SMALL
 
 pytestmark = pytest.mark.thorough
@@ -64,8 +63,9 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
 
 
 @pytest.fixture
-def slurm(hosts: Hosts, tmp_path: Path) -> dict[str, str]:
+def slurm(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What SLURM sets for a batch script on two nodes, and a folder of programs: `srun`, `scontrol`, `torchrun`."""
+    monkeypatch.chdir(EXAMPLES.parent.parent)  # where the scripts are submitted
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, script in {
@@ -105,17 +105,9 @@ exit ${code:-0}
 """
 
 
-def batch(script: str, slurm: dict[str, str], tasks: int, *arguments: object) -> str:
+def batch(script: Path, slurm: dict[str, str], tasks: int, *arguments: object) -> str:
     """What the batch script says, run as sbatch runs it: once, on the first node, with the job's variables."""
-    process = subprocess.Popen(
-        ["bash", script, *map(str, arguments)],
-        cwd=EXAMPLES.parent.parent,
-        env={**os.environ, **slurm, "SLURM_NTASKS": str(tasks), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return all_said([process], SECONDS)[0]
+    return all_said([start("bash", script, *arguments, **slurm, SLURM_NTASKS=str(tasks))], SECONDS)[0]
 
 
 @pytest.mark.timeout(2 * SECONDS)
@@ -123,7 +115,7 @@ def batch(script: str, slurm: dict[str, str], tasks: int, *arguments: object) ->
 def test_slurm_starts_torchrun_on_each_node_or_each_rank(
     script: str, tasks: int, hosts: Hosts, slurm: dict[str, str], undisturbed: str, tmp_path: Path
 ) -> None:
-    said = batch(f"examples/machines/{script}", slurm, tasks, "--folder", tmp_path)
+    said = batch(EXAMPLES / script, slurm, tasks, "--folder", tmp_path)
     assert parameters([said], hosts) == undisturbed
 
 
@@ -135,7 +127,7 @@ def test_doctor_under_slurm(hosts: Hosts, slurm: dict[str, str], tmp_path: Path)
         "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=$PORT\n"
         f"srun fnddp doctor --model {SMALL} --device cpu --json\n"
     )
-    found = json.loads(batch(str(script), slurm, 4))
+    found = json.loads(batch(script, slurm, 4))
     assert (found["disagreement"], found["unequal"], len(found["hosts"])) == (None, [], 4)
     if hosts.are_apart:
         assert found["hosts"] == ["host0", "host0", "host1", "host1"]
@@ -194,14 +186,7 @@ def test_ray(ray_folder: Path, tmp_path: Path) -> None:
         "RAY_AUTH_TOKEN": uuid4().hex,  # else it writes one into the home folder
     }
     before = set(Path("/dev/shm").glob("plasma*"))
-    process = subprocess.Popen(
-        [sys.executable, EXAMPLES / "ray_train.py", "--folder", tmp_path],
-        env={**os.environ, **own},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    (said,) = all_said([process], SECONDS)
+    (said,) = all_said([start(sys.executable, EXAMPLES / "ray_train.py", "--folder", tmp_path, **own)], SECONDS)
     assert said.count("the run that was interrupted has the same parameters to the bit: yes") == 1
     deadline = time.monotonic() + 30
     while started_in(ray_folder) and time.monotonic() < deadline:  # they end when they see that the script has

@@ -36,16 +36,9 @@ def namespaces(pid: int | None = None) -> set[str]:
     return {path.name for path in network.NAMESPACES.glob(f"fnddp-{pid or os.getpid()}-*")}
 
 
-@pytest.mark.parametrize(
-    ("n", "link", "message"),
-    [
-        (2, "200mbps", "'200mbps' is no link: write a rate"),
-        (0, "1gbit", "1 to 254 hosts, got 0"),
-        (255, "1gbit", "1 to 254 hosts, got 255"),
-    ],
-)
-def test_wrong_hosts(n: int, link: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message), shaped_hosts(n, link):
+@pytest.mark.parametrize("n", [0, 255])
+def test_wrong_hosts(n: int) -> None:
+    with pytest.raises(ValueError, match=f"1 to 254 hosts, got {n}"), shaped_hosts(n, "1gbit"):
         pass
 
 

@@ -1,4 +1,4 @@
-"""What plans look like: as text, as a picture, in a notebook; and pictures of the docs on dark pages."""
+"""What plans look like: as text, as a picture, in a notebook; and figures on dark pages."""
 
 import re
 from dataclasses import replace
@@ -112,12 +112,7 @@ def test_names():
     hostile = plan_of(params=HOSTILE).show()
     assert r"'line\nfeed'" in hostile
     assert "line\nfeed" not in hostile
-
-
-def test_without_collectives():
-    shown = plan_of(world_size=None).show()
-    assert "no collectives" in shown
-    assert "on the wire: 0 B per rank\n" in shown
+    assert "no collectives\n" in plan_of(world_size=None).show()
 
 
 def test_repr_is_a_line():
@@ -190,22 +185,10 @@ def test_in_a_notebook():
     ElementTree.fromstring(f"<body>{html}</body>")
 
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
-SHOWN = sorted(
-    {name for page in PAGES for name in re.findall(r"!\[[^]]*\]\((?:docs/)?(assets/[^)]+)\)", page.read_text())}
-)
-
-
 def drawn() -> Figure:
     figure = Figure()
     figure.subplots().plot([1, 2], [3, 4], color="black")
     return figure
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_what_is_drawn_knows_dark_pages(name: str) -> None:
-    assert "prefers-color-scheme: dark" in (DOCS / name).read_text()
 
 
 def test_a_figure_is_the_same_in_every_run_and_dark_on_dark_pages(tmp_path: Path) -> None:

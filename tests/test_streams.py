@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -285,7 +285,6 @@ def test_nothing_races(scenario, text):
 
 @pytest.mark.thorough
 @given(nestings())
-@settings(max_examples=200)
 def test_no_nesting_races(sync):
     require_no_race(with_the_module, repr(sync))
 

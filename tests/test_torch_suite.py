@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.torch_suite.expected_failures import EXPECTED_FAILURES
-
 pytestmark = pytest.mark.thorough
 
 SUITE = Path(__file__).parent / "torch_suite"
@@ -35,9 +33,3 @@ def test_torchs_own_tests() -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.splitlines()[-1] == f"{len(QUICK)} passed, 0 failed"
-
-
-def test_names_are_in_the_baseline() -> None:
-    baseline = (SUITE / "baseline.txt").read_text().split()
-    assert len(set(baseline)) == len(baseline)
-    assert {*QUICK, *EXPECTED_FAILURES} <= {*baseline}

@@ -1,7 +1,6 @@
 """`fnddp tune`: who wins, by outcomes made up here; and the whole of it, on few virtual ranks for a few steps."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 import fnddp
 from fnddp import Compute, Link, parse
 from fnddp.cli import main, models, picture, tune_report
-from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import to_tune as asked
 from fnddp.cost.estimate import MeanStep, Span, Step
 from fnddp.run import choose as choosing
@@ -33,8 +31,6 @@ def tuned(*outcomes: Outcome, within: float = 0.01) -> Tuned:
 
 
 EXACT, HALF = outcome(MEAN, 1.0, 2.0, 2.0), outcome("bf16(allreduce)", 0.6, 2.0, 2.0)
-
-
 ROUGH, LATE = replace(HALF, losses=(3.0, 3.0)), outcome("fp16(allreduce)", 1.01, 2.0, 2.0)
 BETTER, DIVERGED = outcome("better", 0.5, 2.0), outcome("diverged", 0.1, float("nan"), 2.0)
 
@@ -43,7 +39,6 @@ BETTER, DIVERGED = outcome("better", 0.5, 2.0), outcome("diverged", 0.1, float("
     ("others", "verdict"),
     [
         ([HALF, outcome("good", 0.3, 2.01), outcome("bad", 0.1, 2.1)], "good: 2.00x as fast as bf16(allreduce)"),
-        ([HALF, DIVERGED], "Nothing beats a 16-bit wire: bf16(allreduce)"),
         ([HALF, DIVERGED, outcome("slow", 0.7, 1.0)], "Nothing beats a 16-bit wire: bf16(allreduce)"),
         ([HALF, outcome("hardly faster", 0.595, 2.0)], "Nothing beats a 16-bit wire: bf16(allreduce)"),
         ([ROUGH], "Nothing beats the plain mean: allreduce"),
@@ -158,29 +153,12 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     assert by_name["bf16(two_shot)"].loss == pytest.approx(plain.loss, rel=0.05)
 
 
-@pytest.mark.parametrize(("small", "threads"), [(0, 2), (5, 1)])
-def test_small_models_train_with_one_thread(small: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[int] = set()
-
-    def quality(forward: Any) -> float:
-        seen.add(torch.get_num_threads())
-        return 0.0
-
-    monkeypatch.setattr(sys.modules[tune.__module__], "SMALL", small)
-    torch.set_num_threads(2)
-    tune(replace(line_problem(), quality=quality), [], link=Link.parse("1gbit"), ranks=2, steps=1, seeds=(0,))
-    assert seen == {threads}
-    assert torch.get_num_threads() == 2
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"seeds": ()}, "tune: seeds must name at least one seed"),
         ({"steps": 0}, "tune: steps and ranks must be at least 1, got 0 and 2"),
-        ({"ranks": 0}, "tune: steps and ranks must be at least 1, got 2 and 0"),
         ({"within": -0.1}, "tune: within must be 0 or more"),
-        ({"within": float("nan")}, "tune: within must be 0 or more"),
         ({"pipelines": ["none"]}, "tune: none exchanges nothing"),
         ({"pipelines": ["all_reduce('node')"]}, "tune: .* reduces over process group 'node', but tune's virtual ranks"),
     ],
@@ -247,16 +225,11 @@ def test_problems_have_a_row_for_each_rank() -> None:
 
 
 def test_learning_rates_fall() -> None:
-    problem = asked("digits", None, batch=2, ranks=2, steps=4, rate=0.5)
-    weight = torch.zeros(1)
-    optimizer = problem.optimizer([weight])
-    rates = []
-    for _ in range(4):
+    weight, rates = torch.zeros(1), list[float]()
+    optimizer = asked("digits", None, batch=2, ranks=2, steps=4, rate=0.5).optimizer([weight])
+    weight.grad = torch.ones(1)
+    for _ in range(5):
         rates.append(optimizer.param_groups[0]["lr"])
-        weight.grad = torch.ones(1)
         optimizer.step()
-    assert rates[0] == 0.5
     assert rates == sorted(rates, reverse=True)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
-    with pytest.raises(WrongArgument):
-        asked("gpt5", None, batch=2, ranks=2, steps=4, rate=None)
+    assert (rates[0], rates[-1]) == (0.5, pytest.approx(0.005))

@@ -2,18 +2,15 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fnddp.core.sync import Sync
-from fnddp.laws import Grads, check_on_rank
 from fnddp.plan.draft import Draft, Request, copied
 from fnddp.plan.lower import Traces, plan_of
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.plan import Plan
-from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import rank, within
 from fnddp.wire.protocol import Wire
@@ -32,23 +29,6 @@ class OnOneCore(threading.Thread):
                 cores = sorted(os.sched_getaffinity(os.getpid()))
                 os.sched_setaffinity(0, {cores[worker % len(cores)]})  # of this thread alone
         super().run()
-
-
-Pass = Callable[[Draft], Draft]
-
-
-def in_turn(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Passes of which only one runs at a time: two may not compute with a trace's fake tensors at once."""
-    lock = threading.Lock()
-
-    def locked(step: Pass) -> Pass:
-        def run(draft: Draft) -> Draft:
-            with lock:
-                return step(draft)
-
-        return run
-
-    return tuple(map(locked, passes))
 
 
 class _Shared(NamedTuple):
@@ -75,18 +55,13 @@ class AskedWire:
 class TracesOfThreads(Traces):
     """Traces and plans of one pipeline that threaded ranks share, where it does not ask on which rank it is.
 
-    Where it does, each rank has its own. Ranks on gloo trace for themselves, whatever the pipeline. Passes over what is
-    shared must be `in_turn`, as conftest.py makes them.
+    Where it does, each rank has its own. Ranks on gloo trace for themselves, whatever the pipeline.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._made: list[_Shared] = []
-
-    def of(self, request: Request) -> Draft:
-        with self._lock:
-            return copied(self._shared(request).traced, request)
 
     def plan(self, request: Request) -> Plan:
         asked = tuple(request.buckets.items()), request.donation, request.dropped, request.backend
@@ -108,11 +83,3 @@ class TracesOfThreads(Traces):
         traced = trace(replace(request, world=replace(request.world, wire=asked)))
         self._made.append(_Shared(me if asked.for_rank else None, sizes, replace(traced, request=request), {}))
         return self._made[-1]
-
-    def clear(self) -> None:
-        """Others may still ask."""
-
-
-def check_laws(n: int, sync: Sync, grads: Grads) -> None:
-    """`fnddp.laws.check` on `n` ranks, with one trace for all of them and for all laws, and plans of it."""
-    run_threads(n, check_on_rank, sync, grads, TracesOfThreads(), seconds=300)

@@ -63,10 +63,6 @@ def frozen():
     return nn.Linear(3, 2).requires_grad_(False)
 
 
-def of_width(width, depth=1):
-    return nn.Linear(8, width)
-
-
 def broken():
     raise KeyError("no such layer")
 

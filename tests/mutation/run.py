@@ -6,36 +6,33 @@ Outside CI (pytest does not collect it). It uses the operators of cosmic-ray: pi
     python tests/mutation/run.py --thorough             # by both rings: `-m thorough`, too
     python tests/mutation/run.py plan run --sample 100 --seed 7
 
-One warm process has imported torch; each mutant is a fork of it that imports the changed module and runs the tests of
-its folder up to the first failure, file after file. The gloo pool is forked too, so that the ranks run the mutant. A
-mutant with which `fnddp` cannot be imported is left out, and so is one that runs out of time.
+A copy of the repository holds one mutant after the other. One warm process has imported torch; for each mutant, a fork
+of it runs the tests of its folder there, file after file, up to the first failure. Left out is a mutant with which
+`fnddp` cannot be imported, or that runs out of time.
 """
 
 import argparse
 import ast
 import contextlib
-import difflib
 import importlib
-import importlib.abc
-import importlib.util
 import itertools
 import multiprocessing
 import os
 import random
-import select
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import parso
 import pytest
+from cosmic_ray.ast import ast_nodes
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
@@ -44,10 +41,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WARM = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.utils", "torch.testing", "optree"]
 WARM += ["torch.fx.experimental.proxy_tensor", "torch.distributed._functional_collectives"]
 
-
-HANGS = 40  # seconds after which ranks are not waited for
 SECONDS = {False: 400, True: 1200}  # that a mutant gets, in one ring and in both
-
+INCOMPETENT = 99  # the exit status with a mutant that cannot be imported
+SAID = "said.txt"  # what tests print, in the copy
 
 # The files of a folder, and its tests, the quick and the general first; doctests come before them.
 SUITES = {
@@ -115,20 +111,11 @@ def operators() -> dict[str, Operator]:
     return found
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     path: str
     line: int
     operator: str
     occurrence: int
-
-    def source(self, known: dict[str, Operator]) -> str | None:
-        return mutate_code((ROOT / self.path).read_text(), known[self.operator], self.occurrence)
-
-    def change(self, mutated: str) -> str:
-        lines = (ROOT / self.path).read_text().splitlines(), mutated.splitlines()
-        changed = [line for line in difflib.ndiff(*lines) if line[:2] in ("- ", "+ ")]
-        return f"{self.path}: " + " ".join(f"{line[0]} {line[2:].strip()}" for line in changed)
 
 
 def unchecked(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -153,7 +140,7 @@ def sites(suite: str, known: dict[str, Operator]) -> dict[tuple[str, int, int], 
             source, name = path.read_text(), str(path.relative_to(ROOT))
             skipped, module = unchecked(source), parso.parse(source)
             for operator_name, operator in known.items():
-                positions = [at for node in preorder(module) for at, *_ in operator.mutation_positions(node)]
+                positions = [at for node in ast_nodes(module) for at, *_ in operator.mutation_positions(node)]
                 for occurrence, at in enumerate(positions):
                     if not any(first <= at < last for first, last in skipped):
                         mutant = Mutant(name, at[0], operator_name, occurrence)
@@ -161,100 +148,40 @@ def sites(suite: str, known: dict[str, Operator]) -> dict[tuple[str, int, int], 
     return found
 
 
-def preorder(node: Any) -> Iterator[Any]:
-    # the order in which cosmic-ray counts occurrences
-    yield node
-    for child in getattr(node, "children", []):
-        yield from preorder(child)
-
-
-class Mutated(importlib.abc.MetaPathFinder):
-    def __init__(self, path: str, source: str) -> None:
-        self.path, self.source = ROOT / path, source
-        self.name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        source = self.source
-
-        class Loader(SourceFileLoader):
-            def get_code(self, fullname: str) -> CodeType:
-                return compile(source, self.path, "exec", dont_inherit=True)
-
-        return importlib.util.spec_from_file_location(fullname, self.path, loader=Loader(fullname, str(self.path)))
-
-
-def forked_gloo() -> None:
-    """Lets the pool of `tests/ranks.py` be forked, and now: before autograd has threads."""
-    spawn = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: spawn("fork")  # type: ignore[assignment]
-    ranks = importlib.import_module("tests.ranks")
-    make = ranks.GlooPool
-    pool = make()
-    pool.close = lambda: None  # it is for all files
-    run = make.run
-    make.run = lambda self, n, fn, *given, timeout=HANGS: run(self, n, fn, *given, timeout=min(timeout, HANGS))
-    ranks.GlooPool = lambda: pool if pool.alive else make()
-
-
-def run_tests(suite: str, mutant: Mutated | None, thorough: bool, report: Callable[[str], None]) -> None:
-    if mutant is not None:
-        sys.meta_path.insert(0, mutant)
+def run_tests(suite: str, tree: Path, thorough: bool) -> None:
+    """Exit with the status of the first file of tests that fails in `tree`; for a fork."""
+    os.setsid()
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    with (tree / SAID).open("w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
     try:
         importlib.import_module("fnddp")
     except BaseException:
-        report("incompetent\n")
-        return
-    try:
-        forked_gloo()
-    except BaseException as error:
-        report(f"killed {error!r}\n")
-        return
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--doctest-modules", "--rootdir", str(ROOT)]
+        os._exit(INCOMPETENT)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--doctest-modules", "--rootdir", str(tree)]
     rings = ["not thorough", "thorough"] if thorough else ["not thorough"]
     for ring, tests in itertools.product(rings, paths_of(suite)):  # to collect all at once takes longer than most live
-        first = Failure()
-        code = pytest.main([*options, "-m", ring, tests], plugins=[first])
-        if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):  # interrupted: a file does not import
-            report(f"killed {first.name}\n")
-            return
+        code = pytest.main([*options, "-m", ring, tests])
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            report(f"pytest ends with {code}\n")
-            return
-    report("survived\n")
+            os._exit(code)
+    os._exit(0)
 
 
-class Failure:
-    name = ""
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.name = self.name or report.nodeid
-
-    pytest_collectreport = pytest_runtest_logreport
-
-
-def in_fork(suite: str, mutant: Mutated | None, thorough: bool) -> str:
-    """`killed <by what>`, `survived`, `incompetent` or `timed out`."""
-    read, write = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        os.setsid()
-        with Path(os.devnull if mutant else "/dev/stderr").open("w") as out:
-            os.dup2(out.fileno(), 1)
-            os.dup2(out.fileno(), 2)
-        run_tests(suite, mutant, thorough, lambda line: (os.write(write, line.encode()), None)[1])
-        os._exit(0)
-    os.close(write)
-    ready, _, _ = select.select([read], [], [], SECONDS[thorough])
-    result = os.read(read, 4096).decode().strip() if ready else "timed out"
+def in_fork(suite: str, tree: Path, thorough: bool) -> str:
+    """Return `killed by TEST`, `survived`, `incompetent` or `timed out`."""
+    fork = multiprocessing.get_context("fork").Process(target=run_tests, args=(suite, tree, thorough))
+    fork.start()
+    fork.join(SECONDS[thorough])
+    code = fork.exitcode
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # its ranks too
-    os.waitpid(child, 0)
-    os.close(read)
-    return result or "killed by a crash"
+        os.killpg(fork.pid, signal.SIGKILL)  # its ranks too
+    fork.join()
+    if code in (None, 0, INCOMPETENT):
+        return {None: "timed out", 0: "survived", INCOMPETENT: "incompetent"}[code]
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", (tree / SAID).read_text(), re.MULTILINE)
+    return f"killed by {failed[1] if failed else f'status {code}'}"
 
 
 def sample(suite: str, known: dict[str, Operator], size: int, seed: int) -> list[Mutant]:
@@ -270,26 +197,30 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thorough", action="store_true", help="run the second ring of tests, too")
     given = parser.parse_args()
-    os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for module in WARM:
         importlib.import_module(module)
     known = operators()
-    for name in given.suites or SUITES:
-        passed = in_fork(name, None, given.thorough)
-        if passed != "survived":
-            raise SystemExit(f"{name}, without a mutant: {passed}; see the output above")
-        counts: Counter[str] = Counter()
-        for mutant in sample(name, known, given.sample, given.seed):
-            mutated, begin = mutant.source(known), time.monotonic()
-            assert mutated is not None
-            result = in_fork(name, Mutated(mutant.path, mutated), given.thorough)
-            took = f"[{time.monotonic() - begin:.0f} s]  line {mutant.line}  {mutant.operator}"
-            print(f"{result}  {took}  {mutant.change(mutated)}", flush=True)
-            counts[result.split()[0]] += 1
-        score = counts["killed"] / max(1, counts["killed"] + counts["survived"])
-        print(f"{name}: {dict(counts)}, score {score:.0%}")
+    with tempfile.TemporaryDirectory(prefix="fnddp-mutants-", ignore_cleanup_errors=True) as folder:
+        tree = Path(shutil.copytree(ROOT, Path(folder) / "fnddp", ignore=shutil.ignore_patterns(".*", "__pycache__")))
+        for name in given.suites or SUITES:
+            passed = in_fork(name, tree, given.thorough)
+            if passed != "survived":
+                raise SystemExit(f"{name}, without a mutant: {passed}\n{(tree / SAID).read_text()}")
+            sys.dont_write_bytecode = True  # a mutant may have the size and the second of what comes next
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            counts: Counter[str] = Counter()
+            for mutant in sample(name, known, given.sample, given.seed):
+                source, begin = (ROOT / mutant.path).read_text(), time.monotonic()
+                mutated = mutate_code(source, known[mutant.operator], mutant.occurrence)
+                (tree / mutant.path).write_text(mutated)
+                result = in_fork(name, tree, given.thorough)
+                shutil.copy2(ROOT / mutant.path, tree / mutant.path)
+                took = f"[{time.monotonic() - begin:.0f} s]  {mutant.operator}  {mutant.path}:{mutant.line}"
+                print(f"{result}  {took}: {mutated.splitlines()[mutant.line - 1].strip()}", flush=True)
+                counts[result.split()[0]] += 1
+            score = counts["killed"] / max(1, counts["killed"] + counts["survived"])
+            print(f"{name}: {dict(counts)}, score {score:.0%}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch import nn
@@ -16,20 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
 CPU = torch.device("cpu")
-
-
-class NoStream:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> "NoStream":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
 
 
 class OnCpu(TorchFunctionMode):
@@ -62,8 +49,7 @@ def run_on_cpu() -> None:
     cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
     cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
     cuda.current_device = lambda: 0
-    cuda.Stream = cuda.Event = NoStream
-    cuda.current_stream = cuda.stream = cuda.device = NoStream
+    cuda.Stream = cuda.Event = cuda.current_stream = cuda.stream = cuda.device = MagicMock()
 
 
 def replace_ddp(spec: str | None) -> None:
