@@ -59,6 +59,15 @@ class lying(Around):
 
 
 @fnddp.transform
+class forgetful(Around):
+    inner: Sync
+    exchange = changed()
+
+    def __call__(self, grads, state, *, weight=None):
+        return super().__call__(grads, state)
+
+
+@fnddp.transform
 class other_when_lowered(Around):
     inner: Sync
     exchange = changed(lambda leaf: leaf * (2 if isinstance(leaf, FakeTensor) else 1))
@@ -81,6 +90,7 @@ class misprinted(Around):
         (writing, laws.model, r"law 3 \(.*\) .* step 0: the given gradient 'conv.weight' is off by"),
         (lying, laws.model, r"law 4 \(.*\) .* step 0: leaf 'conv.weight': .* apart, allowed"),
         (other_when_lowered, laws.bare, r"law 6 \(.*\) .* step 0 with Donation.*mean of '' is off by"),
+        (forgetful, laws.model, r"law 11 \(.*\) .* step 0: with the weights .* the mean of 'conv.weight' is off by"),
         (misprinted, laws.model, r"law 9 \(.*\) .*: parse gives allreduce"),
     ],
 )
