@@ -15,6 +15,7 @@ from torch import nn
 import fnddp
 from fnddp.wire.c10d import C10D, dedicated_to, with_dedicated_groups
 from fnddp.wire.protocol import CollectiveError
+from tests.models import Hooked, assert_equal_on_ranks, batch, grads_of
 from tests.ranks import on_ranks
 
 SECONDS = 60
@@ -136,37 +137,22 @@ def test_an_interrupt_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.destroy_process_group()
 
 
-class Fragile(nn.Sequential):
-    fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        middle = self[0](x)
-        middle.register_hook(self._look)
-        return self[1](middle)
-
-    def _look(self, grad: torch.Tensor) -> None:
-        if self.fails:
-            raise KeyError("in backward")
-
-
 @pytest.mark.parametrize("first", [0, 1])
 @on_ranks(2, seconds=SECONDS)
 def test_an_error_in_a_backward_through_two_models_ends_it_on_all_ranks(rank: int, first: int) -> None:
     """Steps that are given up end in the order in which the other ranks end theirs."""
-    networks = [Fragile(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
-    models = [fnddp.DistributedDataParallel(each, process_group=dist.new_group()) for each in networks]
+    models = [fnddp.DistributedDataParallel(Hooked(), process_group=dist.new_group()) for _ in range(2)]
     for step in range(3):
-        networks[first].fails = (rank, step) == (1, 1)
         for model in models:
             model.zero_grad()
-        loss = sum(models[which](torch.full((1, 2), rank + 1.0)).sum() for which in (first, 1 - first))
+        hooks = {first: lambda _: 1 / 0} if (rank, step) == (1, 1) else {}
+        loss = sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in (first, 1 - first))
         if step == 1:
-            with pytest.raises(KeyError if rank == 1 else fnddp.StepFailedError):
+            with pytest.raises(ZeroDivisionError if rank == 1 else fnddp.StepFailedError):
                 loss.backward()
         else:
             loss.backward()
-            for model in models:
-                torch.testing.assert_close(model.module[1].bias.grad, torch.ones(2))
+            assert_equal_on_ranks(*map(grads_of, models))
 
 
 @on_ranks(2, seconds=SECONDS)
