@@ -43,10 +43,10 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-def penalty(net: nn.Module, x: Tensor) -> Tensor:
-    """The first of the two backwards reaches no parameter, and is no step; the second begins past the outputs."""
+def penalty(net: nn.Module, x: Tensor, power: int) -> Tensor:
+    """Its first backward reaches no parameter, and is no step; with power 1, the second begins past the outputs."""
     x = x.clone().requires_grad_()
-    (of_x,) = torch.autograd.grad(net(x).pow(2).sum(), x, create_graph=True)
+    (of_x,) = torch.autograd.grad((net(x) if power == 1 else net(x) ** power).sum(), x, create_graph=True)
     return of_x.pow(2).sum()
 
 
@@ -57,13 +57,16 @@ def test_double_backward(rank: int) -> None:
     model = DistributedDataParallel(copy.deepcopy(module))
     batches = [batch(r, 0).double() for r in range(dist.get_world_size())]
     used = [(net[0].weight, net[2].weight) for net in (model.module, module)]
-    total = torch.stack([penalty(module, x) for x in batches]).mean()
-    want = torch.autograd.grad(total, used[1], retain_graph=True)
-    for _ in range(2):
-        torch.testing.assert_close(torch.autograd.grad(penalty(model, batches[rank]), used[0]), want)
-    penalty(model, batches[rank]).backward()
-    total.backward()
-    torch.testing.assert_close(grads_of(model), grads_of(module))
+    for power in (1, 2):
+        total = torch.stack([penalty(module, x, power) for x in batches]).mean()
+        want = torch.autograd.grad(total, used[1], retain_graph=True)
+        for _ in range(2):
+            torch.testing.assert_close(torch.autograd.grad(penalty(model, batches[rank], power), used[0]), want)
+        for net in (model, module):
+            net.zero_grad()
+        penalty(model, batches[rank], power).backward()
+        total.backward()
+        torch.testing.assert_close(grads_of(model), grads_of(module))
 
     for net in (model, module):
         net.zero_grad()
