@@ -286,17 +286,18 @@ def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches
 
 
 @on_ranks(2)
-def test_asking_for_what_only_others_have_used(rank: int) -> None:
+def test_asking_for_what_has_no_gradient_here_or_only_on_other_ranks(rank: int) -> None:
     model = DDP(Weight())
+    own, both = model.module, list(model.parameters())
     y = model(x_of(rank), both=rank == 0)
-    if rank == 0:
-        torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
-    else:
-        with pytest.raises(RuntimeError, match="asked on other ranks for unused, which this rank has not used"):
-            torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
-    y = model(x_of(rank))
-    _, nothing = torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
-    assert nothing is None
+    match = "asked on other ranks for unused, which this rank has not used"
+    with nullcontext() if rank == 0 else pytest.raises(RuntimeError, match=match):
+        torch.autograd.grad(y, both, allow_unused=True)
+    assert torch.autograd.grad(model(x_of(rank)), both, allow_unused=True) == (MEAN, None)
+    loss = own.w * x_of(rank) + Fails.apply(own.unused, None)
+    for _ in range(2):
+        model(x_of(rank))
+        assert torch.autograd.grad(loss, both, allow_unused=True, retain_graph=True) == (MEAN, None)
 
 
 @on_ranks(2)
@@ -341,17 +342,6 @@ def test_sparse_gradients_are_sparse_on_all_ranks(rank: int) -> None:
 def test_complex_residuals_are_shared_out():
     values = {0: torch.tensor([1 + 0j]), 1: torch.tensor([3 + 0j])}
     assert combined(values, shares(0, 1, 2)).tolist() == [2 + 0j]
-
-
-@on_ranks(2)
-def test_autograd_grad_where_a_function_gives_no_gradient(rank: int) -> None:
-    model = DDP(Weight())
-    own = model.module
-    loss = own.w * x_of(rank) + Fails.apply(own.unused, None)
-    for _ in range(2):
-        model(x_of(rank))
-        grads = torch.autograd.grad(loss, [own.w, own.unused], allow_unused=True, retain_graph=True)
-        assert grads == (MEAN, None)
 
 
 @on_ranks(2)

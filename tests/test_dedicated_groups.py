@@ -2,10 +2,8 @@
 
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -39,11 +37,6 @@ def require_means(models: list[nn.Module]) -> None:
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
 
 
-def at_once(n: int, run: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(n) as threads:
-        return list(threads.map(run, range(n)))
-
-
 @pytest.mark.parametrize("text", TWO_ROUNDS)
 @on_ranks(2, 3, seconds=SECONDS)
 def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str) -> None:
@@ -72,7 +65,8 @@ def test_a_thread_for_each_model_which_begin_in_another_order_on_each_rank(rank:
         finally:
             has_begun.set()
 
-    at_once(2, train)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))
     require_means(models)
 
 
@@ -86,7 +80,8 @@ def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(
         wire = with_dedicated_groups(C10D, [groups[(i + rank) % 2].group_name])
         return next(iter(wire._own.values()))
 
-    names = at_once(4, set_up)
+    with ThreadPoolExecutor(4) as threads:
+        names = list(threads.map(set_up, range(4)))
     assert sorted(set(names)) == sorted(f"{group.group_name}/fnddp" for group in groups)
     assert names[0] == names[2]
     assert names[1] == names[3]

@@ -162,13 +162,12 @@ def test_a_broken_promise_fails_on_all_ranks_without_a_trace(
     ids=str,
 )
 @on_ranks(2)
-def test_mixed_precision_trains(rank: int, options: dict[str, Any], text: str, wire: torch.dtype) -> None:
+def test_mixed_precision(rank: int, options: dict[str, Any], text: str, wire: torch.dtype) -> None:
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, **options)
     given = fnddp.parse(text)
     model, plain = DDP(make_model(), mixed_precision=mixed, sync=given, **SMALL), make_model()
     sync = fnddp.cast(allreduce, wire) if text == "allreduce" else given
     state = sync.init(dict(plain.named_parameters()))
-    losses = []
     for _ in range(4):
         plain.zero_grad()
         rounded = {n: p.bfloat16() for n, p in plain.named_parameters()}
@@ -177,15 +176,12 @@ def test_mixed_precision_trains(rank: int, options: dict[str, Any], text: str, w
         model.zero_grad()
         output = model(batch(rank, 0))
         assert output.dtype == torch.bfloat16
-        loss = loss_of(output)
-        loss.backward()
-        losses.append(loss.item())
+        loss_of(output).backward()
         assert {g.dtype for g in grads_of(model)} == {torch.float32}
         assert_same_grads(model, plain)
         for each in (model, plain):
             descend(each, 0.5)
     assert_equal_on_ranks(list(model.parameters()))
-    assert losses[-1] < losses[0]
     assert {collective.dtype for collective in model.plan.collectives} == {wire}
 
 
