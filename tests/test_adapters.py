@@ -174,6 +174,7 @@ ADAPTERS: dict[str, Callable[[Sync, C10d], Any]] = {
     "autograd.grad": ByAutogradGrad,
     "functional_call": ByFunctionalCall,
 }
+RETURNED = ("autograd.grad", "functional_call")  # which cannot return that there is no update
 
 
 def gradients(rank: int, step: int) -> Grads:
@@ -220,13 +221,12 @@ def run(n: int, adapter: str, gloo: Callable[..., list], check: Callable[..., An
     (gloo if adapter == "register" else run_threads)(n, check, adapter, *given)  # torch's reducer is not for threads
 
 
-def every(pipelines: Iterable[str]) -> Any:
-    """Parametrize by adapter and pipeline; torch's own functions cannot return that there is no update."""
+def every(pipelines: Iterable[str], *, returned: bool = True) -> Any:
     pairs = [
         pytest.param(adapter, PIPELINES[name], id=f"{adapter}-{name}")
         for adapter in ADAPTERS
         for name in pipelines
-        if adapter not in ("autograd.grad", "functional_call") or "every(" not in PIPELINES[name]
+        if adapter not in RETURNED or (returned and "every(" not in PIPELINES[name])
     ]
     return pytest.mark.parametrize(("adapter", "text"), pairs)
 
@@ -294,7 +294,7 @@ def check_resuming(rank: int, adapter: str, text: str) -> None:
     assert bits(held) == before
 
 
-@every(WITH_STATE)
+@every(WITH_STATE, returned=False)  # whose states are the module's
 def test_a_state_is_saved_and_set(gloo, adapter, text):
     run(2, adapter, gloo, check_resuming, text)
 
