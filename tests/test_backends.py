@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fnddp
-from fnddp import LoweringError, allreduce, lower
+from fnddp import LoweringError, allreduce, laws, lower
 from fnddp.run.backends import segments_of
 from tests.ranks import on_ranks
 
@@ -102,13 +102,7 @@ def test_what_lies_in_one_buffer_shares_no_storage_for_inductor(rank: int, text:
 
     sync = fnddp.parse(text)
     grads = [
-        {
-            "w": torch.randn(40, 30, generator=draws),
-            "b": torch.randn(30, generator=draws),
-            "scale": torch.randn((), generator=draws),
-            "empty": torch.empty(0, 3),
-        }
-        for draws in (torch.Generator().manual_seed(10 * step + rank) for step in range(4))
+        {**laws.model(rank, step), "scale": torch.tensor(1.0 + rank), "empty": torch.empty(0, 3)} for step in range(4)
     ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("fnddp.run.backends.torch.compile", compiled)

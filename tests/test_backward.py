@@ -37,17 +37,6 @@ class Weight(nn.Module):
         return self.wrap(self.last)
 
 
-class Droppable(nn.Module):
-    """A layer with a residual, which some forwards leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor, drops: bool) -> Tensor:
-        return 1 * x if drops else x + self.w * x
-
-
 class TwoLayers(nn.Module):
     """Backward may fail when the second weight has its gradient, and the first one has not."""
 
@@ -146,6 +135,16 @@ def train(model: DDP, rank: int, steps: int = 3) -> None:
     for _ in range(steps):
         model(x_of(rank)).backward()
         model.zero_grad()
+
+
+@on_ranks(2)
+def test_sums_past_the_outputs(rank: int) -> None:
+    """The first gradient of such a backward is accumulated before its step begins, and is not one from before it."""
+    model = DDP(Weight(), sync=fnddp.all_reduce(op="sum"))
+    train(model, rank)
+    model(x_of(rank))
+    (model.module.w * x_of(rank)).backward()
+    assert model.module.w.grad.item() == 2 * MEAN
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -255,29 +254,6 @@ def test_another_backward_after_one_that_broke_off(rank: int) -> None:
     assert gather(model.sync_state.residual["w"].item()) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("text", "want"), [("error_feedback(fp16(allreduce))", MEAN), ("all_reduce(op='sum')", 3.0)])
-@on_ranks(2)
-def test_the_pipeline_that_is_set_last_is_the_one_that_synchronizes(rank: int, text: str, want: float) -> None:
-    for ask in (False, True):
-        model = DDP(Weight())
-        y = model(x_of(rank))
-        model.sync = fnddp.parse(text)
-        if ask:
-            assert torch.autograd.grad(y, model.module.w)[0].item() == want
-        else:
-            y.backward()
-            assert model.module.w.grad.item() == want
-
-
-@on_ranks(2)
-def test_parameters_that_are_assigned(rank: int) -> None:
-    model = DDP(Weight())
-    model.module.w = nn.Parameter(torch.ones(()))
-    with model.no_sync(), pytest.raises(RuntimeError, match="w were replaced after the module was wrapped"):
-        model(x_of(rank))
-    require_mean(model, rank)
-
-
 @on_ranks(2)
 def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(rank: int) -> None:
     model = DDP(Weight())
@@ -295,7 +271,8 @@ def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(rank: i
 def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches_no_parameter(
     rank: int, all_drop: bool
 ) -> None:
-    model = DDP(Droppable())
+    model = DDP(Weight())
+    model.module.forward = lambda x, drops: 1 * x if drops else x + model.module.w * x  # type: ignore[method-assign]
     x = x_of(rank).requires_grad_()
     for _ in range(2):
         model.zero_grad()
@@ -309,17 +286,18 @@ def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches
 
 
 @on_ranks(2)
-def test_asking_for_what_only_others_have_used(rank: int) -> None:
+def test_asking_for_what_has_no_gradient_here_or_only_on_other_ranks(rank: int) -> None:
     model = DDP(Weight())
+    own, both = model.module, list(model.parameters())
     y = model(x_of(rank), both=rank == 0)
-    if rank == 0:
-        torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
-    else:
-        with pytest.raises(RuntimeError, match="asked on other ranks for unused, which this rank has not used"):
-            torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
-    y = model(x_of(rank))
-    _, nothing = torch.autograd.grad(y, list(model.parameters()), allow_unused=True)
-    assert nothing is None
+    match = "asked on other ranks for unused, which this rank has not used"
+    with nullcontext() if rank == 0 else pytest.raises(RuntimeError, match=match):
+        torch.autograd.grad(y, both, allow_unused=True)
+    assert torch.autograd.grad(model(x_of(rank)), both, allow_unused=True) == (MEAN, None)
+    loss = own.w * x_of(rank) + Fails.apply(own.unused, None)
+    for _ in range(2):
+        model(x_of(rank))
+        assert torch.autograd.grad(loss, both, allow_unused=True, retain_graph=True) == (MEAN, None)
 
 
 @on_ranks(2)
@@ -351,66 +329,19 @@ def test_a_module_that_returns_a_parameter(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_module_that_keeps_its_output_can_be_freed(rank: int) -> None:
-    model = DDP(Weight(), sync=error_feedback(fp16(allreduce)))
-    for _ in range(3):
-        require_mean(model, rank)
-    refs = [weakref.ref(each) for each in (model, model.module, model.module.w)]  # the module keeps its output
-    del model
-    gc.collect()
-    assert [ref() for ref in refs] == [None] * 3
-
-
-@on_ranks(2)
-def test_evaluation_within_join(rank: int) -> None:
-    model = DDP(Weight())
-    with model.join(divide_by_initial_world_size=False):
-        for _ in range(1 + rank):
-            model.zero_grad()
-            with torch.no_grad():  # an evaluation in between
-                model(x_of(rank))
-            model(x_of(rank)).backward()
-    require_mean(model, rank)
-
-
-@on_ranks(2)
 def test_sparse_gradients_are_sparse_on_all_ranks(rank: int) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.w = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2))
-
-        def forward(self, i: Tensor, embeds: bool) -> Tensor:
-            return (self.w * (self.embed(i) if embeds else 1.0)).sum()
-
-    model = DDP(Model())
+    module = nn.ModuleDict({"embed": nn.Embedding(4, 2, sparse=True), "linear": nn.Linear(2, 1)})
+    module.forward = lambda i, embeds: module["linear"](module["embed"](i) if embeds else torch.ones(1, 2)).sum()
+    model = DDP(module)
     for _ in range(2):
         model.zero_grad()
         model(torch.tensor([1]), embeds=rank == 0).backward()
-        assert model.module.embed.weight.grad.is_sparse
+        assert module["embed"].weight.grad.is_sparse
 
 
 def test_complex_residuals_are_shared_out():
     values = {0: torch.tensor([1 + 0j]), 1: torch.tensor([3 + 0j])}
     assert combined(values, shares(0, 1, 2)).tolist() == [2 + 0j]
-
-
-@on_ranks(2)
-def test_ranks_with_other_wire_dtypes(rank: int) -> None:
-    config = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
-    with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
-        DDP(Weight(), mixed_precision=config)
-
-
-@on_ranks(2)
-def test_autograd_grad_where_a_function_gives_no_gradient(rank: int) -> None:
-    model = DDP(Weight())
-    own = model.module
-    loss = own.w * x_of(rank) + Fails.apply(own.unused, None)
-    for _ in range(2):
-        model(x_of(rank))
-        grads = torch.autograd.grad(loss, [own.w, own.unused], allow_unused=True, retain_graph=True)
-        assert grads == (MEAN, None)
 
 
 @on_ranks(2)
@@ -487,11 +418,14 @@ def test_parameters_and_what_stands_for_them_in_one_backward(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_second_backward_through_an_activation_is_each_ranks_own(rank: int) -> None:
+def test_the_same_graph_twice_and_the_part_of_it_behind_the_output(rank: int) -> None:
     model = DDP(Weight(lambda y: 1 * y))
-    model(x_of(rank)).backward(retain_graph=True)
+    loss = model(x_of(rank))
+    for times in (1, 2):
+        loss.backward(retain_graph=True)
+        assert model.module.w.grad.item() == times * MEAN
     model.zero_grad()
-    model.module.last.backward()
+    model.module.last.backward()  # is each rank's own
     assert model.module.w.grad == x_of(rank)
 
 
@@ -532,37 +466,6 @@ def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
 
 
 @on_ranks(2)
-def test_sums_past_the_outputs(rank: int) -> None:
-    """The first gradient of such a backward is there before its step begins, and is not one from before it."""
-    model = DDP(TwoLayers(), sync=fnddp.all_reduce(op="sum"))
-    own = model.module
-    for _ in range(3):
-        model.zero_grad()
-        model(x_of(rank), False)
-        (own.first * x_of(rank)).sum().backward()
-        assert own.first.grad.item() == 2 * MEAN
-
-
-@on_ranks(2)
-def test_a_gradient_penalty_by_autograd_grad(rank: int) -> None:
-    """The first of its two backwards reaches no parameter, and is no step; the second begins past the outputs."""
-    torch.manual_seed(0)
-    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)))
-    for _ in range(3):
-        means = penalty_of(model, rank)
-        plain = [
-            torch.stack(each).mean(0) for each in zip(*(penalty_of(model.module, r) for r in range(2)), strict=True)
-        ]
-        torch.testing.assert_close(means, plain)
-
-
-def penalty_of(module: nn.Module, rank: int) -> list[Tensor]:
-    x = torch.full((2, 4), 0.3 * (rank + 1)).requires_grad_()
-    (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-    return list(torch.autograd.grad(grad.square().sum(), [*module.parameters()][:2], allow_unused=True)[:1])
-
-
-@on_ranks(2)
 def test_a_rank_that_loads_by_assignment_keeps_the_order_learnt_in_the_last_step(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), bucket_cap_mb=1e-4)
@@ -575,17 +478,18 @@ def test_a_rank_that_loads_by_assignment_keeps_the_order_learnt_in_the_last_step
     assert len(set(map(tuple, gather(list(model.plan.buckets))))) == 1
 
 
-def test_a_wrapper_that_is_gone_leaves_no_open_step() -> None:
-    module = TwoLayers()
-    model = DDP(module)
-    for fails in (False, False, True):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wrapper_that_is_gone_is_freed_with_the_step_that_broke_off(fails: bool) -> None:
+    model = DDP(TwoLayers(), sync=error_feedback(fp16(allreduce)))
+    for each in (False, False, fails):
         model.zero_grad()
-        with pytest.raises(ArithmeticError) if fails else nullcontext():
-            model(torch.ones(()), fails).backward()
-    engine = weakref.ref(model._steps.engine)
+        model.module.kept = model(torch.ones(()), each)  # by the module
+        with pytest.raises(ArithmeticError) if each else nullcontext():
+            model.module.kept.backward()
+    refs = [weakref.ref(each) for each in (model, model.module, model.module.first, model._steps.engine)]
     del model
     gc.collect()
-    assert engine() is None
+    assert [ref() for ref in refs] == [None] * 4
 
 
 def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

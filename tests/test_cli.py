@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fnddp
-from fnddp.cli import main, models, terminal
+from fnddp.cli import main, models
 from fnddp.cli.failures import BROKEN_PIPE, WrongArgument
 from fnddp.cli.options import MODELS
 from tests import workloads

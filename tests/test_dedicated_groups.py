@@ -2,10 +2,8 @@
 
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch import nn
 import fnddp
 from fnddp.wire.c10d import C10D, dedicated_to, with_dedicated_groups
 from fnddp.wire.protocol import CollectiveError
+from tests.models import Hooked, assert_equal_on_ranks, batch, grads_of
 from tests.ranks import on_ranks
 
 SECONDS = 60
@@ -36,11 +35,6 @@ def require_means(models: list[nn.Module]) -> None:
     mean = (dist.get_world_size() + 1) / 2
     for which, model in enumerate(models):
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
-
-
-def at_once(n: int, run: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(n) as threads:
-        return list(threads.map(run, range(n)))
 
 
 @pytest.mark.parametrize("text", TWO_ROUNDS)
@@ -71,7 +65,8 @@ def test_a_thread_for_each_model_which_begin_in_another_order_on_each_rank(rank:
         finally:
             has_begun.set()
 
-    at_once(2, train)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))
     require_means(models)
 
 
@@ -85,7 +80,8 @@ def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(
         wire = with_dedicated_groups(C10D, [groups[(i + rank) % 2].group_name])
         return next(iter(wire._own.values()))
 
-    names = at_once(4, set_up)
+    with ThreadPoolExecutor(4) as threads:
+        names = list(threads.map(set_up, range(4)))
     assert sorted(set(names)) == sorted(f"{group.group_name}/fnddp" for group in groups)
     assert names[0] == names[2]
     assert names[1] == names[3]
@@ -136,37 +132,22 @@ def test_an_interrupt_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.destroy_process_group()
 
 
-class Fragile(nn.Sequential):
-    fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        middle = self[0](x)
-        middle.register_hook(self._look)
-        return self[1](middle)
-
-    def _look(self, grad: torch.Tensor) -> None:
-        if self.fails:
-            raise KeyError("in backward")
-
-
 @pytest.mark.parametrize("first", [0, 1])
 @on_ranks(2, seconds=SECONDS)
 def test_an_error_in_a_backward_through_two_models_ends_it_on_all_ranks(rank: int, first: int) -> None:
     """Steps that are given up end in the order in which the other ranks end theirs."""
-    networks = [Fragile(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
-    models = [fnddp.DistributedDataParallel(each, process_group=dist.new_group()) for each in networks]
+    models = [fnddp.DistributedDataParallel(Hooked(), process_group=dist.new_group()) for _ in range(2)]
     for step in range(3):
-        networks[first].fails = (rank, step) == (1, 1)
         for model in models:
             model.zero_grad()
-        loss = sum(models[which](torch.full((1, 2), rank + 1.0)).sum() for which in (first, 1 - first))
+        hooks = {first: lambda _: 1 / 0} if (rank, step) == (1, 1) else {}
+        loss = sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in (first, 1 - first))
         if step == 1:
-            with pytest.raises(KeyError if rank == 1 else fnddp.StepFailedError):
+            with pytest.raises(ZeroDivisionError if rank == 1 else fnddp.StepFailedError):
                 loss.backward()
         else:
             loss.backward()
-            for model in models:
-                torch.testing.assert_close(model.module[1].bias.grad, torch.ones(2))
+            assert_equal_on_ranks(*map(grads_of, models))
 
 
 @on_ranks(2, seconds=SECONDS)

@@ -7,6 +7,7 @@ import logging
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,17 +16,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fnddp
 from fnddp import DistributedDataParallel, StepFailedError, Sync, allgather, allreduce, error_feedback, fp16
+from fnddp.core import tree
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
-from fnddp.plan.lower import lower
 from fnddp.run import engine as engines
 from fnddp.run import step as steps
-from fnddp.run.program import Memory
 from fnddp.wire.protocol import CollectiveError, Elastic
 from tests.wires import AloneWire, LostWork, ReadyWork
 
 GRADS = {"a": torch.ones(4), "b": torch.full((4,), 2.0), "c": torch.full((4,), 3.0)}
+COMPRESSED = fnddp.parse("error_feedback(powersgd(bf16(allreduce), rank=1))")
 OUT_OF_STEP = r"an earlier step failed on this rank \(.*desynchronized"
 
 
@@ -98,7 +99,7 @@ class LosingWire(AloneWire):
 
     def start(self, *given: Any, **options: Any) -> ReadyWork:
         work = super().start(*given, **options)
-        return LostWork() if self.loses == "collective" else work
+        return LostWork(self.loses) if self.loses in ("collective", "silently") else work
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, ReadyWork]:
         votes, work = super().vote(flags, group)
@@ -109,6 +110,7 @@ class LosingWire(AloneWire):
     ("sync", "loses", "weight"),
     [
         (allreduce, "collective", None),
+        (allreduce, "silently", None),
         (allreduce, "vote", None),
         (fp16(allreduce, check=True), "vote", None),
         (allreduce, "vote", 2.0),
@@ -121,8 +123,9 @@ def test_after_a_collective_that_failed_a_rank_goes_no_further(sync, loses, weig
     for _ in range(2):
         step(GRADS, (), weight=weight)
     wire.loses = loses
-    why = "could not exchange their weights: " if weight else ""
-    with pytest.raises(CollectiveError, match=f"{why}.*connection closed.*Another rank"):
+    why = "could not exchange their weights: .*" if weight else ""
+    lost = "returned False" if loses == "silently" else "connection closed.*Another rank"
+    with pytest.raises(CollectiveError, match=f"{why}{lost}"):
         step(GRADS, (), weight=weight)
     wire.loses = ""
     with pytest.raises(RuntimeError, match=OUT_OF_STEP):
@@ -239,36 +242,103 @@ def test_a_step_that_began_later_sends_nothing_before_the_other_is_over():
 # What it computes in
 
 
-def test_of_buffers_that_somebody_holds_there_is_another():
-    (collective,) = lower(allreduce, GRADS, world_size=2).collectives
-    memory = Memory()
-    pool = memory.pool(collective, views_apart=False)
-    first = pool.take()
-    assert memory.pool(collective, views_apart=False).take() is first
-    held = first.receive[1:]
-    second = pool.take()
-    assert second is not first
-    del held
-    held = second.receive[1:]
-    assert pool.take() is first  # a caller that holds each mean for a step needs two
-    holds = [held, first.receive[1:]]
-    assert pool.take() not in (first, second)
-    holds.clear()
-    del held
-    assert pool.take() is second  # and no more than two are kept
-    memory.clear()
-    assert memory.pool(collective, views_apart=False).take() not in (first, second)
+@pytest.mark.parametrize("text", ["allreduce", "powersgd(allreduce, min_compression_rate=0)"])
+def test_of_memory_that_somebody_holds_there_is_another(text):
+    step, held = fnddp.jit(fnddp.parse(text), wire=AloneWire()), []
+    grads = {"w": torch.ones(6, 5)}
+    state = step.init(grads)
+
+    def where(*, holds: bool) -> int:
+        nonlocal state
+        mean, state = step(grads, state)
+        part = mean["w"][1:]
+        held.extend([part] * holds)
+        return part.untyped_storage().data_ptr()
+
+    first, second = where(holds=True), where(holds=True)
+    assert first != second
+    del held[0]
+    assert where(holds=True) == first  # a caller that holds each mean for a step needs two
+    assert where(holds=False) not in (first, second)
 
 
-def test_of_a_mean_that_somebody_holds_there_is_another():
-    memory, leaf = Memory(), LeafSpec.of(torch.empty(3, 2))
-    mean = memory.take_mean("a", leaf)
-    where, held = mean.data_ptr(), mean[1:]
-    memory.give_mean("a", mean)
-    del mean
-    assert memory.take_mean("a", leaf).data_ptr() != where
-    del held
-    assert memory.take_mean("a", leaf).data_ptr() == where
+class Held:
+    def __init__(self) -> None:
+        self.kept = []
+
+    def keep(self, memory):
+        self.kept.append((memory, np.array(np.from_dlpack(memory))))
+        return memory
+
+    def require_unchanged(self, count: int) -> None:
+        assert len(self.kept) == count
+        assert all(np.array_equal(np.from_dlpack(memory), before) for memory, before in self.kept)
+
+
+# What becomes of a gradient in the backward of a function of the user's.
+GIVEN = {
+    "numpy's": lambda grad, held: torch.from_numpy(held.keep(grad.numpy().copy())),
+    "a buffer of Python's": lambda grad, held: torch.frombuffer(
+        held.keep(np.frombuffer(bytearray(grad.numpy().tobytes()), np.float32)), dtype=torch.float32
+    ).view(grad.shape),
+    "given away by DLPack": lambda grad, held: torch.from_dlpack(held.keep(np.from_dlpack(grad.clone()))),
+    "a tensor": lambda grad, held: held.keep(grad.clone()),
+}
+
+
+class Gives(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, give, held):
+        ctx.give, ctx.held = give, held
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.give(grad, ctx.held), None, None
+
+
+def products(params: dict[str, Tensor], x: Tensor, name: str, held: Held) -> Tensor:
+    return (Gives.apply(params["w"], GIVEN[name], held) * x).sum()
+
+
+def held_model() -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(16, 16, bias=False), sync=COMPRESSED, wire=AloneWire())
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_function_of_the_users_holds_the_gradient_that_it_gives(name):
+    held, model, w = Held(), held_model(), {"w": torch.ones(16, 16)}
+    model.module.forward = lambda x: products({"w": model.module.weight}, x, name, held)
+    step, state = fnddp.value_and_grad(products, COMPRESSED, wire=AloneWire()), COMPRESSED.init(w)
+    for number in range(3):
+        model.zero_grad()
+        model(torch.randn(16, 16)).backward()
+        held.require_unchanged(2 * number + 1)
+        _, _, state = step(w, state, torch.randn(16, 16), name, held)
+        held.require_unchanged(2 * number + 2)
+
+
+@pytest.mark.parametrize("give", [torch.Tensor.numpy, np.from_dlpack, torch.Tensor.contiguous])
+def test_a_hook_of_the_users_holds_the_accumulated_gradient(give):
+    held, model = Held(), nn.Linear(16, 16, bias=False)
+
+    def hook(w: Tensor) -> None:
+        held.keep(give(w.grad))
+
+    model.weight.register_post_accumulate_grad_hook(hook)
+    model = DistributedDataParallel(model, sync=COMPRESSED, wire=AloneWire())
+    for number in range(3):
+        model.zero_grad()
+        model(torch.randn(16, 16)).sum().backward()
+        held.require_unchanged(number + 1)
+
+
+def test_a_state_in_memory_of_numpys_is_copied():
+    held, model = Held(), held_model()
+    model.sync_state = tree.map_tensors(lambda part: torch.from_numpy(held.keep(part.numpy().copy())), model.sync_state)
+    for _ in range(3):
+        model(torch.randn(16, 16)).sum().backward()
+        held.require_unchanged(2)
 
 
 # Ranks that come and go

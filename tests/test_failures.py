@@ -4,10 +4,13 @@ No test measures time. Where ranks are to give up after the process group's time
 with a short one, and a test whose ranks wait for longer than `DEADLINE` fails with the traces of all of them.
 """
 
+import operator
 import os
+import re
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,14 +20,13 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
-from fnddp.laws import bits, gather
+from fnddp.laws import bits
 from fnddp.simulate.ranks import RankFailed
 from fnddp.wire.protocol import CollectiveError
+from tests.models import COMPRESSED, Hooked, assert_equal_on_ranks, batch, grads_of, loss_of, make_model
 from tests.ranks import on_ranks
-from tests.test_register import Hooked, batch, loss_of, make_model
 
 PLAIN = "allreduce"
-COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 CHECKED = "fp16(allreduce, check=True)"  # cannot be lowered
 CHECKED_FACTORS = "error_feedback(powersgd(fp16(allreduce, check=True), rank=2))"
 
@@ -33,12 +35,8 @@ DEADLINE = 60  # seconds, of a test: the default group's timeout in the pool, an
 LAYERS = ("0.",)  # those that a gradient reaches after the hook
 
 
-class Trouble(Exception):
-    pass
-
-
 def fails(grad: Tensor) -> Tensor:
-    raise Trouble("in my backward")
+    raise ZeroDivisionError("in my backward")
 
 
 def dies(grad: Tensor) -> Tensor:
@@ -46,16 +44,7 @@ def dies(grad: Tensor) -> Tensor:
     return grad
 
 
-def not_a_number(grad: Tensor) -> Tensor:
-    return grad * float("nan")
-
-
-def infinite(grad: Tensor) -> Tensor:
-    return grad * float("inf")
-
-
-def huge(grad: Tensor) -> Tensor:
-    return grad * 1e9
+not_a_number, infinite, huge = (partial(operator.mul, factor) for factor in (float("nan"), float("inf"), 1e9))
 
 
 class Training:
@@ -86,11 +75,6 @@ def short_group() -> dist.ProcessGroup:
     return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=TIMEOUT))
 
 
-def require_same_on_all_ranks(value: Any) -> None:
-    everyone = gather(value)
-    assert all(other == everyone[0] for other in everyone)
-
-
 def require_given_up(training: Training, rank: int, error: Exception | None, before: Any) -> None:
     """A step in which another rank was missed has left nothing, and the module does not go on."""
     assert isinstance(error, CollectiveError), repr(error)
@@ -107,47 +91,28 @@ def require_refused(training: Training, rank: int) -> None:
 # Ranks that differ
 
 
-DIFFERENCES = {  # more are in test_agreement
-    "leaf '4.weight'": ("float32[4, 64] on cpu", "float32[5, 64] on cpu"),
-    "pipeline": (COMPRESSED, "bf16(allreduce)"),
-}
-
-
-def check_difference(rank: int, about: str) -> str:
-    is_odd, model = rank == dist.get_world_size() - 1, make_model()
-    if is_odd and about != "pipeline":
+@on_ranks(2, seconds=DEADLINE)
+def test_ranks_that_differ(rank: int) -> None:
+    """In a shape. More differences are in test_agreement."""
+    model = make_model()
+    if rank == 1:
         model[4] = nn.Linear(64, 5)
-    sync = fnddp.parse(DIFFERENCES["pipeline"][is_odd and about == "pipeline"])
     before = bits(list(model.parameters()))
-    with pytest.raises(RankMismatchError) as caught:
-        fnddp.DistributedDataParallel(model, sync=sync)
+    message = "leaf '4.weight': rank 0: float32[4, 64] on cpu; rank 1: float32[5, 64] on cpu"
+    with pytest.raises(RankMismatchError, match=re.escape(f"ranks disagree about {message}")):
+        fnddp.DistributedDataParallel(model)
     assert bits(list(model.parameters())) == before
     good = fnddp.DistributedDataParallel(make_model())  # nothing is left behind
     loss_of(good(batch(rank, 0))).backward()
-    require_same_on_all_ranks(bits([p.grad for p in good.parameters()]))
-    return str(caught.value)
+    assert_equal_on_ranks(grads_of(good))
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("about", DIFFERENCES)
-def test_ranks_that_differ(gloo, about, n):
-    theirs, odd = DIFFERENCES[about]
-    others = "rank 0" if n == 2 else "ranks 0, 1"
-    want = f"ranks disagree about {about}: {others}: {theirs}; rank {n - 1}: {odd}"
-    assert gloo(n, check_difference, about, timeout=DEADLINE) == [want] * n
-
-
-def check_nothing_to_train(rank: int) -> str:
-    with pytest.raises((RankMismatchError, RuntimeError)) as caught:
+@on_ranks(2, seconds=DEADLINE)
+def test_a_rank_whose_arguments_are_refused(rank: int) -> None:
+    refusal = "DistributedDataParallel: no parameter of the module requires a gradient"
+    match = refusal if rank == 1 else f"rank 1: set-up in its place, failed with RuntimeError: {refusal}"
+    with pytest.raises(RuntimeError if rank == 1 else RankMismatchError, match=match):
         fnddp.DistributedDataParallel(make_model().requires_grad_(rank != 1))
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_a_rank_whose_arguments_are_refused(gloo):
-    other, refused = gloo(2, check_nothing_to_train, timeout=DEADLINE)
-    assert refused.startswith("RuntimeError: DistributedDataParallel: no parameter of the module requires a gradient")
-    assert other.startswith("RankMismatchError: ")
-    assert "rank 1: set-up in its place, failed with RuntimeError: DistributedDataParallel: no parameter" in other
 
 
 @on_ranks(2, seconds=DEADLINE)
@@ -160,7 +125,7 @@ def test_ranks_that_set_another_pipeline_each(rank: int) -> None:
     assert repr(training.model.sync) == COMPRESSED
     assert training.all == before
     assert training.step(batch(rank, 1)) is None
-    require_same_on_all_ranks(training.parameters)
+    assert_equal_on_ranks(training.parameters)
 
 
 # Ranks that fail and go on
@@ -179,7 +144,7 @@ def expected_error(rank: int, troubles: dict[int, Any]) -> Any:
         return type(None)
     if fails not in troubles.values():
         return FloatingPointError
-    return Trouble if rank in troubles else StepFailedError
+    return ZeroDivisionError if rank in troubles else StepFailedError
 
 
 def check_recovery(rank: int, text: str, schedule: dict[int, dict[int, Any]]) -> None:
@@ -193,7 +158,7 @@ def check_recovery(rank: int, text: str, schedule: dict[int, dict[int, Any]]) ->
             assert str(error).startswith("; ".join(names) + ". State and parameters are unchanged on all ranks")
         assert (training.all == before) == bool(troubles), f"step {step}"
         seen.append(training.parameters)
-    require_same_on_all_ranks(seen)  # after each step; not in between, where a rank that failed keeps others waiting
+    assert_equal_on_ranks(seen)  # after each step; not in between, where a rank that failed keeps others waiting
     straight = Training(text)
     for step in range(STEPS):
         if step not in schedule:
@@ -227,7 +192,7 @@ def skipped_step(training: Training, x: Tensor, how: str) -> None:
     elif how == "loss":
         output = training.model(x) + 0
         output.register_hook(fails)
-        with pytest.raises(Trouble, match="in my backward"):  # before it has reached the module
+        with pytest.raises(ZeroDivisionError, match="in my backward"):  # before it has reached the module
             loss_of(output).backward()
     else:
         training.model(x)
@@ -246,7 +211,7 @@ def check_one_step_behind(rank: int, text: str, how: str) -> None:
     else:
         before = training.all
         require_given_up(training, rank, training.step(batch(rank, 4)), before)
-    require_same_on_all_ranks(training.parameters)
+    assert_equal_on_ranks(training.parameters)
     for step in (0, 1, 3, 4) if rank == 1 else range(4):
         assert straight.step(batch(rank, step)) is None
     assert training.all == straight.all
@@ -297,12 +262,12 @@ def check_missed(rank: int, text: str, step: int, how: str) -> None:
     if rank != 1 or how == "fails":
         dist.barrier()
     if rank == 1 and how == "fails":
-        assert isinstance(error, Trouble)
+        assert isinstance(error, ZeroDivisionError)
         assert training.all == before
         require_refused(training, rank)
     else:
         require_given_up(training, rank, error, before)
-    require_same_on_all_ranks(training.parameters)
+    assert_equal_on_ranks(training.parameters)
 
 
 @pytest.mark.thorough
@@ -370,7 +335,7 @@ def check_not_finite(rank: int, text: str, poison: Any, forgets: bool) -> None:
             before = training.model.sync_state
             loss_of(training.model(batch(rank, step), poison if (rank, step) == (1, 2) else None)).backward()
             grads = {name: p.grad for name, p in training.model.module.layers.named_parameters()}
-            require_same_on_all_ranks(bits(grads))
+            assert_equal_on_ranks(grads)
             finite = [name for name, grad in grads.items() if grad.isfinite().all()]
             if step == 2:
                 assert finite == [name for name in grads if not name.startswith(LAYERS)]

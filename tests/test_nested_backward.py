@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,16 +46,6 @@ class Remembers(Recomputes):
         for part in (0.25, 0.75):
             torch.autograd.backward(ctx.y, grad * part, retain_graph=True)
         return None, ctx.x.grad
-
-
-class Asks(Remembers):
-    """One that asks for gradients instead of accumulating them, and accumulates those of its parameter by itself."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        grads = torch.autograd.grad(ctx.y, [ctx.x, *ctx.parameters], grad)
-        torch.autograd.backward(ctx.parameters, grads[1:])
-        return None, grads[0]
 
 
 class Product:
@@ -101,7 +90,7 @@ def of_a_parameter(p, x, function):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("function", [Recomputes, Remembers, Asks, Writes])
+@pytest.mark.parametrize("function", [Recomputes, Remembers, Writes])
 def test_value_and_grad_refuses_gradients_that_a_function_makes_in_its_own_backward(rank, function):
     sync = error_feedback(fp16(allreduce))
     p = {name: torch.ones(2) for name in "wv"}
@@ -213,17 +202,6 @@ def test_a_reentrant_checkpoint_that_would_be_computed_with_other_parameters_is_
         torch.func.functional_call(model, stand_ins, (batch(rank), "i"))
     model(batch(rank), "i").backward()
     assert model.module.w.grad.tolist() == [1.0, 1.5]
-
-
-@on_ranks(2)
-def test_a_registered_model_is_right_with_a_reentrant_checkpoint(rank):
-    model = nn.parallel.DistributedDataParallel(Module(None))
-    fnddp.register(model, error_feedback(fp16(allreduce)))
-    for number in (1, 2):
-        model.zero_grad()
-        model(batch(rank * number), "i").backward()
-        assert model.module.w.grad.tolist() == expected(batch(number / 2), Torchs, "i")
-    dist.barrier()
 
 
 def test_what_a_batch_of_the_callers_was_made_of_is_left_alone():

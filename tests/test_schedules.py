@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fnddp
 from fnddp import allgather, allreduce, delayed, error_feedback, every, fp16, measure, skip_nonfinite, topk
 from fnddp.laws import bits, gather
+from tests.models import Parts, batch, loss_of, make_model
 from tests.ranks import on_ranks
 from tests.test_passes import Applied
-from tests.test_register import Branches, batch, loss_of, make_model
 
 # A leaf without an update, in the adapters (see also test_adapters.py)
 
@@ -42,17 +42,18 @@ def test_adam_does_not_move_what_has_no_update(rank: int, option: str | None) ->
 
 @on_ranks(2)
 def test_unused_leaves_keep_what_they_have_and_what_cannot_return_none_refuses(rank: int) -> None:
-    model = fnddp.DistributedDataParallel(Branches(), sync=every(2, allreduce))
+    model = fnddp.DistributedDataParallel(Parts(), sync=every(2, allreduce))
+    use = "ab" if rank == 0 else "a"
     params = {name: p.detach() for name, p in model.named_parameters()}
     with pytest.raises(RuntimeError, match=r"torch.autograd.grad cannot express that; use backward\(\)"):
-        torch.autograd.grad(loss_of(model(batch(rank, 0), rank)), list(model.module.used.parameters()))
+        torch.autograd.grad(loss_of(model(batch(rank, 0), use)), list(model.module.a.parameters()))
     with pytest.raises(RuntimeError, match=r"torch.func.* cannot express that"):
-        torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (batch(rank, 0), rank))))(params)
-    model.module.never.weight.grad = kept = torch.ones(8, 16)
+        torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (batch(rank, 0), use))))(params)
+    model.module.c.weight.grad = kept = torch.ones(8, 16)
     for step in range(4):
-        loss_of(model(batch(rank, step), rank)).backward()
-        assert model.module.never.weight.grad is kept
-        others = [p for name, p in model.module.named_parameters() if not name.startswith("never")]
+        loss_of(model(batch(rank, step), use)).backward()
+        assert model.module.c.weight.grad is kept
+        others = [p for name, p in model.module.named_parameters() if not name.startswith("c")]
         assert [p.grad is None for p in others] == [step % 2 == 0] * len(others)
 
 

@@ -1,8 +1,9 @@
-"""Numbers of steps: what they count, that they are of the last step, and that writers get them. No time is asserted."""
+"""What is told of steps: `sync_stats`, and FNDDP_DEBUG, which change nothing. No time is asserted."""
 
 import math
-from pathlib import Path
+import re
 from typing import Any
+from unittest.mock import call, create_autospec
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd, skip_nonfinite
+from fnddp.laws import bits
+from fnddp.show import trace
 from fnddp.show.beside import STEP, beside
 from fnddp.simulate.ranks import run_threads
 from tests.ranks import on_ranks
@@ -19,12 +22,8 @@ SYNC = error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=1))
 TIMES = ("encode_seconds", "decode_seconds", "exposed_seconds")
 
 
-def wrapped(rank: int, sync: fnddp.Sync) -> fnddp.DistributedDataParallel:
-    model, generator = nn.Linear(24, 16), torch.Generator().manual_seed(rank)  # threads share the global one
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-0.2, 0.2, generator=generator)
-    return fnddp.DistributedDataParallel(model, sync=sync)
+def wrapped(sync: fnddp.Sync) -> fnddp.DistributedDataParallel:
+    return fnddp.DistributedDataParallel(nn.Linear(24, 16), sync=sync)
 
 
 def backward(model: nn.Module, scale: float = 1.0) -> None:
@@ -35,7 +34,7 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
 @on_ranks(2)
 def test_steps_are_counted_and_measured(rank: int, kind: str) -> None:
     if kind == "module":
-        model: Any = wrapped(rank, SYNC)
+        model: Any = wrapped(SYNC)
         has: Any = model
     else:
         model = nn.parallel.DistributedDataParallel(nn.Linear(24, 16))
@@ -58,65 +57,113 @@ def test_steps_are_counted_and_measured(rank: int, kind: str) -> None:
 
 @on_ranks(2)
 def test_steps_that_fail_and_steps_that_are_withheld(rank: int) -> None:
-    model = wrapped(rank, skip_nonfinite(fp16(allreduce)))
+    model = wrapped(skip_nonfinite(fp16(allreduce)))
     backward(model)
     backward(model, math.inf if rank == 1 else 1.0)
     model.zero_grad()
     assert model.sync_stats()["skipped_steps"] == 1
-
-    def fail(grad: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError("of this rank")
-
-    hook = model.module.weight.register_hook(fail) if rank == 0 else None
-    with pytest.raises(ZeroDivisionError if rank == 0 else fnddp.StepFailedError):
+    hook = model.module.weight.register_hook(lambda grad: grad if rank else 1 / 0)
+    with pytest.raises(fnddp.StepFailedError if rank else ZeroDivisionError):
         backward(model)
-    if hook is not None:
-        hook.remove()
+    hook.remove()
     backward(model)
     stats = model.sync_stats()
     assert (stats["steps"], stats["failed_steps"], stats["skipped_steps"]) == (3, 1, 1)
 
 
-def test_measuring_changes_no_number() -> None:
-    def train(rank: int, measured: bool) -> list[torch.Tensor]:
-        model = wrapped(rank, SYNC)
-        if measured:
-            model.sync_stats()
-        for _ in range(3):
-            backward(model)
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-    for mine, theirs in zip(run_threads(2, train, False), run_threads(2, train, True), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-class Scalars(dict[str, tuple[float, int]]):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
-        assert global_step is not None
-        self[tag] = scalar_value, global_step
-
-
-def test_a_writer_gets_what_is_known() -> None:
-    model = wrapped(0, SYNC)
-    backward(model)
-    writer = Scalars()
-    stats = fnddp.log_sync_stats(writer, model, step=7, prefix="sync/")
-    assert writer == {f"sync/{name}": (value, 7) for name, value in stats.items() if value is not None}
-    assert "sync/residual_norm" in writer
-    assert "sync/encode_seconds" not in writer
-
-
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_gets_what_is_known() -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard")
-    model = wrapped(0, SYNC)
+    model, writer = wrapped(SYNC), create_autospec(tensorboard.SummaryWriter, instance=True)
     backward(model)
-    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
-        fnddp.log_sync_stats(writer, model)
-    (file,) = tmp_path.iterdir()
-    assert b"fnddp/residual_norm" in file.read_bytes()
+    stats = fnddp.log_sync_stats(writer, model, step=7, prefix="sync/")
+    known = {name: value for name, value in stats.items() if value is not None}
+    assert writer.add_scalar.mock_calls == [call(f"sync/{name}", value, 7) for name, value in known.items()]
+    assert "residual_norm" in known
+    assert "encode_seconds" not in known
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match=f"has no range '{STEP}'"):
         beside('{"traceEvents": []}', '{"traceEvents": []}')
     assert not dist.is_initialized()
+
+
+# FNDDP_DEBUG
+
+
+def exchanges(rank: int, steps: int = 3) -> list[Any]:
+    step, generator = fnddp.jit(SYNC), torch.Generator().manual_seed(rank)
+    grads = {"w": torch.randn(24, 32, generator=generator), "b": torch.randn(32, generator=generator)}
+    state, means = step.init(grads), []
+    for _ in range(steps):
+        mean, state = step(grads, state)
+        means.append(mean)
+    return bits([means, state])
+
+
+@pytest.fixture
+def level(monkeypatch: pytest.MonkeyPatch):
+    return lambda value: monkeypatch.setenv("FNDDP_DEBUG", value)
+
+
+def test_each_plan_is_printed_once_on_the_first_rank(level, capfd):
+    level("1")
+    run_threads(2, exchanges)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count(f"{SYNC!r}\n") == err.count("on the wire: ") == 1
+    assert "fnddp: step" not in err
+
+
+def test_steps_are_timed_on_the_first_rank(level, capfd, monkeypatch):
+    level("2")
+    monkeypatch.setattr(trace, "FIRST", 1)
+    monkeypatch.setattr(trace, "EVERY", 2)
+    run_threads(2, exchanges, 4)
+    err = capfd.readouterr().err
+    assert re.findall(r"fnddp: step (\d+) of this plan", err) == ["1", "2", "4"]
+    assert err.count("exposed tail") == 3
+    table = [line for line in err.splitlines() if line.startswith(("c0 ", "c1 ")) or "compute before" in line]
+    assert len(table) == 3 * 3
+    assert all(len(set(map(len, table[i : i + 3]))) == 1 for i in (0, 3, 6))
+
+
+def test_profiler_ranges(level, capfd):
+    level("2")
+
+    def body(rank: int) -> set[str]:
+        if rank > 0:
+            exchanges(rank, 1)
+            return set()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+            exchanges(rank, 1)
+        return {event.name for event in profile.events() if event.name.startswith("fnddp ")}
+
+    found = run_threads(2, body)[0]
+    assert {"fnddp c0 launch", "fnddp c0 wait", "fnddp c1 launch", "fnddp c1 wait"} <= found
+    assert {"fnddp slot 0 encode", "fnddp slot 1 encode", "fnddp slot 2 decode"} <= found
+
+
+def test_numbers_are_the_same(level, capfd):
+    level("0")
+    want = run_threads(2, exchanges)
+    assert capfd.readouterr() == ("", "")
+    for value in ("1", "2"):
+        level(value)
+        assert run_threads(2, exchanges) == want
+
+
+def test_it_is_read_when_an_engine_is_made(level, capfd):
+    step = fnddp.jit(SYNC)
+    for value, leaves, is_printed in (("0", 8, False), ("2", 8, False), ("2", 4, True)):
+        level(value)
+        grads = {"w": torch.ones(leaves, leaves)}
+        step(grads, step.init(grads))
+        assert ("slot 0" in capfd.readouterr().err) == is_printed
+
+
+def test_an_unknown_level_is_an_error(level):
+    level("verbose")
+    step, grads = fnddp.jit(SYNC), {"w": torch.ones(8, 8)}
+    with pytest.raises(ValueError, match="FNDDP_DEBUG must be 0, 1 .* got 'verbose'"):
+        step(grads, step.init(grads))

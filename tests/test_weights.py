@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fnddp
-from fnddp import DistributedDataParallel, StepFailedError, allreduce, fp16, laws
-from fnddp.laws import law_11_weighted_is_pooled
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp import DistributedDataParallel, StepFailedError, allreduce, fp16
+from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.weights import scale_of
 from tests.ranks import on_ranks
@@ -78,6 +77,11 @@ def test_a_block_is_for_each_step_that_begins_or_whose_forward_runs_in_it(rank: 
         model.zero_grad()
         loss(model, rank).backward()
     assert grad(model) == pytest.approx(weighted(n))
+    model.zero_grad()
+    made = loss(model, rank) + loss(model, rank)
+    with model.weight(rank + 1):  # the backward's own is for all forwards outside of blocks
+        made.backward()
+    assert grad(model) == pytest.approx(2 * weighted(n))
     require_steps(model, rank)
 
 
@@ -163,7 +167,21 @@ def test_parts_that_are_wrapped_have_a_weight_of_their_own(rank: int, alone: boo
         model.zero_grad()
 
 
+TWO: dict[str, tuple[int | None, int | None]] = {  # the weights of the forwards of a backward
+    "two": (3, 5),
+    "one, then another": (None, 3),
+    "one, then none": (3, None),
+}
+
+
 def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
+    if misuse in TWO:
+        made = []
+        for weight in TWO[misuse]:
+            with nullcontext() if weight is None else model.weight(weight):
+                made.append(loss(model, rank))
+        sum(made).backward()
+        return
     with model.weight(rank + 1):
         if misuse == "no_sync":
             with model.no_sync():
@@ -177,6 +195,10 @@ def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
         elif misuse == "raises":
             loss(model, rank)
             raise ZeroDivisionError("no data")
+        elif misuse == "raises in backward":
+            made = loss(model, rank)
+            made.register_hook(lambda _: 1 / 0)
+            made.backward()
 
 
 def raises(of_this_rank: bool, error: type[Exception], match: str, told: str = "") -> Any:
@@ -185,82 +207,49 @@ def raises(of_this_rank: bool, error: type[Exception], match: str, told: str = "
 
 
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("misuse", ["no_sync", "nothing", "no_grad", "nested", "raises"])
+@pytest.mark.parametrize("misuse", ["no_sync", "nothing", "no_grad", "nested", "raises", "raises in backward", *TWO])
 @on_ranks(2)
-def test_a_weight_for_no_step_is_an_error_on_all_ranks(rank: int, misuse: str, alone: bool) -> None:
+def test_a_weight_that_is_misused_is_an_error_on_all_ranks(rank: int, misuse: str, alone: bool) -> None:
     model = wrapped()
     error, match = {
         "nested": (RuntimeError, f"the weight 7 is given within a block of the weight {rank + 1}"),
         "raises": (ZeroDivisionError, "no data"),
+        "raises in backward": (ZeroDivisionError, ""),
+        **dict.fromkeys(TWO, (RuntimeError, "a backward was given the weights? ")),
     }.get(misuse, (RuntimeError, f"the weight {rank + 1} was given for nothing"))
-    told = "rank 1 failed with (RuntimeError: .*weight|ZeroDivisionError)"
-    for _ in range(2):  # in the second round steps begin with an exchange of weights
+    told = "rank 1 failed with (RuntimeError: .*weight|ZeroDivisionError|RuntimeError: its backward did not finish)"
+    for _ in range(1 if misuse in TWO else 2):  # in the second round steps begin with an exchange of weights
         before, does = model.sync_stats()["failed_steps"], rank == 1 or not alone
-        with raises(does, error, match, told):
+        with raises(does, error, match, told), model.weight(3) if misuse in TWO and not does else nullcontext():
             misused(model, rank, misuse) if does else loss(model, rank).backward()
         assert model.sync_stats()["failed_steps"] == before + 1
         require_steps(model, rank)
 
 
 @pytest.mark.parametrize("text", PIPELINES)
-@on_ranks(2, 3)
-def test_a_rank_that_alone_gives_a_weight_is_an_error_on_all(rank: int, text: str) -> None:
-    last = torch.distributed.get_world_size() - 1
-    model, step = wrapped(text), fnddp.jit(fnddp.parse(text))
-    match = f"rank {last} gave 3, and .*rank 0 gave none"
-    for _ in range(2):  # in the second round steps begin with an exchange of weights
-        model.zero_grad()
-        with pytest.raises(ValueError, match=match), model.weight(3) if rank == last else nullcontext():
-            loss(model, rank).backward()
-        require_steps(model, rank)
-        grads = {"w": torch.full((2,), rank + 1.0)}
-        with pytest.raises(ValueError, match=match):
-            step(grads, (), weight=3 if rank == last else None)
-        mean, _ = step(grads, ())
-        assert mean["w"].tolist() == pytest.approx([1 + last / 2] * 2, rel=HALF)
-        mean, _ = step(grads, (), weight=rank + 1)
-        assert mean["w"].tolist() == pytest.approx([weighted(last + 1)] * 2, rel=HALF)
-
-
-@pytest.mark.parametrize("text", PIPELINES)
 @on_ranks(2)
-def test_what_is_no_weight_on_one_rank_is_named_on_all(rank: int, text: str) -> None:
-    for given, shown in INVALID:
-        model, step = wrapped(text), fnddp.jit(fnddp.parse(text))
-        match = rf"weight: must be a number, finite and not negative, but rank 1 gave {shown}"
+def test_a_weight_that_is_none_or_that_one_rank_alone_gives_is_an_error_on_all(rank: int, text: str) -> None:
+    nobody = object()
+    for given, others, match in [
+        (3, nobody, "rank 1 gave 3, and .*rank 0 gave none"),
+        *((bad, 1, f"must be a number, finite and not negative, but rank 1 gave {shown}") for bad, shown in INVALID),
+    ]:
+        model, step, weight = wrapped(text), fnddp.jit(fnddp.parse(text)), given if rank else others
         for _ in range(2):  # in the second round steps begin with an exchange of weights
             model.zero_grad()
-            with pytest.raises(ValueError, match=match), model.weight(given if rank else 1):
+            with pytest.raises(ValueError, match=match), nullcontext() if weight is nobody else model.weight(weight):
                 loss(model, rank).backward()
             require_steps(model, rank)
             if given is None:  # jit takes that for no weight
                 continue
             grads = {"w": torch.full((2,), rank + 1.0)}
-            for run in (step, step.sync):
+            for run in (step, step.sync) if others is not nobody else (step,):
                 with pytest.raises(ValueError, match=match):
-                    run(grads, (), weight=given if rank else 1)
+                    run(grads, (), weight=None if weight is nobody else weight)
                 mean, _ = run(grads, (), weight=torch.tensor([rank + 1]))
                 assert mean["w"].tolist() == pytest.approx([weighted(2)] * 2, rel=HALF)
-
-
-@pytest.mark.parametrize("weights", [(3, 5), (None, 3), (3, None)])
-@pytest.mark.parametrize("alone", [True, False])
-@on_ranks(2)
-def test_a_backward_through_forwards_of_two_weights_is_an_error_on_all_ranks(
-    rank: int, weights: tuple[int | None, int | None], alone: bool
-) -> None:
-    model, does = wrapped(), rank == 1 or not alone
-    made = []
-    for weight in weights if does else (3, 3):
-        with nullcontext() if weight is None else model.weight(weight):
-            made.append(loss(model, rank))
-    told = "rank 1 failed with RuntimeError: .* was given the weight"
-    with raises(does, RuntimeError, "a backward was given the weights? ", told):
-        sum(made).backward()
-    require_steps(model, rank)
-    with model.weight(rank + 1):  # the backward's own is for all forwards outside of blocks
-        (loss(model, rank) + loss(model, rank)).backward()
-    require_steps(model, rank)
+                if run is step:
+                    assert run(grads, ())[0]["w"].tolist() == pytest.approx([1.5] * 2, rel=HALF)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -276,19 +265,6 @@ def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int,
     model.zero_grad()
     loss(model, rank).backward()
     assert grad(model) == 3
-
-
-@on_ranks(2)
-def test_a_rank_that_fails_on_its_own_names_its_error_where_weights_are_exchanged_first(rank: int) -> None:
-    model = wrapped()
-    require_steps(model, rank)
-    model.zero_grad()
-    made = loss(model, rank)
-    if rank:
-        made.register_hook(lambda _: 1 / 0)
-    with raises(rank == 1, ZeroDivisionError, "", "rank 1 failed with"), model.weight(1 + rank):
-        made.backward()
-    require_steps(model, rank)
 
 
 class Voting(C10d):
@@ -379,26 +355,6 @@ def test_what_knows_no_weights_says_so(text, grads, match):
             fnddp.jit(sync)(grads, sync.init(grads), weight=2.0)
 
 
-def test_law_11_finds_a_pipeline_that_forgets_weights():
-    @fnddp.transform
-    class normed(fnddp.Sync):
-        """Scales each gradient to length 1, and so forgets how often it counts."""
-
-        inner: fnddp.Sync
-
-        def init(self, grads):
-            return self.inner.init(grads)
-
-        def exchange(self, leaves, state):
-            return self.inner.exchange({path: x / (x.norm() + 1e-6) for path, x in leaves.items()}, state)
-
-        def __call__(self, grads, state, *, weight=None):
-            return super().__call__(grads, state)
-
-    with pytest.raises((laws.LawError, RankFailed), match=r"law 11|weight"):
-        run_threads(2, law_11_weighted_is_pooled, normed(allreduce), laws.model)
-
-
 EXPERTS = "error_feedback(partition({'expert': none, '*': fp16(allreduce)}))"
 
 
@@ -418,11 +374,6 @@ def check_experts(rank: int) -> None:
 
 def test_a_weight_leaves_gradients_alone_that_are_not_reduced():
     run_threads(2, check_experts)
-    simulation = fnddp.simulate(fnddp.parse(EXPERTS), 2)
-    rows = {path: torch.tensor([[1.0], [2.0]]) for path in ("expert", "shared")}
-    done = simulation.exchange(simulation._weighted(rows, [1.0, 3.0]), simulation.init(rows))
-    assert done.sent["expert"].tolist() == [[1.0], [2.0]]
-    assert done.mean["shared"].tolist() == [1.75]
 
 
 @on_ranks(2)

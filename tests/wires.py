@@ -19,9 +19,14 @@ class ReadyWork:
 
 
 class LostWork(ReadyWork):
-    """What has lost a rank."""
+    """What has lost a rank, and says so with an error, or else returns False."""
+
+    def __init__(self, how: str = "") -> None:
+        self.how = how
 
     def wait(self) -> bool:
+        if self.how == "silently":
+            return False
         raise RuntimeError("connection closed")
 
 

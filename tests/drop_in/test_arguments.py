@@ -1,36 +1,42 @@
-"""The drop-in module takes torch's arguments, and they do what they do there."""
+"""Arguments of torch's class, and hooks of users, do what they do there."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import allreduce, fp16
 from fnddp.laws import bits
-from tests.drop_in.models import (
+from tests.models import (
+    COMPRESSED,
     SMALL,
     WITH_RESIDUAL,
     Parts,
     assert_equal_on_ranks,
     assert_same_grads,
     average,
+    batch,
     descend,
     grads_of,
+    loss_of,
+    make_model,
     normed,
+    since_213,
     step,
     steps_alike,
-    total,
 )
 from tests.ranks import on_ranks
-from tests.test_register import COMPRESSED, Branches, batch, make_model
 
 
 @pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.thorough)])
@@ -115,55 +121,35 @@ def test_parameters_to_delay_are_synchronized(rank: int) -> None:
     steps_alike(rank, ours, theirs)
 
 
-@pytest.mark.parametrize(("first", "then"), [("ab", "a"), ("ab", "abc"), ("abc", "c")])
+@pytest.mark.parametrize(
+    ("promise", "first", "then"),  # what each rank uses: the promises are about what no rank does
+    [
+        ("static_graph", ("ab", "ab"), ("a", "a")),
+        ("static_graph", ("ab", "a"), ("ab", "abc")),
+        ("static_graph", ("abc", "abc"), ("c", "c")),
+        ("skip_all_reduce_unused_params", ("ab", "a"), ("ab", "abc")),
+    ],
+)
 @on_ranks(2)
-def test_a_broken_promise_of_a_static_graph_fails_on_all_ranks_without_a_trace(
-    rank: int, first: str, then: str
+def test_a_broken_promise_fails_on_all_ranks_without_a_trace(
+    rank: int, promise: str, first: tuple[str, str], then: tuple[str, str]
 ) -> None:
-    model = DDP(Parts(), static_graph=True, sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
-    straight = DDP(Parts(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
-    steps_alike(rank, model, straight, at=range(2), use=[first])
-    before = bits(model.sync_state)
-    params = bits(list(model.parameters()))
-    model.zero_grad()
-    with pytest.raises(RuntimeError, match="not compatible with static_graph"):
-        total(model(batch(rank, 2), then)).backward()
-    assert "not compatible with static_graph" in model._get_ddp_logging_data()["error"]
-    assert grads_of(model) == [None] * 6
-    assert (bits(model.sync_state), bits(list(model.parameters()))) == (before, params)
-    steps_alike(rank, model, straight, at=[3], use=[first])
-    assert bits(model.sync_state) == bits(straight.sync_state)
-
-
-@on_ranks(2)
-def test_a_static_graph_may_differ_by_rank(rank: int) -> None:
-    """The promise is about what no rank uses: so it is kept here."""
-    ours, theirs = DDP(Branches(), static_graph=True), TorchDDP(Branches(), find_unused_parameters=True)
-    steps_alike(rank, ours, theirs, use=[rank])
-    assert ours.reducer._ddp_graph_static()
-
-
-@pytest.mark.parametrize("text", ["allreduce", WITH_RESIDUAL])
-@on_ranks(2)
-def test_what_is_skipped_is_not_sent_and_must_stay_unused(rank: int, text: str) -> None:
-    sync = fnddp.parse(text)
-    model, plain = DDP(Parts(), skip_all_reduce_unused_params=True, sync=sync), DDP(Parts(), sync=sync)
+    model, straight = (DDP(Parts(), sync=WITH_RESIDUAL, **SMALL, **options) for options in ({promise: True}, {}))
     sent: list[int] = []
     for i in range(3):
-        for each in (model, plain):
-            step(each, batch(rank, i), "ab" if rank == 0 else "a")
-        assert_same_grads(model, plain)
+        steps_alike(rank, model, straight, at=[i], use=[first[rank]])
         sent.append(model.plan.wire_bytes)
-    assert sent[0] == plain.plan.wire_bytes > sent[1] == sent[2]
-    before = bits(model.sync_state)
+    assert sent[0] == straight.plan.wire_bytes
+    assert (sent[1] < sent[0]) == (sent[2] < sent[0]) == (promise != "static_graph")  # what is skipped is not sent
+    before = bits([model.sync_state, list(model.parameters())])
     model.zero_grad()
-    with pytest.raises(RuntimeError, match=r"(?s)skip_all_reduce_unused_params.*c\.weight"):
-        total(model(batch(rank, 3), "abc" if rank == 1 else "ab")).backward()
+    with pytest.raises(RuntimeError, match=rf"(?s)not compatible with {promise} .*[bc]\.weight"):
+        loss_of(model(batch(rank, 3), then[rank])).backward()
+    assert f"not compatible with {promise}" in model._get_ddp_logging_data()["error"]
     assert grads_of(model) == [None] * 6
-    assert bits(model.sync_state) == before
-    for each in (model, plain):
-        step(each, batch(rank, 4), "ab")
-    assert_same_grads(model, plain)
+    assert bits([model.sync_state, list(model.parameters())]) == before
+    steps_alike(rank, model, straight, at=[4], use=[first[rank]])
+    assert bits(model.sync_state) == bits(straight.sync_state)
 
 
 @pytest.mark.parametrize(
@@ -176,30 +162,26 @@ def test_what_is_skipped_is_not_sent_and_must_stay_unused(rank: int, text: str) 
     ids=str,
 )
 @on_ranks(2)
-def test_mixed_precision_trains(rank: int, options: dict[str, Any], text: str, wire: torch.dtype) -> None:
+def test_mixed_precision(rank: int, options: dict[str, Any], text: str, wire: torch.dtype) -> None:
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, **options)
     given = fnddp.parse(text)
     model, plain = DDP(make_model(), mixed_precision=mixed, sync=given, **SMALL), make_model()
     sync = fnddp.cast(allreduce, wire) if text == "allreduce" else given
     state = sync.init(dict(plain.named_parameters()))
-    losses = []
     for _ in range(4):
         plain.zero_grad()
         rounded = {n: p.bfloat16() for n, p in plain.named_parameters()}
-        total(torch.func.functional_call(plain, rounded, (batch(rank, 0).bfloat16(),))).backward()
+        loss_of(torch.func.functional_call(plain, rounded, (batch(rank, 0).bfloat16(),))).backward()
         state = average(sync, plain.named_parameters(), state)
         model.zero_grad()
         output = model(batch(rank, 0))
         assert output.dtype == torch.bfloat16
-        loss = total(output)
-        loss.backward()
-        losses.append(loss.item())
+        loss_of(output).backward()
         assert {g.dtype for g in grads_of(model)} == {torch.float32}
         assert_same_grads(model, plain)
         for each in (model, plain):
             descend(each, 0.5)
     assert_equal_on_ranks(list(model.parameters()))
-    assert losses[-1] < losses[0]
     assert {collective.dtype for collective in model.plan.collectives} == {wire}
 
 
@@ -216,3 +198,87 @@ def test_mixed_precision_casts_buffers_and_may_not_contradict_the_pipeline():
     assert model.sync == before
     step(model, batch(0, 0))
     assert {g.dtype for g in grads_of(model)} == {torch.float32}
+
+
+def weighted_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    for grad, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        grad.mul_(2 if parameter.ndim == 2 else 4)
+        assert grad.shape == parameter.shape
+    return allreduce_hook(state, bucket)
+
+
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "fp16": (fp16_compress_hook, fp16_compress_hook),
+    "parameters": (weighted_hook, weighted_hook),
+    "partial": (partial(allreduce_hook), allreduce_hook),
+    "built in": (dist.BuiltinCommHookType.ALLREDUCE,) * 2,
+    "built in fp16": (dist.BuiltinCommHookType.FP16_COMPRESS,) * 2,
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(2)
+def test_hooks_do_what_they_do_in_torch(rank: int, name: str) -> None:
+    ours, theirs = DDP(make_model(), **SMALL), TorchDDP(make_model(), **SMALL)
+    for model, hook in zip((ours, theirs), HOOKS[name], strict=True):
+        if isinstance(hook, dist.BuiltinCommHookType):
+            model._register_builtin_comm_hook(hook)
+        else:
+            model.register_comm_hook(None, hook)
+            assert model is theirs or ours.sync == fnddp.from_hook(hook)
+    steps_alike(rank, ours, theirs, at=range(4))
+    if name != "partial":
+        assert ours._get_ddp_logging_data()["comm_hook"] == theirs._get_ddp_logging_data()["comm_hook"]
+
+
+@on_ranks(2)
+def test_errors_of_hooks(rank: int) -> None:
+    for cls in (DDP, TorchDDP):
+        model = cls(make_model())
+        with pytest.raises(TypeError, match="hook must be callable"):
+            model.register_comm_hook(None, 3)
+        assert "must be callable" in model._get_ddp_logging_data()["error"]
+        with pytest.raises((TypeError, AssertionError), match="hook"):
+            model._register_buffer_comm_hook(None, 3)
+        model.register_comm_hook(None, allreduce_hook)
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                model.register_comm_hook(None, fp16_compress_hook)
+        step(model, batch(rank, 0))  # the first one stays
+        assert_equal_on_ranks(grads_of(model))
+    piped = DDP(make_model(), sync=fp16(allreduce))
+    with pytest.raises(RuntimeError, match=r"synchronized by fp16\(allreduce\), which the hook .*allreduce_hook would"):
+        piped.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(RuntimeError, match=r"which the hook .*ALLREDUCE would replace"):
+        piped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    step(piped, batch(rank, 0))
+    assert piped.sync == fp16(allreduce)
+
+
+def average_buffers(calls: list[str], named: dict[str, Tensor]) -> list[torch.futures.Future[Tensor]]:
+    calls.append("called")
+    floats = [buffer for buffer in named.values() if buffer.is_floating_point()]
+    for buffer in floats:
+        buffer /= dist.get_world_size()
+    return [dist.all_reduce(buffer, async_op=True).get_future() for buffer in floats]
+
+
+def average_buffers_now(calls: list[str], named: dict[str, Tensor]) -> None:
+    torch.futures.wait_all(average_buffers(calls, named))
+
+
+@since_213
+@pytest.mark.parametrize(
+    ("hook", "location"),
+    [(average_buffers_now, "PRE_FORWARD"), (average_buffers_now, "POST_FORWARD"), (average_buffers, "POST_FORWARD")],
+)
+@on_ranks(2)
+def test_buffer_hooks(rank: int, hook: Callable[..., Any], location: str) -> None:
+    ours, theirs = DDP(normed()), TorchDDP(normed())
+    calls: dict[nn.Module, list[str]] = {ours: [], theirs: []}
+    for model, mine in calls.items():
+        model._register_buffer_comm_hook(mine, hook, _BufferCommHookLocation[location])
+        for i in range(3):
+            step(model, batch(rank, i))
+    assert bits(ours.state_dict()) == bits(theirs.state_dict())
+    assert len(calls[ours]) == len(calls[theirs]) == 3

@@ -14,24 +14,23 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import DistributedDataParallel as DDP
-from fnddp import fp16
 from fnddp.adapters.torch_compat import log
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
-from tests.drop_in.models import (
-    SMALL,
+from tests.models import (
+    COMPRESSED,
     Mixed,
     Parts,
-    assert_equal_on_ranks,
+    batch,
     grads_of,
+    loss_of,
+    make_model,
     normed,
     since_213,
     step,
     steps_alike,
-    total,
 )
 from tests.ranks import on_ranks
-from tests.test_register import COMPRESSED, batch, make_model
 
 ATTRIBUTES = {
     *("device", "device_ids", "output_device", "dim", "device_type", "is_multi_device_module", "static_graph"),
@@ -67,6 +66,8 @@ def test_arguments_are_torchs_and_three_more():
 def test_public_names_are_there(rank: int) -> None:
     assert [name for name in vars(TorchDDP) if not name.startswith("_") and not hasattr(DDP, name)] == []
     ours = DDP(normed())
+    assert isinstance(ours, TorchDDP)
+    assert issubclass(DDP, TorchDDP)
     missing = {name for name in vars(TorchDDP(normed())) if not name.startswith("_") and not hasattr(ours, name)}
     assert missing <= {"logger", "bucket_bytes_cap_default"}
 
@@ -107,7 +108,7 @@ def test_every_option_gives_torchs_bits_attributes_and_logging_data(rank: int) -
                 assert theirs._get_ddp_logging_data().keys() <= ours._get_ddp_logging_data().keys()
 
 
-def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, clock: list[int]) -> None:
+def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, clock: list[int]) -> dict[str, Any]:
     """At these times: forward begins, backward begins, the first collective is issued, backward ends, all is over."""
     times = iter(clock)
     leaves = {"a": LeafSpec.of(torch.empty(3)), "b": LeafSpec.of(torch.empty(5))}
@@ -115,31 +116,14 @@ def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, clock: list[int]) -> 
     patch.setattr(log, "time", SimpleNamespace(time_ns=lambda: next(times)))
     record.forward_starts()
     record.backward_starts()
-    record.note_sending(engine)
-    engine.has_sent = True
-    record.note_sending(engine)
-    record.note_sending(engine)
+    for engine.has_sent in (False, True, True):
+        record.note_sending(engine)
     record.backward_ends()
     record.step_ends(engine, ["b"])
+    return record.facts
 
 
 def test_times_are_those_of_the_last_sampled_step_and_their_means(monkeypatch):
-    record = log.Log({"world_size": 2})
-    log_a_step(monkeypatch, record, [100, 110, 115, 130, 170])
-    starts = {"forward_compute_time_start": 100, "backward_compute_time_start": 110, "backward_comm_time_start": 115}
-    ends = {"backward_compute_time_end": 130, "backward_comm_time_end": 170}
-    took = {"forward_compute_time": 10, "backward_compute_time": 20, "backward_comm_time": 55}
-    took["backward_compute_comm_overlap_time"] = 15
-    means = {f"avg_{name}": value for name, value in took.items()}
-    rest = {"world_size": 2, "unused_parameter_size": 20, "iteration": 0}
-    assert record.facts == {**starts, **ends, **took, **means, **rest}
-    log_a_step(monkeypatch, record, [200, 230, 231, 232, 233])
-    second = record.facts
-    assert (second["iteration"], second["forward_compute_time"], second["avg_forward_compute_time"]) == (1, 30, 20)
-    assert (second["backward_compute_time"], second["avg_backward_compute_time"]) == (2, 11)
-
-
-def test_of_later_steps_some_are_sampled(monkeypatch):
     model = DDP(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="equal or greater than 1, got 0"):
         model._set_ddp_runtime_logging_sample_rate(0)
@@ -147,9 +131,17 @@ def test_of_later_steps_some_are_sampled(monkeypatch):
     model._set_ddp_runtime_logging_sample_rate(7)
     sampled = []
     for i in range(30):
-        log_a_step(monkeypatch, model._log, [i * 10 + k for k in range(5)])
-        if model._get_ddp_logging_data()["iteration"] == i:
+        facts = log_a_step(monkeypatch, model._log, [start := 100 * i, *(start + t for t in (10 * i + 10, 35, 40, 70))])
+        if facts["iteration"] == i:
             sampled.append(i)
+        if i == 1:
+            at = ("forward_compute_time_start", "backward_compute_time_start", "backward_comm_time_start")
+            at += ("backward_compute_time_end", "backward_comm_time_end", "unused_parameter_size")
+            assert [facts[name] for name in at] == [100, 120, 135, 140, 170, 20]
+            took = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
+            took += ("backward_compute_comm_overlap_time",)
+            assert [facts[name] for name in took] == [20, 20, 35, 5]
+            assert [facts[f"avg_{name}"] for name in took] == [15, 25, 35, 5]
     assert sampled == [*range(11), 14, 21, 28]
 
 
@@ -238,20 +230,9 @@ def test_optimizers_that_step_in_backward(rank: int, text: str) -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for i in range(3):
-        total(model(batch(rank, i))).backward()
+        loss_of(model(batch(rank, i))).backward()
         assert all(p.grad is None for p in model.parameters())
         step(plain, batch(rank, i), descends=False)
         optimizer.step()
         optimizer.step()
         assert bits(list(model.parameters())) == bits(list(plain.parameters()))
-
-
-@on_ranks(2)
-def test_it_passes_for_torchs_class_but_has_no_hook_slot(rank: int) -> None:
-    model = DDP(make_model(), **SMALL)
-    assert isinstance(model, TorchDDP)
-    assert issubclass(DDP, TorchDDP)
-    with pytest.raises(TypeError, match=r"fnddp.*DistributedDataParallel.*sync"):
-        fnddp.register(model, fp16(fnddp.allreduce))
-    step(model, batch(rank, 0))
-    assert_equal_on_ranks(grads_of(model))

@@ -1,4 +1,4 @@
-"""Modules and helpers that several of these tests use."""
+"""Modules, their steps, and what is asked of their gradients: shared by tests of modules and of torch's class."""
 
 import inspect
 from collections.abc import Iterable
@@ -11,15 +11,17 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp.laws import bits, gather
-from tests.test_register import batch
 
 WITH_RESIDUAL = "error_feedback(fp16(allreduce))"
-
-
+COMPRESSED = "error_feedback(powersgd(fp16(allreduce), rank=2))"
 SMALL = {"bucket_cap_mb": 0.001}
 
 
-def total(output: Any) -> Tensor:
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def loss_of(output: Any) -> Tensor:
     return (output.abs() if output.is_complex() else output).square().float().mean()
 
 
@@ -58,7 +60,7 @@ def descend(model: nn.Module, lr: float = 0.1) -> None:
 
 def step(model: nn.Module, *inputs: Any, descends: bool = True, **kwargs: Any) -> None:
     model.zero_grad()
-    total(model(*inputs, **kwargs)).backward()
+    loss_of(model(*inputs, **kwargs)).backward()
     if descends:
         descend(model)
 
@@ -85,7 +87,7 @@ def average(sync: fnddp.Sync, named: Iterable[tuple[str, nn.Parameter]], state: 
 def by_hand(sync: fnddp.Sync, module: nn.Module, state: Any, *inputs: Any) -> Any:
     """A step of the bare module and of the pipeline, without the update; the pipeline's next state."""
     module.zero_grad()
-    total(module(*inputs)).backward()
+    loss_of(module(*inputs)).backward()
     return average(sync, module.named_parameters(), state)
 
 
@@ -99,7 +101,29 @@ def steps_by_hand(rank: int, model: fnddp.DistributedDataParallel, plain: nn.Mod
         assert bits(model.sync_state) == bits(state)
 
 
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+class Hooked(nn.Module):
+    """Calls `fn` in its backward, when the buckets of its last layers are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: Tensor, fn: Any = None) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if fn is not None and i == 1:
+                x.register_hook(fn)
+        return x
+
+
 class Parts(nn.Module):
+    """Its parts that are in `use` take part in a forward."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
