@@ -55,14 +55,14 @@ SUITES = {
     "run": (
         ("fnddp/run/*.py",),
         "engine adapters stats weights functional backward step backends kinds wire module schedules "
-        "execute plan failures drop_in/",
+        "execute plan failures choose drop_in/",
     ),
     "memory": (("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
     "transforms": (("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": (
         ("fnddp/adapters/**/*.py",),
         "stats backward adapters drop_in/ functional weights module register "
-        "wire state agreement checkpoint schedules failures",
+        "wire state agreement checkpoint schedules choose transforms failures",
     ),
 }
 
