@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
 from fnddp.laws import bits, gather
-from fnddp.simulate.ranks import run_threads
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE
 from tests.ranks import on_ranks
 
@@ -45,17 +44,15 @@ def test_has_aux_and_keyword_arguments():
     assert not aux["twice"].requires_grad
 
 
-def test_a_loss_that_is_no_scalar_is_an_error_on_all_ranks():
-    def body(rank: int) -> None:
-        step = fnddp.value_and_grad(lambda params, x: params["w"] * x, allreduce)
-        with pytest.raises(TypeError, match=r"must return a scalar tensor, got a tensor of shape \(2,\); take its sum"):
-            step({"w": torch.ones(2)}, (), torch.ones(2))
-        with pytest.raises(TypeError, match=r"must return a scalar tensor, got a float"):
-            fnddp.value_and_grad(lambda params: 1.0, allreduce)({"w": torch.ones(2)}, ())
-        _, grads, _ = step({"w": torch.tensor(1.0)}, (), torch.tensor(2.0 + rank))
-        assert grads["w"].item() == 2.5
-
-    run_threads(2, body)
+@on_ranks(2, threads=True)
+def test_a_loss_that_is_no_scalar_is_an_error_on_all_ranks(rank: int):
+    step = fnddp.value_and_grad(lambda params, x: params["w"] * x, allreduce)
+    with pytest.raises(TypeError, match=r"must return a scalar tensor, got a tensor of shape \(2,\); take its sum"):
+        step({"w": torch.ones(2)}, (), torch.ones(2))
+    with pytest.raises(TypeError, match=r"must return a scalar tensor, got a float"):
+        fnddp.value_and_grad(lambda params: 1.0, allreduce)({"w": torch.ones(2)}, ())
+    _, grads, _ = step({"w": torch.tensor(1.0)}, (), torch.tensor(2.0 + rank))
+    assert grads["w"].item() == 2.5
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ from fnddp.laws import bits, gather
 from fnddp.outer.contract import Exchanges, outers
 from fnddp.outer.streaming_diloco import divided
 from fnddp.simulate.ranks import run_threads
+from tests.ranks import on_ranks
 
 # One expression for each registered name; a new outer step gets a line here and inherits every law.
 EXAMPLES = {
@@ -181,19 +182,17 @@ def test_the_outer_optimizer_is_torch_sgd_to_the_bit(momentum: float, nesterov: 
 
 
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=1, lr=1, momentum=0)", "local_sgd(every=1)"])
-def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(text: str):
-    def body(rank: int) -> None:
-        step, want = outer.parse(text), torch.tensor([1.0, -2.0, 3.0])
-        params = {"w": want}
-        state = step.init(params)
-        for call in range(3):
-            draws = [torch.Generator().manual_seed(10 * other + call) for other in range(2)]
-            grads = [torch.randint(-3, 4, (3,), generator=draw).float() for draw in draws]
-            params, state = step({"w": params["w"] - 0.5 * grads[rank]}, state)
-            want = want - 0.5 * sum(grads) / 2
-            assert torch.equal(params["w"], want)
-
-    run_threads(2, body)
+@on_ranks(2, threads=True)
+def test_every_step_is_data_parallel_sgd_to_the_bit_where_nothing_is_rounded(rank: int, text: str):
+    step, want = outer.parse(text), torch.tensor([1.0, -2.0, 3.0])
+    params = {"w": want}
+    state = step.init(params)
+    for call in range(3):
+        draws = [torch.Generator().manual_seed(10 * other + call) for other in range(2)]
+        grads = [torch.randint(-3, 4, (3,), generator=draw).float() for draw in draws]
+        params, state = step({"w": params["w"] - 0.5 * grads[rank]}, state)
+        want = want - 0.5 * sum(grads) / 2
+        assert torch.equal(params["w"], want)
 
 
 def test_a_delayed_exchange_applies_what_it_started_with():
@@ -214,26 +213,23 @@ def test_a_delayed_exchange_applies_what_it_started_with():
     assert second == [-3, -6, -9, -12, -15, 0.75 * -4 + 0.25 * -18, 0.75 * -4 + 0.25 * -18 - 3]
 
 
-def test_sparse_loco_is_the_composition_of_the_paper():
+@on_ranks(2, threads=True)
+def test_sparse_loco_is_the_composition_of_the_paper(rank: int):
     """e = 0.95 e + d; send the largest of e in two bits; a = a - mean(sent): by hand, for one leaf of one chunk."""
     step = outer.sparse_loco(every=1, k=4, chunk=8, lr=1.0)
-
-    def body(rank: int) -> None:
-        params = {"w": torch.zeros(8)}
-        state, residual, anchor = step.init(params), torch.zeros(8), torch.zeros(8)
-        for call in range(5):
-            params = moved(params, rank, call)
-            x = (anchor - params["w"]) + 0.95 * residual
-            kept = x.abs().topk(4).indices
-            scale = x[kept].abs().max()
-            sent = torch.zeros(8)
-            sent[kept] = (x[kept] / scale).round() * scale
-            residual, mean = x - sent, torch.stack(gather(sent)).sum(0) / 2
-            anchor = anchor - mean
-            params, state = step(params, state)
-            torch.testing.assert_close(params["w"], anchor, rtol=1e-6, atol=1e-6)
-
-    run_threads(2, body)
+    params = {"w": torch.zeros(8)}
+    state, residual, anchor = step.init(params), torch.zeros(8), torch.zeros(8)
+    for call in range(5):
+        params = moved(params, rank, call)
+        x = (anchor - params["w"]) + 0.95 * residual
+        kept = x.abs().topk(4).indices
+        scale = x[kept].abs().max()
+        sent = torch.zeros(8)
+        sent[kept] = (x[kept] / scale).round() * scale
+        residual, mean = x - sent, torch.stack(gather(sent)).sum(0) / 2
+        anchor = anchor - mean
+        params, state = step(params, state)
+        torch.testing.assert_close(params["w"], anchor, rtol=1e-6, atol=1e-6)
 
 
 def test_a_group_is_that_of_the_largest_period():

@@ -22,7 +22,7 @@ from fnddp import allreduce, outer
 from fnddp.core.tree import Leaves
 from fnddp.laws import bits, gather
 from fnddp.run.vote import StepFailedError
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulate.ranks import run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks
@@ -63,23 +63,20 @@ def attached_model(
 
 
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", "local_sgd(every=2, sync=two_shot)", STREAMING])
-def test_attached_is_the_function_after_each_step(text: str):
+@on_ranks(2, threads=True)
+def test_attached_is_the_function_after_each_step(rank: int, text: str):
     step = outer.parse(text)
-
-    def body(rank: int) -> None:
-        model, optimizer, attached = attached_model(step, ADAMW)
-        other = make_model()
-        local = ADAMW(other.parameters())
-        state = step.init(parameters(other))
-        for call in range(9):
-            train(model, optimizer, rank, range(call, call + 1))
-            train(other, local, rank, range(call, call + 1))
-            params, state = step(parameters(other), state)
-            other.load_state_dict(params)
-            assert bits(parameters(model)) == bits(parameters(other)), call
-            assert bits(attached.state) == bits(state)
-
-    run_threads(2, body)
+    model, optimizer, attached = attached_model(step, ADAMW)
+    other = make_model()
+    local = ADAMW(other.parameters())
+    state = step.init(parameters(other))
+    for call in range(9):
+        train(model, optimizer, rank, range(call, call + 1))
+        train(other, local, rank, range(call, call + 1))
+        params, state = step(parameters(other), state)
+        other.load_state_dict(params)
+        assert bits(parameters(model)) == bits(parameters(other)), call
+        assert bits(attached.state) == bits(state)
 
 
 @on_ranks(2)
@@ -146,26 +143,23 @@ def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_els
 
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
 @pytest.mark.parametrize("at", [4, 6])
-def test_resuming_is_exact(text: str, at: int):
+@on_ranks(2, threads=True)
+def test_resuming_is_exact(rank: int, text: str, at: int):
+    model, optimizer, attached = attached_model(text, ADAMW)
+    train(model, optimizer, rank, range(at))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
+    train(model, optimizer, rank, range(at, 11))
 
-    def body(rank: int) -> None:
-        model, optimizer, attached = attached_model(text, ADAMW)
-        train(model, optimizer, rank, range(at))
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
-        train(model, optimizer, rank, range(at, 11))
-
-        for used in (False, True):  # a new run, and one that is in the middle of another exchange
-            resumed, again, other = attached_model(text, ADAMW, seed=5)
-            train(resumed, again, rank, range(5 * used))
-            of_model, of_optimizer, of_outer = copy.deepcopy(saved)  # which the optimizer would share
-            resumed.load_state_dict(of_model)
-            again.load_state_dict(of_optimizer)
-            other.load_state_dict(of_outer)
-            train(resumed, again, rank, range(at, 11))
-            assert bits(parameters(resumed)) == bits(parameters(model))
-            assert bits(other.state) == bits(attached.state)
-
-    run_threads(2, body)
+    for used in (False, True):  # a new run, and one that is in the middle of another exchange
+        resumed, again, other = attached_model(text, ADAMW, seed=5)
+        train(resumed, again, rank, range(5 * used))
+        of_model, of_optimizer, of_outer = copy.deepcopy(saved)  # which the optimizer would share
+        resumed.load_state_dict(of_model)
+        again.load_state_dict(of_optimizer)
+        other.load_state_dict(of_outer)
+        train(resumed, again, rank, range(at, 11))
+        assert bits(parameters(resumed)) == bits(parameters(model))
+        assert bits(other.state) == bits(attached.state)
 
 
 def test_what_does_not_fit_is_refused():
@@ -186,72 +180,64 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(delay: int):
-    def body(rank: int) -> None:
-        step = outer.streaming_diloco(allreduce, every=3, fragments=1, delay=delay, lr=1, momentum=0)
-        prepare = None if delay else (lambda: None)  # with which it is known what a step will exchange
-        wire = Watched()
-        model, optimizer, attached = attached_model(step, prepare=prepare, wire=wire)
-        train(model, optimizer, rank, range(2))
-        wire.has_trouble = rank == 1
-        train(model, optimizer, rank, range(2, 2 + delay))  # where it starts, nothing is raised yet
-        state, before = bits(attached.state), parameters(model)
-        with pytest.raises(Trouble if rank == 1 else StepFailedError):
-            train(model, optimizer, rank, range(2 + delay, 3 + delay))
-        assert bits(attached.state) == state
-        assert any(not torch.equal(p, before[name]) for name, p in parameters(model).items())  # by the local step
-        train(model, optimizer, rank, range(3 + delay, 4 + delay))
-        assert agree(parameters(model))
-
-    run_threads(2, body)
+@on_ranks(2, threads=True)
+def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(rank: int, delay: int):
+    step = outer.streaming_diloco(allreduce, every=3, fragments=1, delay=delay, lr=1, momentum=0)
+    prepare = None if delay else (lambda: None)  # with which it is known what a step will exchange
+    wire = Watched()
+    model, optimizer, attached = attached_model(step, prepare=prepare, wire=wire)
+    train(model, optimizer, rank, range(2))
+    wire.has_trouble = rank == 1
+    train(model, optimizer, rank, range(2, 2 + delay))  # where it starts, nothing is raised yet
+    state, before = bits(attached.state), parameters(model)
+    with pytest.raises(Trouble if rank == 1 else StepFailedError):
+        train(model, optimizer, rank, range(2 + delay, 3 + delay))
+    assert bits(attached.state) == state
+    assert any(not torch.equal(p, before[name]) for name, p in parameters(model).items())  # by the local step
+    train(model, optimizer, rank, range(3 + delay, 4 + delay))
+    assert agree(parameters(model))
 
 
 @pytest.mark.parametrize("has_trouble", [False, True])
-def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(has_trouble: bool):
+@on_ranks(2, threads=True)
+def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(rank: int, has_trouble: bool):
     """Where the caller commits, it is no error that another rank has failed, but for that rank itself."""
+    calls: list[str] = []
+    answers, wire = iter([False, True]), Watched()
 
-    def body(rank: int) -> None:
-        calls: list[str] = []
-        answers, wire = iter([False, True]), Watched()
+    def commit() -> bool:
+        calls.append("commit")
+        return next(answers)
 
-        def commit() -> bool:
-            calls.append("commit")
-            return next(answers)
-
-        options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit, "wire": wire}
-        model, optimizer, attached = attached_model("diloco(allreduce, every=2)", **options)
-        train(model, optimizer, rank, range(1))
-        assert calls == []
-        state, fails = bits(attached.state), has_trouble and rank == 1
-        wire.has_trouble = fails
-        with pytest.raises(Trouble) if fails else nullcontext():
-            train(model, optimizer, rank, range(1, 2))
-        assert calls == ["prepare", "commit"]
-        assert bits(attached.state) == state
-        assert not agree(parameters(model))
-        train(model, optimizer, rank, range(2, 3))
-        assert calls == ["prepare", "commit"] * 2
-        assert agree(parameters(model))
-
-    run_threads(2, body)
+    options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit, "wire": wire}
+    model, optimizer, attached = attached_model("diloco(allreduce, every=2)", **options)
+    train(model, optimizer, rank, range(1))
+    assert calls == []
+    state, fails = bits(attached.state), has_trouble and rank == 1
+    wire.has_trouble = fails
+    with pytest.raises(Trouble) if fails else nullcontext():
+        train(model, optimizer, rank, range(1, 2))
+    assert calls == ["prepare", "commit"]
+    assert bits(attached.state) == state
+    assert not agree(parameters(model))
+    train(model, optimizer, rank, range(2, 3))
+    assert calls == ["prepare", "commit"] * 2
+    assert agree(parameters(model))
 
 
-def test_what_prepare_loads_is_what_the_step_goes_on_from():
+@on_ranks(2, threads=True)
+def test_what_prepare_loads_is_what_the_step_goes_on_from(rank: int):
+    def prepare() -> None:
+        everyone = gather((model.state_dict(), attached.replicated_state_dict()))
+        if rank == 1:
+            model.load_state_dict(everyone[0][0])
+            attached.load_replicated_state_dict(everyone[0][1])
 
-    def body(rank: int) -> None:
-        def prepare() -> None:
-            everyone = gather((model.state_dict(), attached.replicated_state_dict()))
-            if rank == 1:
-                model.load_state_dict(everyone[0][0])
-                attached.load_replicated_state_dict(everyone[0][1])
-
-        step = "diloco(error_feedback(quantize(two_shot, bits=4)), every=2)"
-        model, optimizer, attached = attached_model(step, seed=rank, init_sync=False, prepare=prepare)
-        train(model, optimizer, rank, range(2))
-        assert agree(parameters(model))
-        assert agree(attached.state.anchor)
-
-    run_threads(2, body)
+    step = "diloco(error_feedback(quantize(two_shot, bits=4)), every=2)"
+    model, optimizer, attached = attached_model(step, seed=rank, init_sync=False, prepare=prepare)
+    train(model, optimizer, rank, range(2))
+    assert agree(parameters(model))
+    assert agree(attached.state.anchor)
 
 
 def test_commit_is_called_only_if_the_state_that_prepare_has_loaded_ends_an_exchange():
@@ -267,21 +253,16 @@ def test_commit_is_called_only_if_the_state_that_prepare_has_loaded_ends_an_exch
     assert attached.state.step == 1
 
 
-def test_ranks_that_disagree_are_told_so():
-    def body(rank: int) -> None:
+@on_ranks(2, threads=True)
+def test_ranks_that_disagree_are_told_so(rank: int):
+    with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about pipeline: rank 0: diloco"):
         outer.attach(make_model(), None, outer.diloco(allreduce, every=2 + rank))
-
-    with pytest.raises(RankFailed, match="ranks disagree about pipeline: rank 0: diloco"):
-        run_threads(2, body)
-
-    def unfit(rank: int) -> None:
-        with pytest.raises(ValueError if rank == 1 else fnddp.RankMismatchError, match="cannot be 5 fragments"):
-            outer.attach(make_model(), None, outer.streaming_diloco(allreduce, every=9, fragments=4 + rank))
-
-    run_threads(2, unfit)
+    with pytest.raises(ValueError if rank == 1 else fnddp.RankMismatchError, match="cannot be 5 fragments"):
+        outer.attach(make_model(), None, outer.streaming_diloco(allreduce, every=9, fragments=4 + rank))
 
 
-def test_moments_are_exchanged_at_their_own_periods():
+@on_ranks(2, threads=True)
+def test_moments_are_exchanged_at_their_own_periods(rank: int):
     step = outer.des_loc(
         {
             "params": outer.local_sgd(every=2),
@@ -289,34 +270,27 @@ def test_moments_are_exchanged_at_their_own_periods():
             "exp_avg_sq": outer.local_sgd(every=6),
         }
     )
-
-    def body(rank: int) -> None:
-        model, optimizer, _ = attached_model(step, ADAMW)
-        for call in range(1, 7):
-            train(model, optimizer, rank, range(call, call + 1))
-            for name, period in (("exp_avg", 3), ("exp_avg_sq", 6)):
-                moments = [optimizer.state[p][name] for p in model.parameters()]
-                assert agree(moments) == (call % period == 0), (call, name)
-            assert (agree(parameters(model))) == (call % 2 == 0)
-
-    run_threads(2, body)
+    model, optimizer, _ = attached_model(step, ADAMW)
+    for call in range(1, 7):
+        train(model, optimizer, rank, range(call, call + 1))
+        for name, period in (("exp_avg", 3), ("exp_avg_sq", 6)):
+            moments = [optimizer.state[p][name] for p in model.parameters()]
+            assert agree(moments) == (call % period == 0), (call, name)
+        assert (agree(parameters(model))) == (call % 2 == 0)
 
 
-def test_steps_of_the_callers_own_and_muon():
-
-    def body(rank: int) -> None:
-        model = make_model()
-        matrices = [p for p in model.parameters() if p.ndim == 2]
-        others = [p for p in model.parameters() if p.ndim != 2]
-        muon, adam = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
-        attached = outer.attach(model, None, outer.muloco(every=2))
-        for call in range(4):
-            train(model, muon, rank, range(call, call + 1))
-            adam.step()
-            attached.step()
-            assert (agree(parameters(model))) == bool(call % 2)
-
-    run_threads(2, body)
+@on_ranks(2, threads=True)
+def test_steps_of_the_callers_own_and_muon(rank: int):
+    model = make_model()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    muon, adam = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+    attached = outer.attach(model, None, outer.muloco(every=2))
+    for call in range(4):
+        train(model, muon, rank, range(call, call + 1))
+        adam.step()
+        attached.step()
+        assert (agree(parameters(model))) == bool(call % 2)
 
 
 @pytest.mark.parametrize("how", ["unfrozen", "assigned"])

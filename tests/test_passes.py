@@ -179,21 +179,19 @@ TOGETHER = [
 
 @pytest.mark.parametrize("text", TOGETHER)
 @pytest.mark.parametrize("converts", [False, True])
-def test_leaves_that_are_encoded_together_are_each_their_own(monkeypatch, text, converts):
+@on_ranks(3, threads=True)
+def test_leaves_that_are_encoded_together_are_each_their_own(rank: int, monkeypatch, text, converts):
     monkeypatch.setattr(Device, "converts_in_place", converts)
     leaves = {f"leaf {i}": torch.zeros(size) for i, size in enumerate([64, 64, 300, 300, 7, 7, 7, 2, 2])}
     leaves["complex"] = torch.zeros(5, dtype=torch.complex64)
 
-    def body(rank: int) -> None:
-        def leaves_of(step: int) -> dict[str, Tensor]:
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            return {path: torch.randn_like(leaf, generator=generator) for path, leaf in leaves.items()}
+    def leaves_of(step: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return {path: torch.randn_like(leaf, generator=generator) for path, leaf in leaves.items()}
 
-        plan = plan_of_steps(fnddp.parse(text), leaves_of)
-        assert plan is not None
-        assert len({payload.label for c in plan.collectives for payload in c.payloads}) < len(leaves)
-
-    run_threads(3, body)
+    plan = plan_of_steps(fnddp.parse(text), leaves_of)
+    assert plan is not None
+    assert len({payload.label for c in plan.collectives for payload in c.payloads}) < len(leaves)
 
 
 def test_leaves_of_other_buckets_and_dropped_ones_are_encoded_apart():

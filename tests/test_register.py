@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fnddp
 from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback
 from fnddp.laws import bits, gather
-from fnddp.simulate.ranks import run_threads
 from tests.models import COMPRESSED, WITH_RESIDUAL, Hooked, average, batch, dense, grads_of, loss_of, make_model
 from tests.ranks import on_ranks
 
@@ -148,15 +147,13 @@ def test_a_handle_keeps_its_pipeline_and_not_its_model_alive(rank: int) -> None:
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_disagreement_at_set_up_raises_on_all_ranks():
-    def body(rank: int) -> None:
-        ddp = DistributedDataParallel(make_model())
-        ddp.module[0].weight.requires_grad_(rank != 1)
-        message = "leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'"
-        with pytest.raises(RankMismatchError, match=re.escape(f"ranks disagree about {message}")):
-            fnddp.register(ddp, fnddp.parse(COMPRESSED))
-
-    run_threads(3, body)
+@on_ranks(3, threads=True)
+def test_disagreement_at_set_up_raises_on_all_ranks(rank: int):
+    ddp = DistributedDataParallel(make_model())
+    ddp.module[0].weight.requires_grad_(rank != 1)
+    message = "leaf '0.weight': ranks 0, 2: float32[64, 16] on cpu; rank 1: leaf '0.bias'"
+    with pytest.raises(RankMismatchError, match=re.escape(f"ranks disagree about {message}")):
+        fnddp.register(ddp, fnddp.parse(COMPRESSED))
 
 
 @on_ranks(2)

@@ -320,16 +320,14 @@ def test_a_simulation_names_ranks_without_a_valid_weight():
     assert mean["w"].tolist() == [1.5]
 
 
-def test_weights_that_are_all_0_are_an_error_on_all_ranks():
-    def body(rank):
-        grads = {"w": torch.full((3,), float(rank + 1))}
-        for run in (allreduce, fnddp.jit(allreduce)):
-            with pytest.raises(ValueError, match="all of 2 ranks gave 0"):
-                run(grads, (), weight=0.0)
-            mean, _ = run(grads, (), weight=float(rank))
-            assert mean["w"].tolist() == [2.0] * 3  # the next step works
-
-    run_threads(2, body)
+@on_ranks(2, threads=True)
+def test_weights_that_are_all_0_are_an_error_on_all_ranks(rank: int):
+    grads = {"w": torch.full((3,), float(rank + 1))}
+    for run in (allreduce, fnddp.jit(allreduce)):
+        with pytest.raises(ValueError, match="all of 2 ranks gave 0"):
+            run(grads, (), weight=0.0)
+        mean, _ = run(grads, (), weight=float(rank))
+        assert mean["w"].tolist() == [2.0] * 3  # the next step works
 
 
 @pytest.mark.parametrize(
