@@ -1,7 +1,6 @@
 """Lowering, pass by pass: each keeps the numbers, and each does what it is for. Plans are data: most need no ranks."""
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.passes.simplify import fuse, simplify
 from fnddp.plan.passes.trace import trace
 from fnddp.plan.plan import Plan
-from fnddp.simulate.ranks import run_threads
 from fnddp.wire.groups import World, within
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
@@ -81,15 +79,28 @@ def test_residuals_of_large_matrices_are_one_product(leaves, fused, monkeypatch)
     assert before[aten.mm.default] - after[aten.mm.default] == fused
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("shape", [(257, 300), (1031, 64), (64, 1031), (512, 64, 3, 3)])
-@pytest.mark.parametrize("rank", [1, 4, 7])
-def test_fused_steps_keep_the_bits(shape, rank):
-    def large(me: int, step: int) -> dict[str, Tensor]:
-        return {"w": torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + me))}
+LARGE_LEAVES = {
+    "all_reduce(op='sum')": (600, 512),
+    "error_feedback(bf16(two_shot))": (512, 64, 3, 3),
+    "ef21(quantize(allgather, bits=4))": (600, 512),
+    "error_feedback(powersgd(fp16(allreduce), rank=1))": (257, 300),
+    "error_feedback(powersgd(fp16(allreduce), rank=4))": (512, 64, 3, 3),
+    "error_feedback(powersgd(fp16(allreduce), rank=7))": (1031, 64),
+}
 
-    sync = fnddp.parse(f"error_feedback(powersgd(fp16(allreduce), rank={rank}))")
-    run_threads(2, partial(law_6_lowered_is_eager, donation=DONATIONS[2]), sync, large)
+
+@pytest.mark.parametrize("text", LARGE_LEAVES)
+@on_ranks(2, threads=True)
+def test_large_leaves_keep_the_bits(rank, text):
+    """Those that plans do not handle together with others, and whose steps they fuse."""
+
+    def large(me: int, step: int) -> dict[str, Tensor]:
+        return {
+            "w": torch.randn(LARGE_LEAVES[text], generator=torch.Generator().manual_seed(10 * step + me)),
+            "b": torch.ones(3),
+        }
+
+    law_6_lowered_is_eager(rank, fnddp.parse(text), large, donation=DONATIONS[2])
 
 
 def test_buckets_are_closed_at_the_cap_and_the_first_one_early():
