@@ -85,7 +85,8 @@ def run_ranks(
                 process.kill()
             for process in processes:
                 process.join()
-                process.close()
+            for each in (*processes, *pipes):
+                each.close()
             folder.cleanup()
 
 

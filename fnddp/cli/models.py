@@ -64,10 +64,13 @@ def _of_file(file: Path) -> ModuleType:
     name = f"fnddp_file_{file.stem}"
     if name in sys.modules and sys.modules[name].__file__ == str(file):
         return sys.modules[name]  # transforms are registered once
-    code = compile(file.read_bytes(), file, "exec")
     module = sys.modules[name] = ModuleType(name)  # dataclasses look their module up there
     module.__file__ = str(file)
-    exec(code, vars(module))
+    try:
+        exec(compile(file.read_bytes(), file, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]  # half of it
+        raise
     return module
 
 

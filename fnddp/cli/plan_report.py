@@ -177,9 +177,8 @@ def show_axes(
     by_text = {text: _by_axis(text, replicas) for text in links}
     parameters = checks.check_model(model, trains=False)
     groups = blocks(parameters)
-    sync = pipelines[0] if pipelines else "allreduce"
     with wrong_if(TypeError, ValueError):
-        plan = plan_axes(groups, shards=shards, replicas=replicas, sync=sync, **own)
+        plan = plan_axes(groups, shards=shards, replicas=replicas, sync=[*pipelines, "allreduce"][0], **own)
     elements = sum(p.numel() for p in parameters.values())
     if as_json:
         axes = [

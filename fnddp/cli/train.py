@@ -84,15 +84,13 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
         mean = torch.stack(losses)
         dist.all_reduce(mean)
         elements = sum(p.numel() for p in params.values())
+        on_cpu = {path: p.cpu() for path, p in params.items()}  # where test data are
         yield Result(
             pipeline=repr(sync),
             bytes_per_step=sent[-1],
             reduction=4 * elements / sent[-1] if sent[-1] else None,
             bytes_total=sum(sent),
-            test_accuracy=problem.accuracy
-            and problem.accuracy(  # where test data are
-                standing_for(deepcopy(network).cpu(), {path: p.cpu() for path, p in params.items()})
-            ),
+            test_accuracy=problem.accuracy and problem.accuracy(standing_for(deepcopy(network).cpu(), on_cpu)),
             step_seconds_median=median(seconds),
             loss_by_step=(mean / world_size).tolist(),
             bytes_sent_by_step=list(accumulate(sent)),
