@@ -39,7 +39,7 @@ Auto: TypeAlias = Literal["auto"]
 Loss: TypeAlias = Literal["none", "some"]
 
 MARGIN = 0.1
-"""A pipeline must win by this fraction: two predictions, each within 5 % on two hosts (docs/cost-accuracy.md)."""
+"""A pipeline must win by this fraction: two predictions, each within 5 % on two hosts (benchmarks/cost-accuracy.md)."""
 
 SLOWDOWN = 1.5
 """A codec takes about this many times as long within a step as alone: backward and messages share its core."""

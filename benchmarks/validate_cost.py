@@ -1,8 +1,8 @@
-"""Compares predicted with measured times on shaped links, and prints docs/cost-accuracy.md's tables. Needs root.
+"""Compares predicted with measured times on shaped links, and prints cost-accuracy.md's tables. Needs root.
 
-python docs/validate_cost.py [rate ...]                       # 200mbit 1gbit: all_reduces of two hosts, as plans issue
-python docs/validate_cost.py --hosts 2 4 8 -- [rate ...]      # 100mbit 200mbit 1gbit: kinds, on so many hosts
-    --tcp reno                                                # with that congestion control, not the machine's own
+python benchmarks/validate_cost.py [rate ...]                  # 200mbit 1gbit: all_reduces of two hosts, as plans issue
+python benchmarks/validate_cost.py --hosts 2 4 8 -- [rate ...] # 100mbit 200mbit 1gbit: kinds, on so many hosts
+    --tcp reno                                                    # with that congestion control, not the machine's own
 """
 
 import argparse

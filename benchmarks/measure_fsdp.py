@@ -1,6 +1,6 @@
-"""Measures steps of HSDP and of pipelines between its replicas, and prints docs/fsdp-runs.md's table. Needs root.
+"""Measures steps of HSDP and of pipelines between its replicas, and prints fsdp-runs.md's table. Needs root.
 
-python docs/measure_fsdp.py [rate ...]        # 200mbit 1gbit: two hosts, two shards on each, one link between them
+python benchmarks/measure_fsdp.py [rate ...]  # 200mbit 1gbit: two hosts, two shards on each, one link between them
 """
 
 import argparse

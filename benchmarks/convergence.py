@@ -1,8 +1,8 @@
 """What pipelines do to a loss: two models, SGD with momentum and AdamW, 8 and 64 virtual ranks, several seeds.
 
-    python examples/convergence.py train     # one line of json for each run, into docs/assets/; skips what is there
-    python examples/convergence.py report    # tables, the plots and the data of `fnddp.choose`, from what is there
-    python examples/convergence.py --quick   # both in a minute, into a temporary folder
+    python benchmarks/convergence.py train     # one line of json for each run, into results/; skips what is there
+    python benchmarks/convergence.py report    # tables, the plots and the data of `fnddp.choose`, from what is there
+    python benchmarks/convergence.py --quick   # both in a minute, into a temporary folder
 
 Each pipeline is trained at the learning rate that is best for the plain mean and, where it loses something there,
 at its own best. A run is one process's: the ranks are simulated (`fnddp.simulate_training`), and runs on 8 and on 64
@@ -39,7 +39,8 @@ from fnddp.plan.period import Recurring, period
 from fnddp.run.choose import CODEC_SECONDS
 
 ROOT = Path(__file__).parent.parent
-ASSETS = ROOT / "docs" / "assets"
+RESULTS = Path(__file__).parent / "results"
+PICTURE = ROOT / "docs" / "assets" / "convergence.svg"  # on the page of the study
 DATA = ROOT / "fnddp" / "cost" / "losses.json"
 
 EXACT = "allreduce"  # the plain mean
@@ -549,7 +550,7 @@ def report(
     found_costs = costs(pipelines, ranks, known)
     errors = accumulation(sizes)
     file.write_text(json.dumps({"text_sha256": SHA256, "costs": found_costs, "accumulation": errors}, indent=1) + "\n")
-    picture.save(partial(draw_convergence, of, found_costs), folder / "convergence.svg")
+    picture.save(partial(draw_convergence, of, found_costs), folder / PICTURE.name if folder != RESULTS else PICTURE)
     picture.save(partial(draw_accumulation, errors), folder / "accumulation.svg")
     table = Table(of, found_costs, pipelines)
     for name, text in {
@@ -562,7 +563,7 @@ def report(
     }.items():
         (folder / name).write_text(text + "\n")
         print(f"\n{name}\n\n{text}")
-    data = folder / DATA.name if folder != ASSETS else DATA
+    data = folder / DATA.name if folder != RESULTS else DATA
     data.write_text("[\n" + ",\n".join(json.dumps(row) for row in table.data()) + "\n]\n")
     print(f"{len(lines)} runs, {sum(x['cpu_seconds'] for x in lines) / 3600:.1f} hours of CPU")
 
@@ -845,7 +846,7 @@ def main() -> None:
     parser.add_argument("command", nargs="?", choices=["train", "report"], default="train")
     parser.add_argument("--quick", action="store_true", help="a few runs of a few steps, into a temporary folder")
     parser.add_argument(
-        "--out", type=Path, default=ASSETS / "convergence.jsonl", help="lines of json, one for each run"
+        "--out", type=Path, default=RESULTS / "convergence.jsonl", help="lines of json, one for each run"
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--optimizers", nargs="+", choices=list(RATE), default=list(RATE))

@@ -1,6 +1,6 @@
 """What TCP alone takes for the messages of an all_to_all on shaped links: plain sockets, no torch in ranks. Needs root.
 
-python docs/validate_tcp.py [--hosts 8] [--rate 200mbit] [--mb 4] [--tcp reno]
+python benchmarks/validate_tcp.py [--hosts 8] [--rate 200mbit] [--mb 4] [--tcp reno]
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """What outer steps do to a loss: DiLoCo and kin against averaged gradients, on 1, 8 and 64 virtual workers.
 
-    python examples/outer_convergence.py train     # a line of json for each run, into docs/assets/; skips what is there
-    python examples/outer_convergence.py report    # table and plot of the lines that there are
-    python examples/outer_convergence.py --quick   # both in a minute, into a temporary folder
+    python benchmarks/outer_convergence.py train     # a line of json for each run, into results/; skips what is there
+    python benchmarks/outer_convergence.py report    # table and plot of the lines that there are
+    python benchmarks/outer_convergence.py --quick   # both in a minute, into a temporary folder
 
 Each worker has batches of its own, of the same size whatever the number of workers, and an AdamW of its own, or a Muon;
 runs with the same number of workers and seed begin alike and see the same tokens. They begin with random parameters,
-or, as in the paper, with trained ones and a smaller learning rate. What it found is in docs/outer-loss.md.
+or, as in the paper, with trained ones and a smaller learning rate. What it found is in benchmarks/outer-loss.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convergence import ASSETS, TEXT, characters_task, lines_of
+from convergence import RESULTS, TEXT, characters_task, lines_of
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -255,7 +255,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=["train", "report"], default="train")
     parser.add_argument("--quick", action="store_true", help="a few runs of a few steps, into a temporary folder")
-    parser.add_argument("--out", type=Path, default=ASSETS / "outer_convergence.jsonl", help="lines of json, one a run")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "outer_convergence.jsonl", help="lines of json, one a run"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.quick:

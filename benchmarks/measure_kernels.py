@@ -1,7 +1,7 @@
 """Count what a step launches on an accelerator, for docs/launches.md: operations on tensors, views and memory apart.
 
 No accelerator is needed: the CPU stands for one, whose plans are those of `fnddp.device.Accelerator`, and a list of
-tensors that runs as one `_foreach` operation counts once. Run `python docs/measure_kernels.py`.
+tensors that runs as one `_foreach` operation counts once. Run `python benchmarks/measure_kernels.py`.
 """
 
 from contextlib import nullcontext

@@ -1,20 +1,19 @@
-"""Measures what codecs on FSDP2's shards do to a loss and to the time of a step, and prints docs/fsdp-runs.md's tables.
+"""Measures what codecs on FSDP2's shards do to a loss and to the time of a step, and prints fsdp-runs.md's tables.
 
-python docs/measure_shards.py loss [--rate 0.02] [--steps 400] [--seeds 3] [--ranks 4]  # of a character model
-sudo python docs/measure_shards.py time [--hosts 2] [rate ...]               # 200mbit 1gbit: a rank on each host
+python benchmarks/measure_shards.py loss [--rate 0.02] [--steps 400] [--seeds 3] [--ranks 4]  # of a character model
+sudo python benchmarks/measure_shards.py time [--hosts 2] [rate ...]               # 200mbit 1gbit: a rank on each host
 """
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from convergence import Characters  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call, grad, vmap
@@ -29,9 +28,6 @@ from fnddp.integrations.fsdp import compress_shards
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.unit import code_of
 from fnddp.transforms.memory import ef21, error_feedback
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from convergence import Characters  # pyright: ignore[reportMissingImports]
 
 NATIVE = "FSDP2"
 IN_16_BITS = "FSDP2, reduce_dtype=bfloat16"

@@ -1,8 +1,8 @@
 """Draws docs/assets: what flows through error_feedback(powersgd(bf16(allreduce), rank=4)), the plan of plan.md, the
 way of a gradient through a step (architecture.md), and the curves of the demo, from what it wrote
-(docs/assets/demo.json). The examples of convergence draw the others.
+(benchmarks/results/demo.json). The studies of losses draw the others.
 
-python docs/pictures.py [folder]
+python benchmarks/pictures.py [folder]
 """
 
 import json
@@ -19,7 +19,8 @@ from fnddp import allreduce, bf16, error_feedback, lower, powersgd
 from fnddp.cli import picture, report
 from fnddp.show.drawing import INK, PAPER
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parent.parent / "docs" / "assets"
+DEMO = Path(__file__).parent / "results" / "demo.json"
 BOX = "#eceff1"
 DOWN, MEAN, SENT = "#37474f", "#1565c0", "#d84315"  # encoded gradients; the answer; this rank's own contribution
 LEFT, RIGHT = 2.9, 8.7  # the boxes' sides
@@ -90,7 +91,7 @@ def draw_plan(file: Path) -> None:
 
 
 def curves() -> Figure:
-    return report.curves(json.loads((ASSETS / "demo.json").read_text()))
+    return report.curves(json.loads(DEMO.read_text()))
 
 
 def anatomy() -> Figure:

@@ -1,12 +1,12 @@
 """One bit of the momentum on both hops, next to others of few bytes: 1-bit Adam, 0/1 Adam, EF21, Lion, Dion.
 
-    python examples/one_bit.py train     # a line of json for each run, into docs/assets/; skips what is there
-    python examples/one_bit.py report    # the table of what is there
-    python examples/one_bit.py backlog   # how much waits to be sent, by pipeline and momentum: two minutes
-    python examples/one_bit.py --quick   # all in a minute, into a temporary folder
+    python benchmarks/one_bit.py train     # a line of json for each run, into results/; skips what is there
+    python benchmarks/one_bit.py report    # the table of what is there
+    python benchmarks/one_bit.py backlog   # how much waits to be sent, by pipeline and momentum: two minutes
+    python benchmarks/one_bit.py --quick   # all in a minute, into a temporary folder
 
-The characters of examples/convergence.py on 8 virtual ranks, each method at its own best learning rate. What it found
-is in docs/one-bit.md.
+The characters of benchmarks/convergence.py on 8 virtual ranks, each method at its own best learning rate. What it found
+is in benchmarks/one-bit.md.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from convergence import (
-    ASSETS,
     EXACT,
     ONE_BIT,
+    RESULTS,
     Gap,
     Task,
     beta_of,
@@ -284,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=["train", "report", "backlog"], default="train")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, into a temporary folder")
-    parser.add_argument("--out", type=Path, default=ASSETS / "one-bit.jsonl", help="lines of json, one a run")
+    parser.add_argument("--out", type=Path, default=RESULTS / "one-bit.jsonl", help="lines of json, one a run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.quick:

@@ -1,7 +1,7 @@
 """Write README's measured result from what `fnddp bench` has written.
 
-python docs/measured.py                          # the block of README, from docs/assets/bench.json
-python docs/measured.py fnddp-bench/results.json # the same, after keeping that file as docs/assets/bench.json
+python benchmarks/measured.py                          # the block of README, from results/bench.json
+python benchmarks/measured.py fnddp-bench/results.json # the same, after keeping that file as results/bench.json
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ROOT / "docs" / "assets" / "bench.json"
+KEPT = ROOT / "benchmarks" / "results" / "bench.json"
 BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
 NAMES = {
     "ddp": "torch's `DistributedDataParallel`",
