@@ -254,7 +254,7 @@ class shared_momentum(Sync):
     `shared_momentum(error_feedback(sign(allgather)))`. Without losses it is momentum as Adam computes it, but for the
     correction of its bias: m begins at zero, and the first 1 / (1 - beta) outputs are shorter.
 
-    The optimizer: see `without_momentum`. For clipping, weight decay and warm-up see `docs/momentum.md`.
+    The optimizer: see `without_momentum`. For clipping, weight decay and warm-up see `docs/memory.md`.
 
     The wrong choice in front of an optimizer with a momentum of its own; around what does not keep the scale of its
     input (`majority_vote`, `sign` with `scale="none"`), in which gradients no longer count; and where `.grad` is added
