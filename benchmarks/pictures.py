@@ -1,6 +1,6 @@
 """Draws docs/assets: what flows through error_feedback(powersgd(bf16(allreduce), rank=4)), the plan of plan.md, the
-way of a gradient through a step (architecture.md), and the curves of the demo, from what it wrote
-(benchmarks/results/demo.json). The studies of losses draw the others.
+way of a gradient through a step (architecture.md), and, from what `fnddp demo` and `fnddp bench` wrote into results, the
+curves of the one and the steps of the other. The studies of losses draw the other pictures.
 
 python benchmarks/pictures.py [folder]
 """
@@ -20,7 +20,8 @@ from fnddp.cli import picture, report
 from fnddp.show.drawing import INK, PAPER
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
-DEMO = Path(__file__).parent / "results" / "demo.json"
+RESULTS = Path(__file__).parent / "results"
+PEERS = {"ddp": "torch's DistributedDataParallel", "fp16_hook": "the same with torch's fp16_compress_hook"}
 BOX = "#eceff1"
 DOWN, MEAN, SENT = "#37474f", "#1565c0", "#d84315"  # encoded gradients; the answer; this rank's own contribution
 LEFT, RIGHT = 2.9, 8.7  # the boxes' sides
@@ -81,6 +82,7 @@ def main(folder: Path) -> None:
     picture.save(anatomy, folder / "anatomy.svg")
     picture.save(curves, folder / "curves.svg")
     picture.save(step, folder / "step.svg")
+    picture.save(times, folder / "times.svg")
     draw_plan(folder / "plan.svg")
 
 
@@ -91,7 +93,25 @@ def draw_plan(file: Path) -> None:
 
 
 def curves() -> Figure:
-    return report.curves(json.loads(DEMO.read_text()))
+    return report.curves(json.loads((RESULTS / "demo.json").read_text()))
+
+
+def times() -> Figure:
+    """Draw the median steps of README's table as bars, each with what it is of the first."""
+    found = json.loads((RESULTS / "bench.json").read_text())
+    arms = sorted(found["arms"], key=lambda arm: arm["median_seconds"])
+    slowest = arms[-1]["median_seconds"]
+    figure = Figure(figsize=(7.2, 2.7))
+    axes = figure.subplots()
+    for place, arm in enumerate(arms):
+        seconds, name = arm["median_seconds"], PEERS.get(arm["arm"], arm["arm"])
+        axes.barh(place, seconds, height=0.42, color=DOWN if arm["peer"] else MEAN)
+        times = "" if seconds == slowest else f", {slowest / seconds:.1f} times as fast"
+        write(axes, (0, place + 0.26), name, ha="left", va="bottom", size=9.5)
+        write(axes, (seconds + 0.02, place), f"{seconds * 1e3:,.0f} ms{times}", ha="left", size=9.5)
+    axes.set(xlim=(0, 1.35 * slowest), ylim=(-0.4, len(arms) - 0.2))
+    axes.axis("off")
+    return figure
 
 
 def anatomy() -> Figure:

@@ -81,7 +81,7 @@ class DistributedDataParallel(TorchNames):
         sync: The pipeline, or its text. "auto" measures, in about a second, the link between these ranks and what
             encoding costs here, and takes what `fnddp.choose` does: the fastest pipeline that no loss shows, or the
             plain mean. One line of the log says which, and why. A checkpoint that is loaded keeps its own. See
-            docs/choose.md.
+            docs/which-pipeline.md.
         wire: Moves gradients between ranks; torch.distributed by default. Another one must know the group of the
             pipeline. Buffers, and `join`, use torch.distributed in any case.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
