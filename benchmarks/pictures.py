@@ -1,5 +1,5 @@
 """Draws docs/assets: what flows through error_feedback(powersgd(bf16(allreduce), rank=4)), the plan of plan.md, the
-way of a gradient through a step (architecture.md), and, from what `fnddp demo` and `fnddp bench` wrote into results, the
+way of a gradient through a step (architecture.md), and, from what `fnddp demo` and `fnddp bench` wrote, the
 curves of the one and the steps of the other. The studies of losses draw the other pictures.
 
 python benchmarks/pictures.py [folder]
@@ -101,7 +101,7 @@ def times() -> Figure:
     found = json.loads((RESULTS / "bench.json").read_text())
     arms = sorted(found["arms"], key=lambda arm: arm["median_seconds"])
     slowest = arms[-1]["median_seconds"]
-    figure = Figure(figsize=(7.2, 2.7))
+    figure = Figure(figsize=(5.2, 2.7))
     axes = figure.subplots()
     for place, arm in enumerate(arms):
         seconds, name = arm["median_seconds"], PEERS.get(arm["arm"], arm["arm"])
@@ -109,7 +109,7 @@ def times() -> Figure:
         times = "" if seconds == slowest else f", {slowest / seconds:.1f} times as fast"
         write(axes, (0, place + 0.26), name, ha="left", va="bottom", size=9.5)
         write(axes, (seconds + 0.02, place), f"{seconds * 1e3:,.0f} ms{times}", ha="left", size=9.5)
-    axes.set(xlim=(0, 1.35 * slowest), ylim=(-0.4, len(arms) - 0.2))
+    axes.set(xlim=(0, 1.45 * slowest), ylim=(-0.4, len(arms) - 0.2))
     axes.axis("off")
     return figure
 
