@@ -52,8 +52,8 @@ from fnddp.schedules.choose import switch as switch
 from fnddp.schedules.choose import warmup as warmup
 from fnddp.schedules.watch import measure as measure
 from fnddp.schedules.watch import skip_nonfinite as skip_nonfinite
-from fnddp.simulate.simulate import simulate as simulate
-from fnddp.simulate.training import simulate_training as simulate_training
+from fnddp.simulation.simulate import simulate as simulate
+from fnddp.simulation.training import simulate_training as simulate_training
 from fnddp.transforms.bucketize import batched_powersgd as batched_powersgd
 from fnddp.transforms.bucketize import bucketize as bucketize
 from fnddp.transforms.bucketize import squared as squared

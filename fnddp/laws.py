@@ -26,8 +26,8 @@ from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces
 from fnddp.run.engine import Engine, Synchronized
-from fnddp.simulate.ranks import RankFailed, run_threads
-from fnddp.simulate.simulate import simulate
+from fnddp.simulation.ranks import RankFailed, run_threads
+from fnddp.simulation.simulate import simulate
 from fnddp.torch_private import TorchDispatchMode
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import error_feedback

@@ -5,6 +5,7 @@ themselves, because that takes seconds.
 """
 
 # pyright: reportPrivateUsage=false
+# ruff: noqa: E402
 import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -15,6 +16,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+
+_MIN_TORCH = (2, 11)
+if tuple(map(int, str(torch.__version__).split(".")[:2])) < _MIN_TORCH:  # before an import that an older one lacks
+    raise ImportError(
+        f"fnddp needs torch {'.'.join(map(str, _MIN_TORCH))} or later; found {torch.__version__}", name="torch"
+    )
+
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C._functorch import (

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from fnddp.cli import launch
 from fnddp.core.sync import registry
 from fnddp.device import accelerator
-from fnddp.simulate import ranks
+from fnddp.simulation import ranks
 from fnddp.wire.groups import LAUNCHERS
 from tests.forks import forks
 from tests.ranks import GlooPool

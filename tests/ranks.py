@@ -1,4 +1,4 @@
-"""A pool of gloo processes for tests; for breadth there are the threads of `fnddp.simulate.ranks`."""
+"""A pool of gloo processes for tests; for breadth there are the threads of `fnddp.simulation.ranks`."""
 
 import faulthandler
 import functools
@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.forks import forks
 
 POOL_SECONDS = 120

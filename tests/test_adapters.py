@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fnddp
 from fnddp import StepFailedError, Sync
 from fnddp.laws import bits, gather
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.wire.c10d import C10d
 from tests.ranks import on_ranks
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, from_hook, powersgd, verify
 from fnddp.integrations.fsdp import compress_replicas
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
 

@@ -11,7 +11,7 @@ import fnddp
 from fnddp import allgather, allreduce, bucketize, fp16, lower, parse, quantize, sign, two_shot
 from fnddp.core.collectives import sum_in_rank_order
 from fnddp.laws import bits
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
 
 SHAPES = {"w": (9, 7), "b": (5,), "one": (), "wide": (3, 400)}

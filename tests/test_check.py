@@ -11,7 +11,7 @@ import fnddp
 from fnddp import Sync, allreduce, fp16, laws
 from fnddp.core import tree
 from fnddp.core.sync import registry
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("own_transforms")

@@ -12,7 +12,7 @@ import fnddp
 from fnddp import Link, choose
 from fnddp.integrations.checkpoint import load, save
 from fnddp.run import choose as choosing
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
 
 PARAMS = {"w": torch.empty(2**21, device="meta"), "b": torch.empty(77, device="meta")}

@@ -16,7 +16,7 @@ from fnddp.codecs.topk import cosines
 from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode, unit_of
 from fnddp.core.random import lots
 from fnddp.laws import bits, gather
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from tests import pipelines
 from tests.ranks import on_ranks
 

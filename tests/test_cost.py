@@ -13,7 +13,7 @@ from fnddp.cost import measure
 from fnddp.cost.estimate import estimate
 from fnddp.cost.link import ALGORITHMS
 from fnddp.cost.measure import Sample, fit_link
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.wire.kinds import KINDS
 
 A, B, G = 1e-3, 1e6, 3e-6  # 1 ms, 1 MB/s; the sum, at 3 us a byte, is slower than the link, at 1 us

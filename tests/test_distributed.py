@@ -26,7 +26,7 @@ from fnddp.distributed import (
     sync_ddp,
     sync_ddp_if_available,
 )
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from tests.ranks import on_ranks
 
 DTYPES = [

@@ -19,8 +19,8 @@ from fnddp.cli.examination import Findings
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError, RankInfo, Ranks
 from fnddp.cost.estimate import Compute
-from fnddp.simulate.ranks import run_threads
-from fnddp.simulate.tune import MEAN, SIXTEEN_BITS, Outcome
+from fnddp.simulation.ranks import run_threads
+from fnddp.simulation.tune import MEAN, SIXTEEN_BITS, Outcome
 from tests.hosts import complaints, free_port
 from tests.test_tune import outcome
 from tests.workloads import SMALL

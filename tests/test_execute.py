@@ -17,7 +17,7 @@ from fnddp import LoweringError, StepFailedError, allreduce, error_feedback, fp1
 from fnddp.core.sync import groups_of
 from fnddp.laws import DONATIONS, bits, engine_step, gather, make_engine
 from fnddp.plan.draft import Donation
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.wire.protocol import CollectiveError
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
 from fnddp.laws import bits
-from fnddp.simulate.ranks import RankFailed
+from fnddp.simulation.ranks import RankFailed
 from fnddp.wire.protocol import CollectiveError
 from tests.models import COMPRESSED, Hooked, assert_equal_on_ranks, batch, grads_of, loss_of, make_model
 from tests.ranks import on_ranks

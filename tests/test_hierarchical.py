@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fnddp
 from fnddp import DistributedDataParallel, allreduce, hierarchical, laws, none
 from fnddp.plan.period import period
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from tests.pipelines import TREES
 from tests.ranks import on_ranks
 

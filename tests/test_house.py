@@ -1,6 +1,7 @@
 """The order of the house: a file imports only what comes before it, typing included, and a step enters few files."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -26,7 +27,7 @@ ORDER = [
     *("version", "torch_private", "device", "wire", "core"),
     *("reducers", "transforms", "codecs", "schedules"),
     *("ir", "cost", "show", "plan", "run", "adapters"),
-    *("distributed", "simulate", "laws", "outer", "integrations", "api", "__init__", "cli", "__main__"),
+    *("distributed", "simulation", "laws", "outer", "integrations", "api", "__init__", "cli", "__main__"),
 ]
 
 
@@ -110,6 +111,36 @@ assert isinstance(fnddp.outer.parse("local_sgd(every=2)"), outer.local_sgd)
 
 def test_outer_steps_and_integrations_are_imported_when_asked_for():
     subprocess.run([sys.executable, "-c", ASKED_FOR], check=True, cwd=ROOT.parent)
+
+
+# Its function is pickled by value, since it is in __main__, and with it the module that its globals name. The first
+# import is of a part, from which texts of the whole are read.
+PICKLED = """
+import pickle, types
+import fnddp.integrations.fsdp
+import cloudpickle, fnddp
+def worker(text):
+    return fnddp.parse(text)
+assert type(fnddp) is types.ModuleType
+assert pickle.loads(cloudpickle.dumps(fnddp)) is fnddp
+unpickled = pickle.loads(cloudpickle.dumps(worker))
+assert repr(unpickled("fp16(allreduce)")) == "fp16(allreduce)"
+"""
+
+
+def test_the_package_is_pickled_by_those_who_send_functions():
+    pytest.importorskip("cloudpickle")
+    subprocess.run([sys.executable, "-c", PICKLED], check=True, cwd=ROOT.parent)
+
+
+def test_no_name_hides_a_module():
+    """`import fnddp.a.b as b` binds what is `b` in `fnddp.a`: a function of that name there would take its place."""
+    for file in files():
+        package, _, name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts).rpartition(".")
+        package, _, name = package.rpartition(".") if name == "__init__" else (package, _, name)
+        if name not in ("fnddp", "__main__"):
+            module = importlib.import_module(f"{package}.{name}")
+            assert getattr(sys.modules[package], name) is module
 
 
 # A reader who follows a gradient meets few files of the library: those with a frame in one steady step.

@@ -14,7 +14,7 @@ from fnddp import laws
 from fnddp.core import collectives, tree
 from fnddp.core.tree import Leaves
 from fnddp.laws import DONATIONS, bits, engine_step, law_6_lowered_is_eager, make_engine
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.torch_private import functional_collectives
 from tests.ranks import on_ranks
 from tests.test_passes import Applied

@@ -14,7 +14,7 @@ from torch import nn
 import fnddp
 from fnddp import allreduce, distributed, fp16
 from fnddp.cli.launch import RankError, run_ranks
-from fnddp.simulate.ranks import RankFailed, run_threads
+from fnddp.simulation.ranks import RankFailed, run_threads
 
 
 def fails(how: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ from fnddp.laws import (
 )
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from tests.pipelines import EXAMPLES, LOSSLESS, TREES, grads, nestings
 from tests.traces import TracesOfThreads
 

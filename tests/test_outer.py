@@ -14,8 +14,8 @@ from fnddp.core.sync import REPLICATED
 from fnddp.core.tree import Leaves
 from fnddp.laws import bits, gather
 from fnddp.outer.contract import Exchanges, outers
-from fnddp.outer.streaming_diloco import divided
-from fnddp.simulate.ranks import run_threads
+from fnddp.outer.steps.streaming_diloco import divided
+from fnddp.simulation.ranks import run_threads
 from tests.ranks import on_ranks
 
 # One expression for each registered name; a new outer step gets a line here and inherits every law.

@@ -17,7 +17,7 @@ from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.wire.groups import World
 from tests.pipelines import EXAMPLES, TREES
 from tests.ranks import on_ranks

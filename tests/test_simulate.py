@@ -12,8 +12,8 @@ import fnddp
 from fnddp import Local, Replicated, laws
 from fnddp.core import collectives, tree
 from fnddp.laws import bits
-from fnddp.simulate.ranks import run_threads
-from fnddp.simulate.simulate import simulate
+from fnddp.simulation.ranks import run_threads
+from fnddp.simulation.simulate import simulate
 from tests.pipelines import EXAMPLES
 
 

@@ -15,7 +15,7 @@ from fnddp import allreduce, error_feedback, fp16, powersgd, skip_nonfinite
 from fnddp.laws import bits
 from fnddp.show import trace
 from fnddp.show.beside import STEP, beside
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from tests.ranks import on_ranks
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=1))

@@ -16,8 +16,8 @@ from fnddp.cli import main, models, picture, tune_report
 from fnddp.cli.models import to_tune as asked
 from fnddp.cost.estimate import MeanStep, Span, Step
 from fnddp.run import choose as choosing
-from fnddp.simulate.ranks import run_threads
-from fnddp.simulate.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, final_loss, trained, tune
+from fnddp.simulation.ranks import run_threads
+from fnddp.simulation.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, final_loss, trained, tune
 from tests.workloads import SMALL
 
 

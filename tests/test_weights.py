@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fnddp
 from fnddp import DistributedDataParallel, StepFailedError, allreduce, fp16
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.weights import scale_of
 from tests.ranks import on_ranks

@@ -15,7 +15,7 @@ from fnddp.ir.program import LeafSpec
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, bits, engine_step
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
-from fnddp.simulate.ranks import run_threads
+from fnddp.simulation.ranks import run_threads
 from fnddp.wire.c10d import faster
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import ALL_REDUCE

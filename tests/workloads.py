@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fnddp.simulate.tune import Problem
+from fnddp.simulation.tune import Problem
 
 SMALL = f"{__file__}:small"
 """A layer of 64 x 32, with a batch and a loss."""

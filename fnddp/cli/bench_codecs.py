@@ -17,7 +17,7 @@ from fnddp.cost.link import Link
 from fnddp.ir.program import LoweringError
 from fnddp.plan.lower import lower
 from fnddp.run.measure import measure_segments
-from fnddp.simulate.tune import on_threads
+from fnddp.simulation.tune import on_threads
 
 CODECS: tuple[str, ...] = (
     "allgather",

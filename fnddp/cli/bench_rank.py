@@ -33,7 +33,7 @@ from fnddp.cli.network import loopback_device, sent_bytes
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync
 from fnddp.run.choose import Auto
-from fnddp.simulate.tune import Batch, Loss, standing_for, trained
+from fnddp.simulation.tune import Batch, Loss, standing_for, trained
 from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp.cli.models import class_loss
-from fnddp.simulate.tune import Batch, Problem
+from fnddp.simulation.tune import Batch, Problem
 
 CONTEXT = 64  # characters of a sample: as many as the transformer takes
 HELD_OUT = 0.1

@@ -271,7 +271,7 @@ def tune(
     from fnddp.cli import checks, picture, terminal, tune_report
     from fnddp.cli.models import to_tune
     from fnddp.ir.program import LoweringError
-    from fnddp.simulate import tune as simulated
+    from fnddp.simulation import tune as simulated
 
     share, parsed = checks.check_share(within), checks.check_link(link)
     checks.check_writable(out, "--out", is_folder=True)

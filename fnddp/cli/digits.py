@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.models import BATCH_SIZE, class_loss
-from fnddp.simulate.tune import Batch, Forward, Problem, standing_for
+from fnddp.simulation.tune import Batch, Forward, Problem, standing_for
 
 TEST_FRACTION = 0.3
 SPLIT_SEED = 0  # the test set is the same in every run, whatever the run's seed

@@ -34,7 +34,7 @@ from fnddp.device import accelerator, built_for, device_of
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.show.beside import STEP, beside
 from fnddp.show.text import count
-from fnddp.simulate.tune import MARGIN, MEAN, SIXTEEN_BITS, Outcome, cost, trained
+from fnddp.simulation.tune import MARGIN, MEAN, SIXTEEN_BITS, Outcome, cost, trained
 from fnddp.wire import control
 
 REQUIRED = ("torch", "numpy", "optree", "einops")

@@ -50,7 +50,8 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
         try:
             try:
                 with progress("importing torch"):
-                    import_module("fnddp.core")  # imports all of fnddp: fails here if torch is missing or too old
+                    import_module("fnddp.torch_private")  # fails here if torch is missing or too old
+                    import_module("fnddp.api")
                 return command(*arguments, **options)
             finally:
                 sys.stdout.flush()  # a broken pipe is caught here; at exit nothing could catch it

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, linear, relu
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
-from fnddp.simulate.tune import Batch, Forward, Loss, Problem, trained
+from fnddp.simulation.tune import Batch, Forward, Loss, Problem, trained
 
 Params = dict[str, Tensor]
 BATCH_SIZE = 32  # of a rank, where it can be chosen and is not

@@ -18,7 +18,7 @@ from fnddp.cli.launch import Stage
 from fnddp.cli.models import Params, load
 from fnddp.core.agreement import agree, digest_of, verify
 from fnddp.core.sync import Sync
-from fnddp.simulate.tune import standing_for, trained
+from fnddp.simulation.tune import standing_for, trained
 from fnddp.wire.counter import WireCounter
 
 LEARNING_RATE = 0.1  # falls linearly to zero

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from fnddp.cli.picture import COLOURS, dress, label
 from fnddp.cli.terminal import Table, echo
 from fnddp.cost.link import duration
-from fnddp.simulate.tune import Tuned
+from fnddp.simulation.tune import Tuned
 
 PLOT = "pareto.svg"
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from typing import Any, TypeVar
 
 from fnddp.core.codec import Carrier
@@ -50,6 +51,7 @@ def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:
     text = text.strip().replace("\r\n", "\n").replace("\r", "\n")  # the lines that ast counts
     if not text:
         raise _problem(text, 1, 0, f"there is no text, where there must be {wanted}")
+    import_module("fnddp.api")  # registers the names of the package: only a part of it may have been imported so far
     value = _Reader(text, names).read(_expression(text), depth=0)
     if not isinstance(value, kind):
         raise _problem(text, 1, 0, f"this is a {type(value).__name__}, not {wanted}")

@@ -19,13 +19,18 @@ from fnddp.ir.program import Collective, Divisor, Grad, Held, LeafSpec, Part
 from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import launch, launch_of, numbers, output_nodes, take, value
-from fnddp.plan.passes import PASSES
-from fnddp.plan.passes.emit import name_of
+from fnddp.plan.passes.combine import combine
+from fnddp.plan.passes.emit import emit, name_of
+from fnddp.plan.passes.foreach import foreach
+from fnddp.plan.passes.order import order
+from fnddp.plan.passes.place import place
+from fnddp.plan.passes.simplify import drop, fuse, simplify
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.plan import Plan
 from fnddp.wire.groups import World, WorldSize, within
 
 KEEP = Donation()
+_PASSES = (drop, simplify, fuse, combine, order, place, foreach, emit)
 
 
 def lower(
@@ -172,7 +177,7 @@ class Traces:
 
 def plan_of(draft: Draft) -> Plan:
     """Run the passes on a trace, which they change, and return the plan."""
-    for step in PASSES:
+    for step in _PASSES:
         draft = step(draft)
     request, placement = draft.request, draft.placement
     outputs = output_nodes(draft.graph)

@@ -73,7 +73,7 @@ class Simulation:
         if not self.sync.traceable:
             raise ValueError(
                 f"simulate: {self.sync!r} reads values of tensors or runs foreign code (`traceable` is False), which "
-                "cannot run for all ranks at once; run it on threads, fnddp.simulate.ranks.run_threads"
+                "cannot run for all ranks at once; run it on threads, fnddp.simulation.ranks.run_threads"
             )
         for name, division in self.groups.items():
             ranks = sorted(rank for members in division for rank in members)

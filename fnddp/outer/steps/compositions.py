@@ -4,7 +4,7 @@ from fnddp.codecs.quantize import quantize
 from fnddp.codecs.topk import topk
 from fnddp.core.sync import Sync
 from fnddp.outer.contract import Outer, outers
-from fnddp.outer.diloco import diloco
+from fnddp.outer.steps.diloco import diloco
 from fnddp.reducers.carriers import allgather, two_shot
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.memory import error_feedback

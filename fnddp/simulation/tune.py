@@ -22,7 +22,7 @@ from fnddp.cost.estimate import Compute, Links, MeanStep
 from fnddp.plan.period import period
 from fnddp.run.choose import choose
 from fnddp.run.measure import measure_backward, measure_segments
-from fnddp.simulate.training import simulate_training
+from fnddp.simulation.training import simulate_training
 from fnddp.transforms.memory import shared_momentum, without_momentum
 
 Batch: TypeAlias = tuple[Tensor, ...]

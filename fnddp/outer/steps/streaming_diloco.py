@@ -10,7 +10,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import Local, Replicated, State, Sync
 from fnddp.core.tree import Leaves, Tree, replaced
 from fnddp.outer.contract import Exchanges, outer, require_options
-from fnddp.outer.diloco import Descending, outer_gradient
+from fnddp.outer.steps.diloco import Descending, outer_gradient
 from fnddp.schedules.choose import split_by_pattern
 
 Fragments: TypeAlias = int | tuple[str, ...]

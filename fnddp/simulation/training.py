@@ -9,7 +9,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
-from fnddp.simulate.simulate import require_rows, simulate
+from fnddp.simulation.simulate import require_rows, simulate
 from fnddp.wire.simulated import Division
 
 Means: TypeAlias = Mapping[str, Tensor | None]

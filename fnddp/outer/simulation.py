@@ -11,8 +11,8 @@ from fnddp.core.state import parts
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer
-from fnddp.simulate.simulate import Simulation, of_rank, require_rows, with_rows
-from fnddp.simulate.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
+from fnddp.simulation.simulate import Simulation, of_rank, require_rows, with_rows
+from fnddp.simulation.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
 from fnddp.torch_private import without_autocast
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, Ranks

@@ -1,0 +1,1 @@
+"""Outer steps, one file for each method or family."""
