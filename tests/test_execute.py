@@ -1,5 +1,7 @@
 """Runners and the engine on gloo processes: late, missing and wrong gradients, ranks that fail, hang or die."""
 
+import gc
+import linecache
 import random
 import time
 from datetime import timedelta
@@ -346,3 +348,17 @@ def test_the_errors_of_a_pipeline_are_its_own(kind):
         with pytest.raises(kind, match="mine") as caught:
             call(Applied(fails))
         assert caught.type is kind
+
+
+def test_a_traceback_through_a_plan_shows_its_source_while_the_plan_lives():
+    files = set(linecache.cache)
+    engine = make_engine(fnddp.bf16(fnddp.allreduce), {"w": torch.ones(3)}, Donation(), learns_order=False)
+    plan = engine.prepare()
+    assert plan is not None
+    for segment in plan.segments:
+        code = segment.run.__code__
+        assert linecache.getline(code.co_filename, 1).startswith("def run(")
+        assert linecache.getline(code.co_filename, code.co_firstlineno + 1).strip()
+    del engine, plan, segment, code
+    gc.collect()
+    assert {file for file in linecache.cache if file.startswith("<plan ")} <= files

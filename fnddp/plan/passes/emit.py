@@ -3,6 +3,8 @@
 It is straight-line Python code of calls, which frees each value when it has been read for the last time.
 """
 
+import linecache
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from types import MappingProxyType
@@ -111,8 +113,12 @@ class Script:
         returned = "".join(f"{variable}, " for variable in outputs)
         scope = dict(self._scope)
         code = "\n".join([f"def run({', '.join(inputs)}):", *reversed(lines), f" return ({returned})"])
-        exec(compile(code, "<plan>", "exec"), scope)
-        return scope["run"]
+        file = f"<plan {id(scope):x}>"  # unique as long as the function lives, which holds the scope
+        exec(compile(code, file, "exec"), scope)
+        run = scope.pop("run")  # or the function and its scope would be a cycle
+        linecache.cache[file] = len(code), None, code.splitlines(keepends=True), file  # for tracebacks and debuggers
+        weakref.finalize(run, linecache.cache.pop, file, None).atexit = False
+        return run
 
     def _add(
         self, to: str, made: list[Variable], function: Any, arguments: Any, options: Any, *, unless: str = ""
