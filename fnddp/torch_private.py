@@ -525,6 +525,14 @@ JoinConfig = _JoinConfig  # what a `Joinable` knows of its context
 device_index: Callable[..., int] = _get_device_index
 cast_forward_inputs: Any = _cast_forward_inputs  # to a dtype: `(inputs, kwargs)`
 comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_comm_hooks")  # with their states
+
+
+def has_final_buckets(model: DistributedDataParallel) -> bool:
+    """Return whether later forwards of torch's DDP make no other buckets: it does so once, or never. Not in its hook."""
+    never = model.find_unused_parameters and not model.static_graph
+    return never or bool(model._get_ddp_logging_data().get("has_rebuilt_buckets"))
+
+
 debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping  # of parameters by their index
 set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 

@@ -1,8 +1,10 @@
 """`register` on torch's DDP: the numbers of the pipeline, whatever DDP's options and buckets."""
 
+import copy
 import gc
 import re
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +43,32 @@ def test_same_numbers_as_the_pipeline(rank: int, options: dict[str, Any]) -> Non
         state = average(sync, plain.named_parameters(), state)
         assert bits(grads_of(model)) == bits(grads_of(plain))
         assert bits(handle.state) == bits(state)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"find_unused_parameters": True}], ids=str)
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_buckets_are_leaves_where_elements_do_not_meet(rank: int, options: dict[str, Any]) -> None:
+    for text in ("allreduce", "bucketize(fp16(allreduce))"):
+        sync, plain = fnddp.parse(text), make_model()
+        plain[0].bias.requires_grad_(False)
+        model = DistributedDataParallel(copy.deepcopy(plain), **options)
+        handle = fnddp.register(model, sync)
+        for step in range(6):
+            is_bad = step == 4  # on one rank, behind the last gradient
+            model.module[0].bias.requires_grad_(is_bad and rank == 1)
+            for net in (model, plain):
+                net.zero_grad()
+            loss_of(plain(batch(rank, step))).backward()
+            with pytest.raises(ValueError if rank else StepFailedError) if is_bad else nullcontext():
+                loss_of(model(batch(rank, step))).backward()
+            if not is_bad:
+                average(sync, [(name, p) for name, p in plain.named_parameters() if p.requires_grad], ())
+            model.module[0].bias.grad = None
+            assert bits(grads_of(model)) == bits(grads_of(plain))
+        assert handle.plan is not None
+        assert len(handle.plan.leaves) < len(list(model.parameters())) - 1
+        assert (handle.sync_stats()["steps"], handle.sync_stats()["failed_steps"]) == (5, 1)
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,14 @@ from fnddp.adapters.hooks import WeakHook
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.sync import Sync
+from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
+from fnddp.reducers.all_reduce import all_reduce
 from fnddp.run.choose import AUTO, automatic
+from fnddp.run.engine import Engine
+from fnddp.transforms.bucketize import bucketize
+from fnddp.transforms.cast import cast
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
@@ -42,13 +47,15 @@ class Handle(PipelineHandle):
         fix = "wrap the module and register the pipeline again"
         self._world = Membership(group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
+        self._last: list[_Bucket] = []  # of the last step, if they may become leaves
+        self._layout: list[list[Tensor]] | None = None  # parameters of DDP's buckets, if these are the leaves
         self._failure: Exception | None = None
         self._looks_between = False
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._break_off()
-        arrived = _Bucket(bucket)
+        arrived = _Bucket(bucket, is_leaf=self._layout is not None)
         self._pending.append(arrived)
         try:
             if bucket.index() == 0:
@@ -56,8 +63,7 @@ class Handle(PipelineHandle):
                 self._engine.begin()
                 self._look_between()
             if self._failure is None and self._engine.step is not None:
-                grads = arrived.gradients()
-                self._engine.step.feed_all({self._names[p]: grad for p, grad in grads if p in self._names})
+                self._engine.step.feed_all(self._leaves_of(arrived))
             if bucket.is_last():
                 self._finish()
         except Exception as error:
@@ -81,12 +87,16 @@ class Handle(PipelineHandle):
         except Exception as error:
             self._failure = self._failure or error
 
-    def _before_forward(self, *_: object) -> None:
+    def _before_forward(self, model: DistributedDataParallel, *_: object) -> None:
         # A forward fails the step that is open, because its backward did not finish. Not a forward within backward, nor
         # one without gradients, which may run between two backwards of one step.
         if torch.is_grad_enabled() and not torch_private.is_within_backward():
             self._world.require_same()
             self._break_off()
+            # Asked once after a step, before this forward may make other buckets: so all ranks get the same answer.
+            last, self._last = self._last, []
+            if last and torch_private.has_final_buckets(model):
+                self._take_buckets(last)
         self._engine.refuse_after_failure()  # DDP has collectives in forward too
 
     def _break_off(self) -> None:
@@ -101,6 +111,11 @@ class Handle(PipelineHandle):
             raise RuntimeError("register: the step ended with that of another model, which failed in the same backward")
         self._require_known()
         mean, _ = step.finish()
+        if self._layout is not None:
+            for bucket in self._pending:
+                bucket.complete_whole(mean[self._name_of(bucket)])
+            self._pending = []
+            return
         mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}
         for bucket in self._pending:
             bucket.complete(mean_of)
@@ -109,7 +124,26 @@ class Handle(PipelineHandle):
             _behind_ddp(partial(self._write, mean_of))
         # DDP's buckets, and their order, are the same on all ranks.
         self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters if p in self._names])
-        self._pending = []
+        self._pending, self._last = [], self._pending if _computes_by_element(self.sync) else []
+
+    def _leaves_of(self, bucket: "_Bucket") -> Leaves:
+        if self._layout is None:
+            return {self._names[p]: grad for p, grad in bucket.gradients() if p in self._names}
+        if not all(map(is_, bucket.parameters, self._layout[len(self._pending) - 1])):
+            raise RuntimeError("register: DDP has changed its buckets since the last step; run this one again")
+        return {self._name_of(bucket): bucket.buffer}
+
+    def _name_of(self, bucket: "_Bucket") -> str:
+        return "..".join(dict.fromkeys(self._names[bucket.parameters[i]] for i in (0, -1)))
+
+    def _take_buckets(self, buckets: "Sequence[_Bucket]") -> None:
+        """Make DDP's `buckets` the leaves of later steps, if all in them is known: that is one operation for each."""
+        if all(each.is_plain and self._names.keys() >= {*each.parameters} for each in buckets):
+            leaves = {self._name_of(bucket): bucket.buffer for bucket in reversed(buckets)}  # expected last to first
+            before, self._engine = self._engine, self._engine_of(self.sync, leaves)
+            self._engine.count_on_from(before)
+            self._engine.connect()
+            self._layout = [bucket.parameters for bucket in buckets]
 
     @property
     def _writes_all(self) -> bool:
@@ -132,7 +166,7 @@ class Handle(PipelineHandle):
         self._engine.fail(error)
         # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
         for bucket in self._pending:
-            bucket.complete({})
+            bucket.give_back()
         self._pending = []
         if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
             raise error
@@ -153,6 +187,12 @@ class Handle(PipelineHandle):
                 )
 
 
+def _computes_by_element(sync: Sync) -> bool:
+    """Return whether an element of a mean depends on that element alone, so that leaves may be laid out in any way."""
+    kinds = all(isinstance(each, all_reduce | bucketize | cast) for each in all_in(sync))
+    return kinds and not any(isinstance(each, cast) and (each.check or each.draws) for each in all_in(sync))
+
+
 def _trained(model: DistributedDataParallel) -> Leaves:
     named, ignored = model.module.named_parameters(), model.parameters_to_ignore
     return {name: p for name, p in named if p.requires_grad and name not in ignored}
@@ -166,10 +206,13 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
 class _Bucket:
     """A bucket of DDP's, and the future that DDP waits for."""
 
-    def __init__(self, bucket: dist.GradBucket) -> None:
+    def __init__(self, bucket: dist.GradBucket, *, is_leaf: bool) -> None:
         self.buffer = bucket.buffer()
         self.parameters = bucket.parameters()
-        if self.buffer.is_sparse:  # it holds that gradient alone, and has no views
+        self.is_plain = not (self.buffer.is_sparse or self.parameters[0].is_complex())
+        if is_leaf:
+            self.views = list[Tensor]()
+        elif self.buffer.is_sparse:  # it holds that gradient alone, and has no views
             self.views = [self.buffer.to_dense()]
         elif self.parameters[0].is_complex():  # the buffer is real, and DDP's views are of its first half
             parts = torch.view_as_complex(self.buffer.view(-1, 2)).split([p.numel() for p in self.parameters])
@@ -190,6 +233,15 @@ class _Bucket:
         elif elsewhere := [(view, mean) for view, mean in pairs if mean.data_ptr() != view.data_ptr()]:
             torch_private.foreach_copy(*zip(*elsewhere, strict=True))
         self.future.set_result(result)
+
+    def complete_whole(self, mean: Tensor) -> None:
+        # DDP takes its views from the begin of the result's storage.
+        is_alone = mean.storage_offset() == 0 and mean.is_contiguous()
+        self.future.set_result(mean if is_alone else self.buffer.copy_(mean))
+
+    def give_back(self) -> None:
+        """Let each rank keep its own gradients."""
+        self.future.set_result(self.buffer)
 
 
 def register(

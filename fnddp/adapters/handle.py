@@ -93,7 +93,7 @@ class PipelineHandle(HasPipeline):
     state = HasPipeline.sync_state
 
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
-        def engine_of(sync: Sync) -> Engine:
+        def engine_of(sync: Sync, leaves: Leaves = leaves) -> Engine:
             specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
             donation = Donation(gradients="at_end", state=True)
             return Engine(sync, specs, state=sync.init(leaves), donation=donation, groups=[group], wire=wire, **options)

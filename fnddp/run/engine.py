@@ -307,6 +307,14 @@ class Engine:
         self.broken = before.broken or self.broken
         self._notices = tuple(dict.fromkeys([*before._notices, *self._notices]))
 
+    def count_on_from(self, before: "Engine") -> None:
+        """Call `follow`, and take the place of `before` among engines, with its counts of steps and its measuring."""
+        self.follow(before)
+        self.number, self.begun = before.number, before.begun
+        self.steps, self.failed_steps = before.steps, before.failed_steps
+        if before._measured_from is not None:
+            self._observer.measures, self._measured_from = True, self.steps
+
     def take_over_from(self, before: "Engine") -> bool:
         """Call `follow`, copy what the steps of `before` have learnt, and return True; False if its leaves differ.
 
