@@ -528,7 +528,7 @@ comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_com
 
 
 def has_final_buckets(model: DistributedDataParallel) -> bool:
-    """Return whether later forwards of torch's DDP make no other buckets: it does so once, or never. Not in its hook."""
+    """Return whether later forwards of torch's DDP make no other buckets: it does so once or never. Not in its hook."""
     never = model.find_unused_parameters and not model.static_graph
     return never or bool(model._get_ddp_logging_data().get("has_rebuilt_buckets"))
 

@@ -22,7 +22,6 @@ from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.reducers.all_reduce import all_reduce
 from fnddp.run.choose import AUTO, automatic
-from fnddp.run.engine import Engine
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import cast
 from fnddp.wire.c10d import C10D
@@ -125,6 +124,10 @@ class Handle(PipelineHandle):
         # DDP's buckets, and their order, are the same on all ranks.
         self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters if p in self._names])
         self._pending, self._last = [], self._pending if _computes_by_element(self.sync) else []
+
+    def _adopt(self, sync: Sync) -> None:
+        super()._adopt(sync)
+        self._last, self._layout = [], None
 
     def _leaves_of(self, bucket: "_Bucket") -> Leaves:
         if self._layout is None:
@@ -235,9 +238,8 @@ class _Bucket:
         self.future.set_result(result)
 
     def complete_whole(self, mean: Tensor) -> None:
-        # DDP takes its views from the begin of the result's storage.
-        is_alone = mean.storage_offset() == 0 and mean.is_contiguous()
-        self.future.set_result(mean if is_alone else self.buffer.copy_(mean))
+        # In one copy. DDP, which takes views from the begin of a result's storage, would copy each into its own.
+        self.future.set_result(self.buffer if mean.data_ptr() == self.buffer.data_ptr() else self.buffer.copy_(mean))
 
     def give_back(self) -> None:
         """Let each rank keep its own gradients."""

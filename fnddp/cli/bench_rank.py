@@ -19,7 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -38,7 +42,12 @@ from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
 
 WARM_UP = 4  # rounds: DDP rebuilds its buckets after the first, and torch's PowerSGD starts in the third
-PEERS = ("ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "none")
+HOOKS: dict[str, Any] = {
+    "allreduce_hook": allreduce_hook,
+    "fp16_hook": fp16_compress_hook,
+    "bf16_hook": bf16_compress_hook,
+}
+PEERS = ("ddp", *HOOKS, "powersgd_hook", "none")
 BF16_ON_CPU = "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
 POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
 
@@ -200,7 +209,7 @@ def _arm(each: Sync | str, setup: Setup, module: nn.Module, loss: Loss, batch: B
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
     elif each != "ddp":
-        model.register_comm_hook(None, fp16_compress_hook if each == "fp16_hook" else bf16_compress_hook)
+        model.register_comm_hook(None, HOOKS[str(each)])
     return _module(model, loss, batch)
 
 

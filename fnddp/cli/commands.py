@@ -170,7 +170,10 @@ def bench(
     link: options.Link = "loopback",
     against: Annotated[
         str,
-        typer.Option(metavar="PEER,...", help="of ddp, fp16_hook, bf16_hook, powersgd_hook, none (nothing is sent)"),
+        typer.Option(
+            metavar="PEER,...",
+            help="of ddp, allreduce_hook, fp16_hook, bf16_hook, powersgd_hook, none (nothing is sent)",
+        ),
     ] = "ddp,fp16_hook,none",
     model: options.Model = "transformer",
     pairs: Annotated[int, typer.Option(min=1, metavar="N", help="timed rounds")] = 30,
