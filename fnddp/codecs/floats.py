@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, is_negative, pack_bits, unpack_bits
 from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import at_least, one_of
 from fnddp.core.sync import Sync, transform
 from fnddp.torch_private import reinterpreted
@@ -50,7 +51,7 @@ class fp8(Codec):
         scale = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).abs() / largest  # never -0.0
         q = blocks * inverse(scale).unsqueeze(-1)  # up to rounding within the format's range, and rounded into it
         # Bytes: no codec inside may take them for fractions, and gloo and NCCL do not know the dtype.
-        return {"scale": scale, "q": reinterpreted(q.to(dtype), torch.uint8)}
+        return {"scale": scale, "q": reinterpreted(rounded(q, dtype), torch.uint8)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.block, n)}
@@ -63,7 +64,7 @@ class fp8(Codec):
         # A float16 has the bits of both and zeros behind: converting that is many times as fast as converting a byte.
         signed = reinterpreted(payload["q"], torch.int8).to(torch.int16)
         half = signed * 128 & ~(1 << 14) if self.format == "e4m3" else signed * 256  # e4m3's bias is less by 8
-        return (reinterpreted(half, torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(-2)[..., :n]
+        return shortened((reinterpreted(half, torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(-2), n)
 
 
 BIAS, MANTISSA = 127, 23  # of float32

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fnddp.core.opaque import shortened
 from fnddp.torch_private import reinterpreted
 
 # Numbers that will share a byte are the bytes of one word, so that one product packs them.
@@ -87,7 +88,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     else:
         pairs = words * (1 << 6 | 1 << 18) & 0x03C003C0
         spread = pairs * (1 | 1 << 6) & 0xC0C0C0C0 - (1 << 32)
-    return torch.bitwise_right_shift(reinterpreted(spread, torch.int8), 8 - bits)[..., :n]
+    return shortened(torch.bitwise_right_shift(reinterpreted(spread, torch.int8), 8 - bits), n)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     tensor([1, 0, 1], dtype=torch.uint8)
     """
     eights = packed.to(torch.int64) * _ONES & _DIAGONAL  # bit i in byte i
-    return reinterpreted(torch.bitwise_right_shift(eights + _BELOW_TOP, 7) & _ONES, torch.uint8)[..., :n]
+    return shortened(reinterpreted(torch.bitwise_right_shift(eights + _BELOW_TOP, 7) & _ONES, torch.uint8), n)
 
 
 def is_negative(x: Tensor) -> Tensor:

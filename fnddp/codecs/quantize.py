@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
 from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.opaque import shortened
 from fnddp.core.options import POSITIVE, Limit, at_least, one_of
 from fnddp.core.sync import Sync, transform
 
@@ -179,7 +180,7 @@ def _rounded_at_random(q: Tensor, key: Key, largest: int) -> Tensor:
 
 
 def _decoded(q: Tensor, scale: Tensor, n: int) -> Tensor:
-    return (q * scale.unsqueeze(-1)).flatten(-2)[..., :n]
+    return shortened((q * scale.unsqueeze(-1)).flatten(-2), n)
 
 
 def _spread(x: Tensor, length: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, is_negative, pack, pack_bits, unpack, unpack_bits
 from fnddp.core import layout
 from fnddp.core.codec import Codec, Layer, Payload, wide
+from fnddp.core.opaque import shortened
 from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, is_inexact
@@ -70,9 +71,9 @@ class sign(Codec):
     def decode(self, payload: Payload, n: int) -> Tensor:
         negative = unpack_bits(payload["bits"], block_size(self.chunk, n))  # [rows, chunks, chunk]
         if self.scale == "none":
-            return (1 - 2.0 * negative).flatten(-2)[..., :n]
+            return shortened((1 - 2.0 * negative).flatten(-2), n)
         scale = payload["scale"].unsqueeze(-1)
-        return (negative.to(scale.dtype) * (-2 * scale) + scale).flatten(-2)[..., :n]
+        return shortened((negative.to(scale.dtype) * (-2 * scale) + scale).flatten(-2), n)
 
 
 NOT_FINITE = -2  # the fourth number of two bits

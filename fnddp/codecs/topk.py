@@ -12,6 +12,7 @@ from fnddp.codecs.packing import INDEX_DTYPES, block_size, blocks_of, in_blocks,
 from fnddp.core import tree
 from fnddp.core.codec import Codec, Layer, Payload, takes_averages, wide
 from fnddp.core.layout import in_format_of
+from fnddp.core.opaque import shortened
 from fnddp.core.options import Share, at_least, one_of, require_share
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree
@@ -68,7 +69,7 @@ class topk(Codec):
         chunk, _ = self._sizes(n)
         values, indices = payload["values"], unpack_indices(payload["indices"])
         chunks = values.new_zeros((*values.shape[:2], chunk)).scatter(-1, indices, values)
-        return chunks.flatten(1)[:, :n]
+        return shortened(chunks.flatten(1), n)
 
     def _sizes(self, n: int) -> tuple[int, int]:
         chunk = block_size(self.chunk, n)

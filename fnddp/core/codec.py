@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fnddp.core import collectives, layout, random
 from fnddp.core.group import group_name
+from fnddp.core.opaque import shortened
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 from fnddp.device import device_of
@@ -147,7 +148,7 @@ class Batch:
         if self.is_one:
             return {self.paths[0]: x}
         parts = zip(self._widths.items(), x.split(self._pieces, 1), strict=True)
-        return {path: part.flatten(1)[:, :width] for (path, width), part in parts}
+        return {path: shortened(part.flatten(1), width) for (path, width), part in parts}
 
     def cleared(self, x: Tensor, lengths: Mapping[str, int]) -> Tensor:
         """Return `x` with zeros behind the first numbers of the row of each leaf, which are encoded with them."""

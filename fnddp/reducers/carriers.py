@@ -9,6 +9,7 @@ from torch import Tensor
 from fnddp.core import collectives, layout, tree
 from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, batches_of, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
+from fnddp.core.opaque import shortened
 from fnddp.core.sync import Local, State, registry, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 
@@ -159,7 +160,9 @@ class two_shot_mean(Carrier):
             sent |= batch.split(mine)
         if self.server_memory:
             state = TwoShotState({path: residual[path] for path in state.residual})
-        flat = [{path: rows[path].reshape(-1)[: x.numel()] for path, x in leaves.items()} for rows in (mean, sent)]
+        flat = [
+            {path: shortened(rows[path].reshape(-1), x.numel()) for path, x in leaves.items()} for rows in (mean, sent)
+        ]
         return flat[0], flat[1], state
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnddp.core import collectives, tree
 from fnddp.core.codec import Code, CodecState, Key, Payload, carried
+from fnddp.core.opaque import rounded
 from fnddp.core.options import one_of
 from fnddp.core.sync import (
     Exchange,
@@ -124,7 +125,7 @@ class cast(Sync):
     averages: ClassVar[bool] = False
 
     def encode(self, x: Tensor, key: Key | None = None) -> Payload:
-        return {"": x.to(self._wire_dtype) if key is None else _rounded_at_random(x, self._wire_dtype, key)}
+        return {"": rounded(x, self._wire_dtype) if key is None else _rounded_at_random(x, self._wire_dtype, key)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"": length}
@@ -208,12 +209,12 @@ def _rounded_at_random(x: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
     scale, cut = kept.smallest_normal / 2.0**LOWEST, MANTISSA + round(math.log2(kept.eps))
     wide = x.float() / scale
     raised = reinterpreted(wide, torch.int32) + key.integers(x.shape, bits=cut, like=x)
-    rounded = reinterpreted(raised & -(1 << cut), torch.float32) * scale
-    return torch.where(wide.isnan(), x, rounded).to(dtype)  # the carry of a NaN may be a zero
+    drawn = reinterpreted(raised & -(1 << cut), torch.float32) * scale
+    return rounded(torch.where(wide.isnan(), x, drawn), dtype)  # the carry of a NaN may be a zero
 
 
 def _decode(wire: Tensor, leaf: Tensor) -> Tensor:
     if leaf.is_complex():
         # Under vmap not as a view: rows of ranks may be of odd size.
         return torch.complex(*wire.to(leaf.real.dtype).unbind(-1))
-    return wire.to(leaf.dtype)
+    return rounded(wire, leaf.dtype)

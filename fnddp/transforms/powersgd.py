@@ -9,6 +9,7 @@ from torch import Tensor
 from fnddp.core import random, tree
 from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
 from fnddp.core.layout import in_format_of
+from fnddp.core.opaque import rounded
 from fnddp.core.options import Limit, at_least, one_of
 from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
@@ -157,12 +158,12 @@ class powersgd(Sync):
         for paths, rows in zip(stacks, query, strict=True):
             widths = [m[path].shape[1] for path in paths]
             for path, columns in zip(paths, rows.mH.split(widths), strict=True):
-                p[path] = (m[path] @ columns).to(leaves[path].dtype)  # p: [rows, rank]
+                p[path] = rounded(m[path] @ columns, leaves[path].dtype)  # p: [rows, rank]
 
         # Leaves that are not compressed travel whole with P and are empty with Q: both rounds have the same paths.
         p_round = self.inner.exchange({**leaves, **p}, state.p_round)
         p_hat = self._bases(leaves, stacks, p_round.mean)
-        q = {path: (p_hat[path].mH @ m[path]).to(leaves[path].dtype) for path in m}  # q: [rank, columns]
+        q = {path: rounded(p_hat[path].mH @ m[path], leaves[path].dtype) for path in m}  # q: [rank, columns]
         q_round = self.inner.exchange({**_emptied(leaves), **q}, state.q_round)
 
         mean, sent = dict(p_round.mean), dict(p_round.sent)

@@ -1,0 +1,66 @@
+"""Operations that a compiler must not look through, since it would compute something else.
+
+Eager, they are a view and a cast. While torch.compile traces, they are operators of their own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def shortened(x: Tensor, n: int) -> Tensor:
+    """Return `x[..., :n]`.
+
+    Inductor's loop split for CPUs (`try_loop_split`, torch 2.11 to 2.15) divides a loop over `n` elements, which it
+    reads behind blocks, by the size of a block, and leaves out the rest.
+
+    >>> shortened(torch.arange(4), 3)
+    tensor([0, 1, 2])
+    """
+    if n == x.shape[-1]:
+        return x
+    return SHORTENED(x, n) if torch.compiler.is_compiling() else x[..., :n]
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x.to(dtype)`, rounded where `dtype` has fewer digits, whatever comes next.
+
+    Inductor leaves out a cast to 16 bits and back, and error feedback would find no loss.
+
+    >>> rounded(torch.tensor(1 / 3), torch.bfloat16)
+    tensor(0.3340, dtype=torch.bfloat16)
+    """
+    return ROUNDED(x, dtype) if torch.compiler.is_compiling() and x.dtype != dtype else x.to(dtype)
+
+
+def _shortened(x: Tensor, n: int) -> Tensor:
+    return x[..., :n].clone(memory_format=torch.contiguous_format)
+
+
+def _no_shortened(x: Tensor, n: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def _shortened_batch(info: Any, in_dims: tuple[int, None], x: Tensor, n: int) -> tuple[Tensor, int]:
+    return SHORTENED(x.movedim(in_dims[0], 0), n), 0
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def _rounded_batch(info: Any, in_dims: tuple[int, None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    return ROUNDED(x, dtype), in_dims[0]
+
+
+for _name, _schema, _run, _fake, _batch in (
+    ("fnddp::shortened", "(Tensor x, SymInt n) -> Tensor", _shortened, _no_shortened, _shortened_batch),
+    ("fnddp::rounded", "(Tensor x, ScalarType dtype) -> Tensor", _rounded, _rounded, _rounded_batch),
+):
+    torch.library.define(_name, _schema, tags=())
+    torch.library.impl(_name, "CompositeExplicitAutograd", _run)
+    torch.library.register_fake(_name, _fake)
+    torch.library.register_vmap(_name, _batch)
+SHORTENED: Any = torch.ops.fnddp.shortened.default
+ROUNDED: Any = torch.ops.fnddp.rounded.default
