@@ -13,6 +13,7 @@ from tests.ranks import on_ranks
 FIRST_RING = [
     "error_feedback(quantize(two_shot))",  # Inductor's loop split left out ends of leaves
     "error_feedback(bf16(allreduce))",  # Inductor left out casts, and with them the residual
+    "topk(qsgd(allgather), k=5, chunk=32)",  # gcc read a sign into products of int32 that overflow
 ]
 TRACED = [text for text in EXAMPLES.values() if fnddp.parse(text).traceable]
 
@@ -25,7 +26,8 @@ TRACED = [text for text in EXAMPLES.values() if fnddp.parse(text).traceable]
 def test_compiled_equals_eager(rank: int, text: str) -> None:
     sync = fnddp.parse(text)
     random = torch.Generator().manual_seed(rank)
-    inputs = {name: torch.randn(*shape, generator=random) for name, shape in {"w": (30, 20), "b": (317,)}.items()}
+    shapes = {"weight": (30, 20), "bias": (317,)}
+    inputs = {name: torch.randn(*shape, generator=random) for name, shape in shapes.items()}
 
     def step(inputs: dict[str, Tensor], state: object, i: Tensor) -> object:
         return sync({name: x * i for name, x in inputs.items()}, state)
@@ -43,5 +45,5 @@ def test_compiled_equals_eager(rank: int, text: str) -> None:
             if isinstance(got, Tensor):
                 torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
         for name, each in mean.items():
-            if each is not None:
+            if sync.agrees and each is not None:
                 assert torch.equal(*gather(each)), name

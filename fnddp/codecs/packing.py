@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fnddp.core.opaque import shortened
+from fnddp.core.opaque import product, shortened
 from fnddp.torch_private import reinterpreted
 
 # Numbers that will share a byte are the bytes of one word, so that one product packs them.
@@ -69,7 +69,7 @@ def pack(q: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return q
     # Not `>>`: its out= form makes new memory in each step, and copies.
-    words = (reinterpreted(_padded(q, 8 // bits), _WORDS[bits]) & _LOWEST[bits]) * _PACK[bits]
+    words = product(reinterpreted(_padded(q, 8 // bits), _WORDS[bits]) & _LOWEST[bits], _PACK[bits])
     return torch.bitwise_right_shift(words, 8 * words.element_size() - 8).to(torch.uint8)
 
 
@@ -87,7 +87,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
         spread = torch.add(words * 16, words & 0xF0, alpha=240)
     else:
         pairs = words * (1 << 6 | 1 << 18) & 0x03C003C0
-        spread = pairs * (1 | 1 << 6) & 0xC0C0C0C0 - (1 << 32)
+        spread = product(pairs, 1 | 1 << 6) & 0xC0C0C0C0 - (1 << 32)
     return shortened(torch.bitwise_right_shift(reinterpreted(spread, torch.int8), 8 - bits), n)
 
 

@@ -1,6 +1,6 @@
-"""Operations that a compiler must not look through, since it would compute something else.
+"""Operations of which a compiler makes something else, in a form that it cannot change.
 
-Eager, they are a view and a cast. While torch.compile traces, they are operators of their own.
+Eager, they are a view, a cast and a product. While torch.compile traces, the first two are operators of their own.
 """
 
 from typing import Any
@@ -32,6 +32,19 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     tensor(0.3340, dtype=torch.bfloat16)
     """
     return ROUNDED(x, dtype) if torch.compiler.is_compiling() and x.dtype != dtype else x.to(dtype)
+
+
+def product(x: Tensor, factor: int) -> Tensor:
+    """Return `x * factor`, modulo 2 ** 32 for int32.
+
+    Inductor writes C++ for CPUs, where gcc takes the sign of a product of int32 from its factors: it may not overflow.
+
+    >>> product(torch.tensor([1 << 30, 3], dtype=torch.int32), 5)
+    tensor([1073741824,         15], dtype=torch.int32)
+    """
+    if x.dtype == torch.int32 and torch.compiler.is_compiling():
+        return (x.to(torch.int64) * factor).to(torch.int32)
+    return x * factor
 
 
 def _shortened(x: Tensor, n: int) -> Tensor:

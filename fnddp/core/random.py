@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnddp.core.opaque import product
 from fnddp.torch_private import has_modes
 
 _LOW_32 = 0xFFFFFFFF
@@ -117,8 +118,8 @@ def _hash(counter: Tensor) -> Tensor:
 
 def _mixed(counter: Tensor) -> Tensor:
     # Few rounds: Inductor inlines the chain, and every round doubles it; and each is four passes over memory.
-    word = (counter ^ _shifted(counter, 16)) * 0x7FEB352D
-    return (word ^ _shifted(word, 15)) * 0x68E31DA5
+    word = product(counter ^ _shifted(counter, 16), 0x7FEB352D)
+    return product(word ^ _shifted(word, 15), 0x68E31DA5)
 
 
 def _shifted(word: Tensor, by: int) -> Tensor:
