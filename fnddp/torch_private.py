@@ -589,18 +589,22 @@ class FSDPGroup:
         shards: The process group of the shards; None for `replicate`, which has none.
         replicas: That of HSDP's replicas; None without any.
         device: Where FSDP computes.
-        regathering: The group of ranks over which weights are gathered again in backward; None where they stay whole.
     """
 
-    def __init__(self, group: Any, is_of_root: bool = False) -> None:
-        self._group = group
+    def __init__(self, group: Any, root: Any = None) -> None:
+        self._group, self._root = group, root  # and the state of the model, if it is the model's own group
         self.shapes: list[torch.Size] = [each._orig_size for each in group.fsdp_params]
         self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]
         self.shards: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
         self.replicas: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
         self.device: torch.device = group.device
-        again = None if is_of_root else group.post_forward_mesh_info
-        self.regathering: dist.ProcessGroup | None = getattr(again, "shard_process_group", None)
+
+    @property
+    def regathering(self) -> dist.ProcessGroup | None:
+        """The group of ranks over which weights are gathered again in backward; None where they stay whole."""
+        stays_whole = self._root is not None and self._root._auto_reshard_after_forward  # the first forward sets it
+        again = None if stays_whole else self._group.post_forward_mesh_info
+        return getattr(again, "shard_process_group", None)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -624,6 +628,11 @@ class FSDPGroup:
     def reduces(self) -> bool:
         """True if the next backward reduces its gradients: see `set_requires_gradient_sync`."""
         return self._group.reduce_grads
+
+    @property
+    def all_reduces(self) -> bool:
+        """True if that sums over HSDP's replicas, too: see `set_requires_all_reduce`."""
+        return self._group.all_reduce_grads
 
     @property
     def reduce_scatter(self) -> object:
@@ -683,8 +692,7 @@ def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
             found.setdefault(cast("Any", module)._get_fsdp_state(), (name, module))
     groups: dict[str, tuple[Any, list[FSDPGroup]]] = {}
     for state, (name, module) in found.items():
-        is_root = module is model and state._auto_reshard_after_forward  # which the first forward will see
-        groups[name] = module, [FSDPGroup(each, is_root) for each in _groups_of(state)]
+        groups[name] = module, [FSDPGroup(each, state if module is model else None) for each in _groups_of(state)]
     return groups
 
 

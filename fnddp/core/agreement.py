@@ -1,7 +1,7 @@
 """Comparison of what ranks are going to run: on a difference, every rank raises the same named error."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -57,15 +57,16 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
     failure: Exception | None = None
     try:
         mine = describe_rank()
+    except RankMismatchError as error:  # in another group
+        failure, mine = error, {"set-up": str(error)}
     except Exception as error:
-        failure = error
-        mine = {"set-up": f"failed with {type(error).__name__}: {error}"}
+        failure, mine = error, {"set-up": f"failed with {type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
     digests = control.all_gather_bytes(digest, name, wire)
     if failure is None and len(set(digests)) == 1:
         return
-    everyone = control.all_gather_object(mine, name, wire)
-    raise RankMismatchError(first_difference(everyone)) if failure is None else failure
+    everyone = dict(control.all_gather_object((wire.rank(None), mine), name, wire))
+    raise RankMismatchError(first_difference([*everyone.values()], [*everyone])) if failure is None else failure
 
 
 def agree_over(
@@ -128,23 +129,22 @@ def description(sync: Expression, grads: Tree, state: State | None) -> dict[str,
     return {"pipeline": repr(sync.over(None)), **of_leaves, **of_state, **_replicated(state)}
 
 
-def first_difference(everyone: list[dict[str, str]]) -> str:
-    """Return the message about the first line in which ranks differ, with what each rank has.
+def first_difference(everyone: list[dict[str, str]], ranks: Sequence[int] | None = None) -> str:
+    """Return the message about the first line in which `ranks`, or the first ones, differ, with what each has.
 
-    >>> print(first_difference([{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float32[3]"}, {"leaf 'w'": "float32[2]"}]))
-    ranks disagree about leaf 'w': ranks 0, 2: float32[2]; rank 1: float32[3]
+    >>> of_ranks = [{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float32[3]"}, {"leaf 'w'": "float32[2]"}]
+    >>> print(first_difference(of_ranks, [0, 2, 4]))
+    ranks disagree about leaf 'w': ranks 0, 4: float32[2]; rank 2: float32[3]
     """
     for lines in zip_longest(*(ranks_lines.items() for ranks_lines in everyone)):
         if len(set(lines)) == 1:
             continue
         about = next(line[0] for line in lines if line is not None)
         holders: dict[str, list[int]] = {}
-        for rank, line in enumerate(lines):
+        for rank, line in zip(ranks or range(len(lines)), lines, strict=True):
             said = "nothing" if line is None else line[1] if line[0] == about else f"{line[0]} in its place, {line[1]}"
             holders.setdefault(said, []).append(rank)
-        texts = [
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in holders.items()
-        ]
+        texts = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {said}" for said, who in holders.items()]
         return f"ranks disagree about {about}: {'; '.join(texts)}"
     raise AssertionError("digests differ but descriptions do not")
 

@@ -103,19 +103,22 @@ class Compressed:
     Attributes:
         shards: The handle of its shards; None where FSDP sends for them as it does.
         replicas: The handle of its replicas; None without any.
-        plan: What a step sends.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, shards: Shards | None, replicas: Replicas | None) -> None:
         self.shards, self.replicas, self._model, self._mesh = shards, replicas, model, mesh
         every: dict[str, Any] = {"shards": shards, "replicas": replicas}
         self._handles = {name: handle for name, handle in every.items() if handle is not None}
-        axes: list[Axis] = []
+
+    @property
+    def plan(self) -> AxesPlan:
+        """What the next step sends, with the parameters that require a gradient now."""
+        shards, replicas, axes = self.shards, self.replicas, list[Axis]()
         if shards is not None:
-            axes += _of_shards(shards.traffic.values(), shards.gradients, shards.weights, mesh.size(-1))
+            axes += _of_shards(shards.traffic.values(), shards.gradients, shards.weights, self._mesh.size(-1))
         if replicas is not None:
-            axes.append(_of_replicas(replicas.sync, replicas.prepare(), mesh.size(0)))
-        self.plan = AxesPlan(tuple(axes))
+            axes.append(_of_replicas(replicas.sync, replicas.prepare(), self._mesh.size(0)))
+        return AxesPlan(tuple(axes))
 
     @property
     def state(self) -> dict[str, State]:
@@ -265,8 +268,8 @@ def compress(
     replicas   bf16(allreduce)         1         1    144 B
     >>> dist.destroy_process_group()
     """
-    names, has_replicas = mesh.mesh_dim_names, replicas is not None and mesh.ndim == 2
-    across = [group_name(mesh.get_group(0))] if has_replicas else []
+    names = mesh.mesh_dim_names
+    across = [group_name(mesh.get_group(0))] if mesh.ndim == 2 else []  # who may differ about having a pipeline at all
     modules = fsdp_groups(model)
     of_model = [group.shards for _, groups in modules.values() for group in groups if group.shards is not None]
 
@@ -278,17 +281,19 @@ def compress(
                 f"compress: replicas={replicas!r} wants a mesh of two dimensions, replicas and shards, with names, and "
                 f"got {mesh}; make it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
             )
-        given = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+        last = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
         for name, (_, groups) in modules.items():
             for group in groups:
                 ranks = [] if group.shards is None else dist.get_process_group_ranks(group.shards)
-                if ranks != given:
+                if ranks != last:
                     raise TypeError(
                         f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, and the "
-                        f"last dimension of the mesh has {given}; give the mesh that fully_shard has got, with the "
+                        f"last dimension of the mesh has {last}; give the mesh that fully_shard has got, with the "
                         "replicas in front of it"
                     )
-        return {}  # the functions below compare pipelines
+        given = {"shards": shards, "weights": weights, "replicas": replicas}
+        axes = [axis for axis, pipeline in given.items() if pipeline is not None]
+        return {"the axes with a pipeline": ", ".join(axes)}  # the functions below compare those
 
     agree_over(check, [*dict.fromkeys(map(group_name, of_model)), *across])
     of_shards = of_replicas = None

@@ -49,8 +49,17 @@ class Weights:
 
     @contextmanager
     def block(self, count: float) -> Generator[None]:
-        """Give the weight `count` in the block; raise a RuntimeError at its end if no backward has taken it."""
-        self.given, begun = Weight.of(count), self.begun
+        """Give the weight `count` in the block.
+
+        Raises:
+            RuntimeError: Within another such block; at the end, if no backward has taken it.
+        """
+        weight, begun = Weight.of(count), self.begun
+        if self.given != NO_WEIGHT:
+            raise RuntimeError(
+                f"weight: {weight.text} is given within a block of the weight {self.given.text}; end that one first"
+            )
+        self.given = weight
         try:
             yield
             if self.begun == begun:

@@ -71,7 +71,8 @@ class Replicas(PipelineHandle):
     def no_sync(self) -> Generator[None]:
         """Add up sharded gradients of forwards in the block; a backward outside of it synchronizes the sum.
 
-        FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at all, and keeps whole gradients.
+        FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at all, and keeps whole gradients. Steps
+        with a `weight` need that one.
         """
         before, self._synchronizes = self._synchronizes, False
         try:
@@ -87,6 +88,7 @@ class Replicas(PipelineHandle):
 
         Raises:
             TypeError: FSDP averages over the shards itself.
+            RuntimeError: In backward, on all ranks: a part of its gradients was added up within `no_sync`.
             RuntimeError, ValueError: See `Shards.weight`.
         """
         if self._reductions is None and any(group.shards and group.shards.size() > 1 for group in self._fsdp):
@@ -138,7 +140,10 @@ class Replicas(PipelineHandle):
         return {name: p.grad for name, p in self._parameters.items() if isinstance(p.grad, DTensor)}
 
     def _start(self) -> None:
-        if self._is_armed and not self._engine.is_open:
+        if self._engine.is_open:
+            return
+        self._require_weighted_alike()
+        if self._is_armed:
             self._failure = None
             if self._reductions is None:
                 self._weights.begun += 1
@@ -148,6 +153,18 @@ class Replicas(PipelineHandle):
                 weight = part.total
             self._engine.begin(weight=weight)
             self._ends.add(lambda: self._end(part))
+
+    def _require_weighted_alike(self) -> None:
+        """Raise a RuntimeError if this step has a weight, and shards have added up gradients without it."""
+        if self._reductions is None or self._weights.given == NO_WEIGHT:
+            return
+        added_up = [name for name, grad in self._gradients().items() if grad is not self._means.get(name)]
+        if added_up or not self._is_armed:
+            raise RuntimeError(
+                "weight: in no_sync of replicas, shards average the gradients of each backward at once, without the "
+                "weight of the whole step; use that of shards, or set_requires_gradient_sync(False), which keeps whole "
+                "gradients for the backward with the weight"
+            )
 
     def _end(self, part: Step | None) -> None:
         if torch_private.is_within_backward():  # queued again, behind FSDP's own callbacks
@@ -238,7 +255,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         replicate: One dimension of the mesh: `mesh["replicate"]`.
 
     Raises:
-        TypeError: A parameter is not sharded, or its mesh includes `replicate`.
+        TypeError: A parameter is not sharded, or its mesh includes `replicate`; or it was called for the model before.
         RankMismatchError: On all replicas, if they disagree about the pipeline or the parameters.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13, `foreach_reduce`, which calls the
@@ -256,6 +273,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     >>> dist.destroy_process_group()
     """
     group = group_name(replicate)
+    for module, _ in torch_private.fsdp_groups(model).values():  # the last forward may have left weights whole
+        module.reshard()
     made: list[Replicas] = []
     other_groups: list[str | None] = []
 
@@ -285,6 +304,12 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     return replicas
 
 
+def is_compressed(model: nn.Module) -> bool:
+    """Return True if `compress_replicas` was called for `model`, or for a part of it."""
+    hooks = (hook for module in model.modules() for hook in torch_private.forward_hooks(module))
+    return any(isinstance(getattr(hook, "__self__", None), Replicas) for hook in hooks)
+
+
 def _local(parameters: Mapping[str, DTensor]) -> Leaves:
     return {name: p.to_local() for name, p in parameters.items()}
 
@@ -295,6 +320,10 @@ def _groups(shards: DeviceMesh) -> list[str | None]:
 
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
     """Return the parameters that require a gradient, and the largest mesh, which contains those of all others."""
+    if is_compressed(model):
+        raise TypeError(
+            "compress_replicas: it has been called for this model already, and both pipelines would run; leave out one"
+        )
     parameters: dict[str, DTensor] = {}
     replicas, every = _ranks(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     shards = max(every, key=DeviceMesh.size, default=None)

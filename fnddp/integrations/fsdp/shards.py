@@ -17,11 +17,11 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.state import require_like
 from fnddp.core.sync import State, Sync
 from fnddp.integrations.fsdp.reductions import Comm, Ends, Reductions, Scatter
-from fnddp.integrations.fsdp.replicas import Replicas
-from fnddp.integrations.fsdp.unit import UNSCALED, Unit, require_codecs
+from fnddp.integrations.fsdp.replicas import is_compressed
+from fnddp.integrations.fsdp.unit import UNSCALED, Traffic, Unit, require_codecs
 from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import allgather, two_shot
-from fnddp.torch_private import FSDPGroup, forward_hooks, fsdp_groups
+from fnddp.torch_private import FSDPGroup, fsdp_groups
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire.kinds import ALL_GATHER, waited
 
@@ -33,13 +33,16 @@ class Shards:
         gradients: The pipeline of gradients; None for FSDP's own reduce-scatter.
         weights: That of weights; None for FSDP's own all-gather.
         group: Name of the shards' process group; None for the default one.
-        traffic: What each group of parameters sends, by the name of its module; "" is the model itself.
     """
 
     def __init__(self, model: nn.Module, reductions: Reductions, gradients: Sync | None, weights: Sync | None) -> None:
         self.gradients, self.weights, self._model, self._reductions = gradients, weights, model, reductions
         self.group = reductions.units[0].group
-        self.traffic = {unit.name: unit.traffic() for unit in reductions.units}
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What each group of parameters sends in the next step, by the name of its module; "" is the model itself."""
+        return {unit.name: unit.traffic() for unit in self._reductions.units}
 
     @property
     def steps(self) -> int:
@@ -106,7 +109,7 @@ class Shards:
             count: Of samples or tokens; 0 is allowed, not on all ranks.
 
         Raises:
-            RuntimeError: At the end: no backward that synchronizes began within it.
+            RuntimeError: Within another such block; at the end, if no backward that synchronizes began within it.
             TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline; or parts of the model,
                 such as experts, are sharded over other ranks.
             ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none.
@@ -128,12 +131,16 @@ class Shards:
 
 @contextmanager
 def unsynchronized(model: Any) -> Generator[None]:
-    """Send no gradients of an FSDP model in backwards in the block."""
+    """Send no gradients of an FSDP model in backwards in the block; behind it all is as it was."""
+    every = [(module, groups[0]) for module, groups in fsdp_groups(model).values() if groups]
+    before = [(module, group.reduces, group.all_reduces) for module, group in every]
     model.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        for module, reduces, all_reduces in before:
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            module.set_requires_all_reduce(all_reduces, recurse=False)
 
 
 class _Gather(Comm):
@@ -170,7 +177,8 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
             rank, and two during a backward. None for FSDP's own reduce-scatter.
         weights: `allgather` with codecs around it, or its text: `"quantize(allgather)"` (ZeRO++'s qwZ). With `ef21`
             around them a rank keeps the weights that all have seen, whole, and what is sent is the difference of its
-            shard to those, once a forward (SDP4Bit). None for FSDP's own all-gather.
+            shard to those, in a forward after a change (SDP4Bit); weights that were loaded, or jump otherwise, are sent
+            as they are. Ranks agree on which before it, with a byte each. None for FSDP's own all-gather.
 
     Raises:
         TypeError: On all ranks: a pipeline has no place there; the model, or a parameter, is not sharded; FSDP has
@@ -208,6 +216,8 @@ def set_up_shards(
         return {"gradients": repr(read[0]), "weights": repr(read[1]), **dict(lines)}
 
     modules = fsdp_groups(model)
+    for module, _ in modules.values():  # the last forward may have left weights whole
+        module.reshard()
     every = [group for _, groups in modules.values() for group in groups]
     groups = [of for group in every for of in (group.shards, group.replicas) if of is not None]
     agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others)
@@ -221,6 +231,7 @@ def set_up_shards(
             unit.fsdp.before_reduction(unit.note)
         if unit.n > 1 and shards.weights is not None:
             module.set_custom_all_gather(_Gather(unit))
+            module.register_load_state_dict_post_hook(unit.forget)
     return shards
 
 
@@ -239,7 +250,7 @@ def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], 
     Raises:
         TypeError: Some are not sharded, or not in a way in which codecs could be set.
     """
-    if any(isinstance(getattr(hook, "__self__", None), Replicas) for hook in forward_hooks(model)):
+    if is_compressed(model):
         raise TypeError(
             "compress_shards: call it before compress_replicas, which takes the shards' part in a step over"
         )

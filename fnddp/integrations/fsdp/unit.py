@@ -1,6 +1,7 @@
 """One group of parameters that FSDP2 gathers and reduces together: the codecs and the bytes of its messages."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,9 +15,12 @@ from fnddp.core.group import group_name
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import replaced
+from fnddp.device import device_of
 from fnddp.integrations.fsdp.rows import Rows, to_all, to_owners
 from fnddp.torch_private import FSDPGroup, is_within_backward
 from fnddp.transforms.memory import ef21, error_feedback
+from fnddp.wire.c10d import C10D
+from fnddp.wire.kinds import waited
 
 Messages: TypeAlias = tuple[tuple[str, int, int], ...]
 """Collectives: the kind of each, the bytes that one rank contributes, and the number of ranks."""
@@ -32,6 +36,58 @@ class Traffic(NamedTuple):
 
 UNSCALED = float("1")
 """The divisor that FSDP is given, compared by identity: the user has set any other object since."""
+
+
+_UNCHANGED, _CHANGED, _REPLACED = range(3)  # what a rank says about its weights; the highest of all ranks counts
+
+
+class Seen:
+    """The weights that all ranks have decoded, for `ef21`: they follow the owners' rows, whoever writes those.
+
+    A step of an optimizer is sent as a difference. Weights that were loaded, a change that is much larger than the last
+    one, and what is not finite, are sent as they are. Where no rank's weights have changed nothing is sent, so
+    that a backward finds those of its forward, also if there were other forwards since.
+    """
+
+    def __init__(self, device: torch.device, group: str | None) -> None:
+        self.weights: Tensor | None = None  # [ranks, width]
+        self._device, self._group = device_of(device), group
+        self._row = torch.empty(0)  # this rank's, when it was sent
+        self._largest = torch.tensor(math.nan, device=device)  # change of it that is taken for a step
+
+    def follow(self, row: Tensor, gathered: Callable[[Tensor, bool], Tensor]) -> None:
+        """Let all ranks have `row: [width]`, by `gathered` of it, whole or as a difference. All ranks call it."""
+        with torch.inference_mode(False), torch.no_grad():  # for tensors that a later training step may write to
+            change = (row - self._row).norm(dtype=torch.float32) if self.weights is not None else None
+            said = self._said(row, change)
+            if said == _UNCHANGED:
+                return
+            if said == _REPLACED or self.weights is None:
+                self.weights = gathered(row, True).clone()
+                at_first = _LARGE * row.norm(dtype=torch.float32)
+                has_seen_steps = self._largest.isfinite() & (self._largest > 0)
+                self._largest = torch.where(has_seen_steps, 2 * self._largest, at_first)  # if steps have become larger
+            else:
+                assert change is not None
+                self.weights += gathered(row - self.weights[collectives.rank(self._group)], False)
+                self._largest = torch.where(change > 0, _SEVERAL * change, self._largest)
+            self._row = row.clone()
+
+    def _said(self, row: Tensor, change: Tensor | None) -> int:
+        """Return what is to be done on all ranks."""
+        if self.weights is None or change is None:
+            mine = self._device.of_host([_REPLACED], torch.uint8)
+        else:
+            difference = row - self.weights[collectives.rank(self._group)]
+            is_step = difference.isfinite().all() & (change <= self._largest)
+            mine = torch.where(is_step, torch.where(change == 0, _UNCHANGED, _CHANGED), _REPLACED).to(torch.uint8)
+        flags, work = C10D.vote(mine.view(1), self._group)
+        waited(work)
+        return int(flags.amax())
+
+
+_SEVERAL = 8.0  # steps of an optimizer, in a change that may still be one of them
+_LARGE = 0.25  # of the norm of weights, of which no step has been seen yet
 
 
 class Unit:
@@ -53,7 +109,7 @@ class Unit:
         self._gradients, self._rows = gradients, self._rows_of(self._present)
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
         self._weights, self._code = weights, code_of(weights)
-        self._seen: Tensor | None = None  # the weights that all ranks have decoded, for `ef21`
+        self._seen = Seen(fsdp.device, self.group)  # for `ef21`
 
     @property
     def trained(self) -> list[str]:
@@ -108,15 +164,14 @@ class Unit:
         """Send this rank's `row: [width]`, and return those of all owners as all ranks decode them: `[n, width]`."""
         if not isinstance(self._weights, ef21):
             return self._gathered(row, self._code)
-        if self._seen is None:
-            self._seen = self._gathered(row, ())
-        elif not is_within_backward():  # which uses the weights of the forward
-            self._seen += self._gathered(row - self._seen[collectives.rank(self.group)], self._code)
-        return self._seen
+        if self._seen.weights is None or not is_within_backward():  # which uses the weights of the forward
+            self._seen.follow(row, lambda row, is_whole: self._gathered(row, () if is_whole else self._code))
+        assert self._seen.weights is not None
+        return self._seen.weights
 
-    def forget(self) -> None:
+    def forget(self, *_: Any) -> None:
         """Send whole weights in the next gather, not differences to those sent before."""
-        self._seen = None
+        self._seen.weights = None
 
     def _gathered(self, row: Tensor, code: Code) -> Tensor:
         return to_all(code, row, self._rows, self.name, self.group)
