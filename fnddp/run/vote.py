@@ -86,9 +86,16 @@ class Vote:
             return None
         if all(number == NO_WEIGHT.number for number in numbers):
             return None
-        if NO_WEIGHT.number in numbers or any(map(math.isnan, numbers)):
+        if NO_WEIGHT.number in numbers:
+            require_weights([NO_WEIGHT if each == NO_WEIGHT.number else Weight.of(each) for each in numbers])
+        if any(map(math.isnan, numbers)):
             raise self._refusal()
         return numbers
+
+    def skip_numbers(self) -> None:
+        """Leave the weights of the other ranks unread, on a rank that gave none: the host does not wait for them."""
+        if self._work is not None:
+            self._gathered()
 
     def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
         """Start the vote, without waiting for it. `weight` is for a step that began without an exchange of weights."""

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function, supported_activities
 
@@ -26,6 +28,7 @@ import fnddp
 from fnddp import Sync
 from fnddp import device as devices
 from fnddp.core import tree
+from fnddp.integrations.fsdp import compress_shards
 from fnddp.laws import bits, engine_step, make_engine
 from fnddp.plan.draft import Donation
 from tests.pipelines import EXAMPLES, grads
@@ -211,6 +214,34 @@ def check_failure(rank: int) -> None:
 
 def test_a_rank_that_failed_refuses_further_steps():
     run_ranks(2, check_failure)
+
+
+def check_failure_of_shards(rank: int, what: str) -> None:
+    """A codec that fails, or a weight that only one rank gives, is told one step later: nobody waits for a timeout."""
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(KIND)
+    for part in (*model, model):
+        fully_shard(part, mesh=init_device_mesh(KIND, (dist.get_world_size(),)))
+    shards = compress_shards(model, "quantize(two_shot)")
+    x = torch.ones(2, 64, device=KIND)
+    encode = fnddp.quantize.encode
+    model(x).sum().backward()
+    if rank == 1 and what == "codec":
+        answers = iter([lambda *_: 1 // 0])  # the first fails
+        fnddp.quantize.encode = lambda *given: next(answers, encode)(*given)
+    weight = shards.weight(3) if rank == 1 and what == "weight" else nullcontext()
+    with pytest.raises((ZeroDivisionError, ValueError)) if rank == 1 else nullcontext(), weight:
+        model(x).sum().backward()
+    failed = "an earlier step failed on this rank" if rank == 1 else "another rank failed in the step before"
+    with pytest.raises(fnddp.CollectiveError, match=failed):
+        _ = shards.state
+    with pytest.raises(fnddp.CollectiveError, match=failed):
+        model(x).sum().backward()
+    devices.device_of(devices.current(KIND)).synchronize()
+
+
+@pytest.mark.parametrize("what", ["codec", "weight"])
+def test_shards_are_told_of_a_failure_one_step_later(what):
+    run_ranks(2, check_failure_of_shards, what)
 
 
 def check_overlap(rank: int, text: str, folder: str) -> None:

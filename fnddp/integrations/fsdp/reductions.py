@@ -14,6 +14,7 @@ from fnddp import torch_private
 from fnddp.core.sync import State
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Unit
+from fnddp.run.step import require_noticed
 from fnddp.run.vote import Vote
 from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10D
@@ -83,6 +84,8 @@ class Reductions:
         self.device = device_of(units[0].fsdp.device)
         self.vote = Vote((), C10D, groups, self.device)
         self.begin_around: Callable[[], object] | None = None
+        self.notice: Callable[[], bool] | None = None  # `Vote.notice` of the last step, on an accelerator
+        self.broken: Exception | None = None  # this rank's error there, of which the others learn in the next step
         self._step: weakref.ref[Step] | None = None
 
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
@@ -98,8 +101,6 @@ class Reductions:
             except CollectiveError:
                 raise
             except Exception as error:
-                if self.device.is_asynchronous:  # the others wait, and end with the process group's timeout
-                    raise
                 step.failure = step.failure or error
                 unit.reduce_nothing(buffer)
                 mine.zero_()
@@ -108,12 +109,22 @@ class Reductions:
 
     def begin(self, *, is_part: bool = False) -> "Step":
         """Begin a step, in a backward. One that `is_part` of another step is kept and ended by that."""
+        self.require_whole()
         self.weights.begun += 1
         step = Step(self)
         self._step = weakref.ref(step)
         if not is_part:
             self._ends.add(step.end)
         return step
+
+    def require_whole(self) -> None:
+        """Raise a CollectiveError if a rank has failed in the last step, on an accelerator."""
+        if self.broken is not None:
+            raise CollectiveError(
+                f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), and others went "
+                "on with zeros for its gradients; restart from a checkpoint from before"
+            ) from self.broken
+        require_noticed([] if self.notice is None else [self.notice])
 
     def close(self) -> None:
         """Forget the open step, which an error that is raised at its end would keep alive."""
@@ -136,7 +147,9 @@ class Step:
             try:
                 exchange = Vote((), C10D, [group], course.device)
                 exchange.weigh(course.weights.given)
-                numbers = exchange.numbers()
+                # Where the host would wait for them, ranks without a weight do not look at those of others, which fail.
+                is_blind = course.device.is_asynchronous and course.weights.given == NO_WEIGHT
+                numbers = exchange.skip_numbers() if is_blind else exchange.numbers()
                 if numbers is not None:
                     self.total = math.fsum(numbers)
                     is_nothing = course.begin_around is not None and self.total == 0  # of this replica
@@ -155,7 +168,9 @@ class Step:
                 vote.explain(self.failure)
                 raise self.failure
             vote.outcome()
-        except Exception:
+            self._course.notice = vote.notice()
+        except Exception as error:
+            self._course.broken = error if self._course.device.is_asynchronous else None
             self.settle(is_well=False)
             raise
         self.settle(is_well=True)

@@ -62,6 +62,7 @@ class Shards:
     @property
     def state(self) -> State:
         """The state of `gradients` after the last step, by group of parameters. Set it on all ranks."""
+        self._reductions.require_whole()
         return dict(self._reductions.states)
 
     @state.setter
