@@ -135,17 +135,18 @@ def test_an_optimizer_without_its_momentum():
         (group,) = fnddp.without_momentum(kind(w, lr=0.1, weight_decay=0.3), beta=0.5).param_groups
         assert (group["lr"], group["weight_decay"]) == pytest.approx((0.1 * s, decay))
         assert group["betas"] == (0.0, 0.999)
-    (group,) = fnddp.without_momentum(torch.optim.SGD(w, lr=0.1, momentum=0.75, dampening=0.5), 0.9).param_groups
-    assert (group["lr"], group["momentum"], group["dampening"]) == (0.2, 0.0, 0.0)
+    (group,) = fnddp.without_momentum(torch.optim.SGD(w, lr=0.1, momentum=0.75), 0.9).param_groups
+    assert (group["lr"], group["momentum"]) == (0.4, 0.0)
     groups = [{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)]
     rate = torch.tensor(0.1)
     done = fnddp.without_momentum(torch.optim.AdamW(groups, lr=rate), beta=0.5)
     assert [group["lr"].item() for group in done.param_groups] == pytest.approx([0.1 * s] * 2)
     assert rate == 0.1
     second = [dict(groups[0]), {**groups[1], "nesterov": True, "momentum": 0.9}]
-    for other in (torch.optim.SGD(second, lr=0.1, momentum=0.5), torch.optim.RMSprop(w)):
+    damped = torch.optim.SGD(w, lr=0.1, momentum=0.5, dampening=0.5)  # whose first step has none
+    for other in (torch.optim.SGD(second, lr=0.1, momentum=0.5), damped, torch.optim.RMSprop(w)):
         before = [group["momentum"] for group in other.param_groups]
-        with pytest.raises(TypeError, match=f"without Nesterov's momentum, got {type(other).__name__}"):
+        with pytest.raises(TypeError, match=f"without Nesterov's momentum or dampening, got {type(other).__name__}"):
             fnddp.without_momentum(other, beta=0.9)
         assert [group["momentum"] for group in other.param_groups] == before
     with pytest.raises(ValueError, match=r"beta must be in \[0, 1\), got 1"):

@@ -295,6 +295,7 @@ APART = {
     "wire/c10d.py": "waits in threads, for gloo",
     "wire/control.py": "exchanges Python objects, for which the host waits",
     "cost/measure.py": "measures links",
+    "integrations/fsdp/unit.py": "agrees on what to send of weights, for which the host waits",
     "integrations/fsdp/shards.py": "does what FSDP's own all-gather does",
 }
 
@@ -349,7 +350,7 @@ class FailingWire(StreamWire):
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         gathered, work = super().vote(flags, group)
-        if flags.dtype == torch.uint8 and flags.numel() == 3 + self.leaves:
+        if flags.dtype == torch.uint8 and flags.numel() == 4 + self.leaves:
             with _disable_current_modes():
                 gathered[1, 0] = self.votes == self.fails_at
             self.votes += 1

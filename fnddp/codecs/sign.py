@@ -50,6 +50,10 @@ class sign(Codec):
     def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.scale != "none"
 
+    @property
+    def hides_nonfinite(self) -> bool:
+        return self.scale == "none" or self.inner.hides_nonfinite
+
     def encode(self, x: Tensor, length: Tensor | None = None) -> Payload:
         chunks = in_blocks(x, self.chunk)
         chunk = chunks.shape[-1]

@@ -25,12 +25,16 @@ T = TypeVar("T")
 
 REPLICATED = "replicated"
 LOCAL = "local"
+REMEMBERED = "remembered"
 
 Replicated: TypeAlias = Annotated[T, REPLICATED]
 """Marks a field of a state as equal on all ranks: counters, PowerSGD's queries."""
 
 Local: TypeAlias = Annotated[T, LOCAL]
 """Marks a field of a state as this rank's own: residuals."""
+
+Remembered: TypeAlias = Annotated[T, REMEMBERED]
+"""Marks a field as memory of gradients: plans leave it as it was in a step in which what arrives is not finite."""
 
 State: TypeAlias = Any
 """A pytree of tensors and Python ints. Transforms use named tuples with fields `Replicated`, `Local` or `State`."""
@@ -231,6 +235,11 @@ class Sync(Expression, abc.ABC):
         Which ones, and when, follows from Python ints of the state alone, so it is the same on all ranks.
         """
         return any(child.skips for child in self.children())
+
+    @property
+    def hides_nonfinite(self) -> bool:
+        """True if its mean may be finite where a gradient is not."""
+        return any(child.hides_nonfinite for child in self.children())
 
     @property
     def carries(self) -> bool:

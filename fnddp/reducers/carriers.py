@@ -10,7 +10,7 @@ from fnddp.core import collectives, layout, tree
 from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, batches_of, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import shortened
-from fnddp.core.sync import Local, State, registry, require_state, transform
+from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 
 
@@ -58,7 +58,7 @@ registry.add("allgather", allgather)
 class TwoShotState(NamedTuple):
     """`residual`: the losses of this rank's second hop by leaf path, `[ceil(elements / ranks)]`, float32 or wider."""
 
-    residual: Local[Leaves]
+    residual: Local[Remembered[Leaves]]
 
 
 @transform

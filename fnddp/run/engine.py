@@ -19,7 +19,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import require_like, shared
-from fnddp.core.sync import State, Sync, groups_of, require_weighable
+from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_weighable
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of, one_of, require_carried
 from fnddp.ir.program import LeafSpec, LoweringError
@@ -107,6 +107,7 @@ class Engine:
         self._has_plans, self._needs_plans = True, backend is not None
         self._memory = Memory()
         self._observer = Observer(debug_level())
+        self._memories: list[int] | None = None
         self._measured_from: int | None = None  # number of steps at the first call of `taken`
         self._order: list[str] | None = None  # in which plans expect gradients to arrive
         self._dropped: frozenset[str] = frozenset()
@@ -215,6 +216,7 @@ class Engine:
             scale=scale,
             exchanges_weights=self._exchanges_weights,
             learns_order=self.learns_order,
+            remembered=self._remembered(),
             ahead=list(ahead),
             notices=self._notices,
             observer=self._observer,
@@ -223,6 +225,17 @@ class Engine:
         for line in lines:
             line.append(weakref.ref(step))
         return step
+
+    def _remembered(self) -> list[int]:
+        """Return the places of parts of the state that stay as they were in a step that is not finite."""
+        if self._memories is None:  # the same for all states of the pipeline
+            items = tree.annotated_items(self._own_state())
+            self._memories = [
+                place
+                for place, (_, marks, part) in enumerate(items)
+                if REMEMBERED in marks and isinstance(part, Tensor) and part.numel()
+            ]
+        return self._memories
 
     def _ended(self, step: Step) -> None:
         self.step = None if self.step is step else self.step

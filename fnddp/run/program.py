@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync, parts_of, require_means
-from fnddp.core.tree import Leaves
+from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream, device_of
 from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
 from fnddp.ir.schedule import Phase
@@ -160,6 +160,7 @@ class Program:
         segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
             entry at the end, which is never complete.
         needed: For each segment the number of leaves that it needs.
+        hides_nonfinite: See `Sync.hides_nonfinite`.
         is_polled: True if segments also wait for collectives that the host must poll.
         device: Where the leaves are.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
@@ -207,7 +208,7 @@ class Program:
         self._filled: tuple[list[Buffer], list[Any]] | None = None  # the buffers of the last step, and their slices
         self.device = device_of(next((leaf.device for leaf in plan.leaves.values()), torch.device("cpu")))
         self.stream = memory.stream(self.device) if is_static else None
-        self.overwrites = plan.overwrites
+        self.overwrites, self.hides_nonfinite = plan.overwrites, plan.sync.hides_nonfinite
         register_of = {name.path: index for index, name in all_of(Grad)}
         self.inputs = [self._input(path, register_of.get(path), plan, clones_shared) for path in plan.leaves]
         self.positions = {path: position for position, path in enumerate(plan.leaves)}
@@ -265,6 +266,24 @@ class Program:
         for path, register in self._memories.items():
             self._memory.give_mean(path, values[register].view(self.leaves[path].shape).data)
         return means, [part.data if isinstance(part, Tensor) else part for part in parts]
+
+    def received(self, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """Return what collectives have filled, where it is of fractions."""
+        found: list[Tensor] = []
+        for collective, buffer in zip(self.collectives, buffers, strict=True):
+            if is_inexact(buffer.receive):  # all payloads at once
+                found.append(buffer.receive)
+                continue
+            for position, payload in enumerate(collective.payloads):
+                if payload.dtype.is_floating_point or payload.dtype.is_complex:
+                    found.append(buffer.view(Received(collective.index, position)))
+        return found
+
+    def keep_parts(self, values: list[Any], parts: Sequence[Any]) -> None:
+        """Give the segments copies of the parts of the state that they write over."""
+        for register, index, is_overwritten in self._parts:
+            if is_overwritten and values[register] is parts[index]:
+                values[register] = parts[index].clone()
 
 
 class UnexpectedGradient(ValueError):

@@ -1,5 +1,6 @@
 """One step of an engine: it takes gradients, runs the plan, and ends alike on all ranks."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fnddp.core.tree import Leaves
-from fnddp.device import Stream
+from fnddp.core.tree import Leaves, is_inexact
+from fnddp.device import Device, Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.run.program import Code, Input, Program, UnexpectedGradient
 from fnddp.run.vote import Vote
@@ -75,6 +76,7 @@ class Step:
         vote: The agreement of ranks; None if it is not known which ranks the pipeline reaches.
         weight: The weight of this rank's gradients; `scale` is the factor for them in a step without weights.
         learns_order: True to learn the order in which gradients arrive, for later steps.
+        remembered: The parts that stay as they were if something that is not finite arrives on some rank.
         ahead: Open steps on the same process groups, which go first.
         notices: Those of earlier steps on an accelerator, of this and other engines: see `notice`.
         observer: Names the pieces of the step in profiles, and measures them if that is on.
@@ -86,6 +88,8 @@ class Step:
         exchanges_weights: True if the next step begins with an exchange of weights.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
+        found_nonfinite: Whether something that arrived on some rank was not finite, if that matters to the pipeline's
+            memory; on an accelerator a scalar there.
         notice: Returns True if another rank has failed in this step; None if the host waited for that: see `Vote`.
     """
 
@@ -100,6 +104,7 @@ class Step:
         scale: float = 1.0,
         exchanges_weights: bool = False,
         learns_order: bool = False,
+        remembered: Sequence[int] = (),
         ahead: Sequence["Step"] = (),
         notices: Iterable[Callable[[], bool]] = (),
         observer: Observer,
@@ -109,9 +114,10 @@ class Step:
         self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
         self.broken: BaseException | None = None
         self._notices = notices
+        self.found_nonfinite: Tensor | bool = False
         self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
-        self._learns_order = learns_order
+        self._learns_order, self._remembered, self._watches = learns_order, remembered, bool(remembered)
         self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self._start()
@@ -138,6 +144,7 @@ class Step:
         self._pending: list[tuple[int, Tensor]] = []  # gradients from `put`, for `_ingest`
         self._streams: set[Stream] = set()  # where those were computed
         self._remaining = program.needed.copy()
+        self._gave_nonfinite: Tensor | bool = False
         self._put = set[int]()  # positions of the leaves that have arrived
         self._works: dict[int, Work] = {}
         self._next = 0
@@ -269,9 +276,13 @@ class Step:
         """
         program, stream = self._program, self._program.stream
         with torch.no_grad(), without_autocast(), self._on_side_stream():
+            if self._watches and self._vote is not None and program.plan is not None:
+                self.found_nonfinite = self._vote.found_nonfinite()
+            memory = self._keep_memory()
             for code in program.codes[self._next :]:
                 self._run(code)
-        means, parts = program.end(self._values)
+            means, parts = program.end(self._values)
+            self._restore(memory, parts, means)
         if stream is not None:
             current = program.device.current()
             program.device.wait(current, stream)
@@ -290,6 +301,26 @@ class Step:
         self.parts, self.is_done = parts, True
         self._close()
         return Synchronized(means, self._unused)
+
+    def watch(self, is_nonfinite: Tensor | bool) -> None:
+        """Note whether something was not finite on this rank, for `found_nonfinite`."""
+        self._watches, self._gave_nonfinite = True, self._gave_nonfinite | is_nonfinite
+
+    def _keep_memory(self) -> dict[int, Any]:
+        """Return the parts that may have to stay as they were, by their places, and give segments copies of those."""
+        if not self._remembered or (self.found_nonfinite is False and self._program.plan is not None):
+            return {}
+        self._program.keep_parts(self._values, self.parts)
+        return {i: self.parts[i] for i in self._remembered}
+
+    def _restore(self, memory: dict[int, Any], parts: list[Any], means: Leaves) -> None:
+        if memory and self._program.plan is None:  # nothing is known of what has arrived, and means are equal on ranks
+            self.found_nonfinite = has_nonfinite(means.values(), self._program.device)
+        for i, part in memory.items():
+            if isinstance(self.found_nonfinite, Tensor):
+                parts[i] = torch.where(self.found_nonfinite, part, parts[i])
+            elif self.found_nonfinite:
+                parts[i] = part
 
     def finish(self) -> Synchronized:
         with in_profile("end"):
@@ -349,8 +380,14 @@ class Step:
 
     def _voted(self, vote: Vote, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""
+        nonfinite: Tensor | bool = False
+        if self._watches and self._program.plan is not None:
+            self._wait_all()
+            with torch.no_grad(), self._on_side_stream():
+                nonfinite = has_nonfinite(self._program.received(self._buffers), self._program.device)
+                nonfinite = nonfinite | self._gave_nonfinite
         with self._on_side_stream():
-            vote.cast(absent, weight=weight)
+            vote.cast(absent, weight=weight, nonfinite=nonfinite)
         self._has_voted = True
         self._wait_all()
         try:
@@ -467,6 +504,8 @@ class Step:
             pending = [
                 (i, grad if inputs[i].is_own and not self._must_rerun else scaled(grad, scale)) for i, grad in pending
             ]
+        if self._watches and program.hides_nonfinite:
+            self._gave_nonfinite |= has_nonfinite([grad for _, grad in pending if is_inexact(grad)], program.device)
         for position, grad in pending:
             each = inputs[position]
             register = each.register
@@ -553,6 +592,23 @@ class Step:
     def _on_side_stream(self) -> AbstractContextManager[Any]:
         stream = self._program.stream
         return _NOTHING if stream is None else self._program.device.on(stream)
+
+
+def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
+    """Return whether an element of `tensors` is infinite or NaN: on an accelerator a scalar there."""
+    extremes = [each for tensor in tensors if tensor.numel() for each in _real(tensor).aminmax()]  # which show a NaN
+    if not extremes:
+        return False
+    if not device.is_asynchronous:
+        return not all(map(math.isfinite, map(float, extremes)))
+    return ~torch.stack([each.to(torch.float32) for each in extremes]).isfinite().all()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor that has a minimum, and is not finite where `tensor` is not."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.itemsize > 1 else tensor.float()
 
 
 def _named(collective: Collective, run: Callable[[], T]) -> T:

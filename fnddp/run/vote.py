@@ -1,4 +1,4 @@
-"""The vote by which a step has the same outcome on all ranks: each rank sends three flags and one for each leaf.
+"""The vote by which a step has the same outcome on all ranks: each rank sends four flags and one for each leaf.
 
 The vote follows the last collective. In steps with weights, ranks exchange these before the first collective.
 """
@@ -46,7 +46,9 @@ class Vote:
         self._weight_group = groups[0] if groups else None
         self._absent: frozenset[str] = frozenset()
         self._weight: Weight | None = None
-        self._flags: Tensor | None = None  # flags of all ranks, [ranks, 3 + leaves], or weights, [ranks, 1]
+        self._flags: Tensor | None = None  # flags of all ranks, [ranks, 4 + leaves], or weights, [ranks, 1]
+        self._is_over = False  # the host has waited for them
+        self._is_nonfinite: Tensor | bool = False  # on any rank, once that is known
         self._work: Work | None = None
 
     def weigh(self, weight: Weight) -> None:
@@ -97,14 +99,32 @@ class Vote:
         if self._work is not None:
             self._gathered()
 
-    def cast(self, absent: frozenset[str], failed: bool = False, weight: Weight | None = None) -> None:
-        """Start the vote, without waiting for it. `weight` is for a step that began without an exchange of weights."""
-        self._absent, self._weight, self._work = absent, weight, None
+    def cast(
+        self,
+        absent: frozenset[str],
+        failed: bool = False,
+        weight: Weight | None = None,
+        nonfinite: Tensor | bool = False,
+    ) -> None:
+        """Start the vote, without waiting for it.
+
+        Args:
+            absent: The leaves that this rank has no gradient of.
+            failed: It has failed.
+            weight: Its weight, in a step that began without an exchange of weights.
+            nonfinite: It has received something that is not finite; on an accelerator a scalar there.
+        """
+        self._absent, self._weight, self._work, self._is_over = absent, weight, None, False
+        self._is_nonfinite = nonfinite
         if self.groups:
             has_weight, has_none = weight is not None, weight is None and not failed
-            flags = [failed, has_weight, has_none, *(path not in absent for path in self._leaves)]
+            known = nonfinite if isinstance(nonfinite, bool) else False
+            flags = [failed, has_weight, has_none, known, *(path not in absent for path in self._leaves)]
             with _named_failures():
-                self._start(self._device.of_host(flags, torch.uint8), self.groups[0])
+                sent = self._device.of_host(flags, torch.uint8)
+                if isinstance(nonfinite, Tensor):
+                    sent[3] = nonfinite
+                self._start(sent, self.groups[0])
                 if self._device.is_asynchronous:  # gather from all groups, even if this rank will not read the result
                     for group in self.groups[1:]:
                         self._start(self._gathered().amax(0), group)
@@ -123,7 +143,8 @@ class Vote:
         absent = self._absent
         if self._work is None or (self._device.is_asynchronous and not absent and self._weight is None):
             return frozenset() if self.groups else absent
-        failed, has_weight, has_none, *used = self._complete()
+        failed, has_weight, has_none, nonfinite, *used = self._complete()
+        self._is_nonfinite = bool(nonfinite)
         is_mixed = has_weight and has_none
         if failed and self._device.is_asynchronous:
             raise CollectiveError("another rank has failed in this step; see its own error")
@@ -135,12 +156,21 @@ class Vote:
             raise self._refusal()
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
+    def found_nonfinite(self) -> Tensor | bool:
+        """Return, after `outcome`, whether a rank has received something that is not finite.
+
+        On an accelerator a scalar there, for which the current stream waits, and not the host.
+        """
+        if isinstance(self._is_nonfinite, Tensor) and self.groups and not self._is_over:
+            return self._gathered()[:, 3].amax() > 0
+        return self._is_nonfinite
+
     def notice(self) -> Callable[[], bool] | None:
         """Return a function that waits, on the host, for the vote, and returns True if the step has failed.
 
         None if the host has waited for the outcome, or there are no other ranks.
         """
-        if self._work is None:
+        if not self.groups or self._is_over:
             return None
         flags = self._device.to_host(self._gathered()[:, :3].amax(0))
 
@@ -172,10 +202,10 @@ class Vote:
         self._flags, self._work = self._wire.vote(flags, group)
 
     def _gathered(self) -> Tensor:
-        assert self._work is not None
         assert self._flags is not None
-        waited(self._work)
-        self._work = None
+        if self._work is not None:
+            waited(self._work)
+            self._work = None
         return self._flags
 
     def _complete(self) -> list[int]:
@@ -185,6 +215,7 @@ class Vote:
             for group in () if self._device.is_asynchronous else self.groups[1:]:
                 self._start(flags, group)
                 flags = self._gathered().amax(0)
+        self._is_over = True
         return flags.tolist()
 
     def _refusal(self) -> ValueError:

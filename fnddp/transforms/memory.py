@@ -8,7 +8,7 @@ import torch
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, Replicated, State, Sync, all_in, require_agreement, transform
+from fnddp.core.sync import Exchange, Local, Remembered, Replicated, State, Sync, all_in, require_agreement, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 
 
@@ -51,7 +51,7 @@ def _remembered(owner: Sync, leaves: Leaves, *entries: Leaves) -> list[str]:
 class ErrorFeedbackState(NamedTuple):
     """`residual`: losses of earlier exchanges on this rank, by leaf path."""
 
-    residual: Local[Leaves]
+    residual: Local[Remembered[Leaves]]
     inner: State
 
 
@@ -103,8 +103,8 @@ class error_feedback(Memory):
 class MomentumCorrectionState(NamedTuple):
     """`u`: the momentum, by leaf path. `v`: the part of its sum that has not been sent."""
 
-    u: Local[Leaves]
-    v: Local[Leaves]
+    u: Local[Remembered[Leaves]]
+    v: Local[Remembered[Leaves]]
     inner: State
 
 
@@ -170,9 +170,9 @@ class EF21State(NamedTuple):
     `v`: the running mean of this rank's gradients (empty where eta is 1).
     """
 
-    h: Local[Leaves]
-    mean_h: Replicated[Leaves]
-    v: Local[Leaves]
+    h: Local[Remembered[Leaves]]
+    mean_h: Replicated[Remembered[Leaves]]
+    v: Local[Remembered[Leaves]]
     inner: State
 
 
@@ -240,7 +240,7 @@ class ef21(Memory):
 class SharedMomentumState(NamedTuple):
     """`momentum`: that of all ranks, by leaf path."""
 
-    momentum: Replicated[Leaves]
+    momentum: Replicated[Remembered[Leaves]]
     inner: State
 
 
@@ -258,9 +258,8 @@ class shared_momentum(Sync):
 
     The wrong choice in front of an optimizer with a momentum of its own; around what does not keep the scale of its
     input (`majority_vote`, `sign` with `scale="none"`), in which gradients no longer count; and where `.grad` is added
-    up over synchronized backwards (`no_sync` is right). A gradient that is not finite stays in m: put `skip_nonfinite`
-    outside. Other transforms belong inside: a `warmup` outside would begin with gradients, a `partition` outside would
-    leave some leaves without momentum.
+    up over synchronized backwards (`no_sync` is right). Other transforms belong inside: a `warmup` outside would
+    begin with gradients, a `partition` outside would leave some leaves without momentum.
 
     Args:
         inner: A mean that is the same on all ranks, with an update of every leaf in each step. It gets momenta in
@@ -332,7 +331,8 @@ def without_momentum(optimizer: torch.optim.Optimizer, beta: float) -> torch.opt
         The optimizer.
 
     Raises:
-        TypeError: It is none of torch's SGD, Adam and AdamW, or SGD with Nesterov's momentum; nothing is changed.
+        TypeError: It is none of torch's SGD, Adam and AdamW, or SGD with Nesterov's momentum or dampening; nothing is
+            changed.
         ValueError: `beta` is not in [0, 1).
 
     >>> w = torch.zeros(1, requires_grad=True)
@@ -343,16 +343,17 @@ def without_momentum(optimizer: torch.optim.Optimizer, beta: float) -> torch.opt
     if not 0 <= beta < 1:
         raise ValueError(f"without_momentum: beta must be in [0, 1), got {beta!r}")
     is_sgd, groups = isinstance(optimizer, torch.optim.SGD), optimizer.param_groups
-    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam) or any(group.get("nesterov") for group in groups):
+    is_other = any(group.get("nesterov") or (group.get("momentum") and group.get("dampening")) for group in groups)
+    if is_other or not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
         raise TypeError(
-            f"without_momentum: optimizer must be torch's SGD, Adam or AdamW, without Nesterov's momentum, got "
-            f"{type(optimizer).__name__}; give it a first beta or momentum of 0 yourself"
+            "without_momentum: optimizer must be torch's SGD, Adam or AdamW, without Nesterov's momentum or dampening, "
+            f"got {type(optimizer).__name__}; give it a first beta or momentum of 0 yourself"
         )
     shorter = math.sqrt((1 - beta) / (1 + beta))
     for group in groups:
         if is_sgd:
-            longer = (1 - group["dampening"]) / (1 - group["momentum"]) if group["momentum"] else 1.0
-            group |= {"lr": group["lr"] * longer, "momentum": 0.0, "dampening": 0.0}  # a rate may be a shared tensor
+            # Not in place: a rate may be a shared tensor.
+            group |= {"lr": group["lr"] / (1 - group["momentum"]), "momentum": 0.0}
         else:
             group |= {"lr": group["lr"] * shorter, "betas": (0.0, group["betas"][1])}
             if group["decoupled_weight_decay"]:

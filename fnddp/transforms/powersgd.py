@@ -11,7 +11,7 @@ from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
 from fnddp.core.layout import in_format_of
 from fnddp.core.opaque import rounded
 from fnddp.core.options import Limit, at_least, one_of
-from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
+from fnddp.core.sync import Exchange, Remembered, Replicated, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 
@@ -29,11 +29,11 @@ class PowerSGDState(NamedTuple):
     `p`: with `alternate`, the next basis of the other side by leaf path, `[rows, rank]`, unit columns.
     """
 
-    q: Replicated[Leaves]
+    q: Replicated[Remembered[Leaves]]
     step: Replicated[int]
     p_round: State
     q_round: State
-    p: Replicated[Leaves]
+    p: Replicated[Remembered[Leaves]]
     whole: State
 
 

@@ -1,7 +1,7 @@
 """Random-k and random block: all ranks draw the same elements, so payloads add."""
 
 import abc
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Drawn(Sync):
 
     counted: ClassVar[str]
     """Name of the field for a number of elements, instead of `ratio`."""
+    hides_nonfinite: ClassVar[Any] = True  # where it is not drawn
     needs_sums: ClassVar[str] = "and what is not drawn comes back as zeros"
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
+from fnddp.core import tree
 from fnddp.core.sync import State
+from fnddp.core.tree import paired
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Unit
-from fnddp.run.step import require_noticed
+from fnddp.run.step import has_nonfinite, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10D
@@ -98,6 +101,7 @@ class Reductions:
                 state = step.states.get(unit.name, self.states[unit.name])
                 mean, step.states[unit.name] = unit.reduce(scaled(buffer, step.scales[unit.group]), state)
                 mine.copy_(mean)
+                step.note(mean)
             except CollectiveError:
                 raise
             except Exception as error:
@@ -141,6 +145,8 @@ class Step:
         self._course = course
         self.states: dict[str, State] = {}  # what they become if it ends well
         self.failure: Exception | None = None  # the first error on this rank, with which all ranks end it
+        remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(course.states)[0])
+        self.is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
         self.scales = {unit.group: 1.0 for unit in course.units}  # factors of this rank's gradients
         self.total: float | None = None  # of the weights of the shards' ranks; None if they have none
         for group in self.scales:
@@ -163,7 +169,7 @@ class Step:
         """Commit the states, or restore the gradients and raise, as all ranks do."""
         vote = self._course.vote
         try:
-            vote.cast(frozenset(), failed=self.failure is not None)
+            vote.cast(frozenset(), failed=self.failure is not None, nonfinite=self.is_nonfinite or False)
             if self.failure is not None:
                 vote.explain(self.failure)
                 raise self.failure
@@ -173,14 +179,26 @@ class Step:
             self._course.broken = error if self._course.device.is_asynchronous else None
             self.settle(is_well=False)
             raise
-        self.settle(is_well=True)
+        self.settle(is_well=True, found_nonfinite=vote.found_nonfinite())
 
-    def settle(self, *, is_well: bool) -> None:
-        """Commit the states, or restore the gradients; all ranks have agreed on which."""
+    def note(self, mean: Tensor) -> None:
+        """Note whether a mean is finite: if one is not, on any rank, memory stays as it was."""
+        if self.is_nonfinite is not None:
+            self.is_nonfinite = has_nonfinite([mean], self._course.device) | self.is_nonfinite
+
+    def settle(self, *, is_well: bool, found_nonfinite: Tensor | bool = False) -> None:
+        """Commit the states, or restore the gradients; all ranks have agreed on which.
+
+        Where a rank has found what is not finite, states stay as they were.
+        """
         course = self._course
         course.close()
         if is_well:
-            course.states |= self.states
+            if isinstance(found_nonfinite, Tensor):
+                before = {name: course.states[name] for name in self.states}
+                self.states = paired(partial(_unless, found_nonfinite), before, self.states)
+            if found_nonfinite is not True:
+                course.states |= self.states
             course.steps += 1
         else:
             course.failed_steps += 1
@@ -193,6 +211,10 @@ class Step:
                 parameter.grad = None
             else:
                 _local(parameter.grad).copy_(before)
+
+
+def _unless(found: Tensor, before: Any, after: Any) -> Any:
+    return torch.where(found, before, after) if isinstance(after, Tensor) else after
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -201,6 +201,8 @@ class Replicas(PipelineHandle):
             for name, grad in self._gradients().items():
                 if name in missing and grad is not self._means.get(name):  # of no_sync
                     step.feed(name, grad.to_local())
+            if part is not None and part.is_nonfinite is not None:
+                step.watch(part.is_nonfinite)
             mean, unused = step.finish()
         except Exception as error:
             self._engine.fail(error)
@@ -209,7 +211,7 @@ class Replicas(PipelineHandle):
             self._put_back()
             raise
         if part is not None:
-            part.settle(is_well=True)
+            part.settle(is_well=True, found_nonfinite=step.found_nonfinite)
         gradients = self._gradients()
         for name in self._parameters.keys() - unused:
             p, grad = self._parameters[name], gradients.get(name)

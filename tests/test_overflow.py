@@ -1,0 +1,131 @@
+"""A step in which a gradient is infinite or NaN: memory stays as it was on all ranks, and training goes on after it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fnddp
+from fnddp.core import tree
+from fnddp.core.sync import REMEMBERED, State
+from fnddp.integrations.fsdp import compress, compress_shards
+from tests.pipelines import EXAMPLES
+from tests.ranks import on_ranks
+from tests.sharded import batches, loss, meshes, sharded
+
+STEPS = 12
+SHAPES = {"a.weight": (12, 20), "a.bias": (317,), "b.weight": (9, 31)}  # no multiples of a block
+
+
+def memory(state: State) -> dict[str, Tensor]:
+    return {path: part for path, marks, part in tree.annotated_items(state) if REMEMBERED in marks}
+
+
+def has_memory(text: str) -> bool:
+    sync = fnddp.parse(text)
+    return bool(memory(sync.init({path: torch.ones(shape) for path, shape in SHAPES.items()})))
+
+
+REMEMBERING = [text for text in EXAMPLES.values() if has_memory(text)]
+MORE = [
+    "error_feedback(sign(two_shot, scale='none'))",  # whose mean shows no NaN
+    "error_feedback(random_block(allreduce, block=3))",  # nor does this, where it is not drawn
+    "error_feedback(quantize(bf16(two_shot), bits=4, rounding='stochastic'))",
+    "error_feedback(fp8(allgather))",
+    "powersgd(allreduce, rank=3, refresh=3)",
+    "quantize(two_shot(server_memory=True), bits=4)",
+]
+
+
+@pytest.mark.parametrize("text", [*REMEMBERING, *MORE])
+@on_ranks(2, threads=True)
+def test_memory_stays_as_it_was(rank: int, text: str) -> None:
+    """One element of one leaf on one rank; `every` sends in each second step, and so is left alone for another."""
+    sync = fnddp.parse(text)
+    if not sync.agrees:
+        pytest.skip("no mean of all ranks")
+    run = fnddp.jit(sync)
+    like = {path: torch.ones(shape) for path, shape in SHAPES.items()}
+    state = sync.init(like)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        grads = {path: torch.randn(shape, generator=generator) for path, shape in SHAPES.items()}
+        is_bad = step in (3, 7)
+        if is_bad and rank == 1:
+            grads["a.weight"][3, 4] = math.inf if step == 3 else math.nan
+        before = {path: part.clone() for path, part in memory(state).items()}
+        mean, state = run(grads, state)
+        for path, part in memory(state).items():
+            assert part.isfinite().all(), (step, path)
+            if is_bad and "every" not in text and path in before:
+                torch.testing.assert_close(part, before[path], rtol=0, atol=0, msg=f"{step}: {path}")
+        if not is_bad and "every" not in text:
+            assert all(leaf is None or leaf.isfinite().all() for leaf in mean.values())
+
+
+PIPELINES = [
+    "error_feedback(powersgd(bf16(allreduce), rank=4))",
+    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
+    "ef21(topk(allgather, ratio=0.1))",
+    "shared_momentum(sign(two_shot))",
+]
+
+
+@pytest.mark.parametrize("way", ["module", "register"])
+@pytest.mark.parametrize("text", PIPELINES)
+@on_ranks(2)
+def test_a_loss_scaler_skips_one_step(rank: int, text: str, way: str) -> None:
+    """As with plain DDP; without it, every step after the first that overflowed."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+    if way == "module":
+        model: Any = fnddp.DistributedDataParallel(net, sync=text)
+    else:
+        model = DistributedDataParallel(net)
+        handle = fnddp.register(model, text)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-2), torch.amp.GradScaler("cpu")
+    skipped = 0
+    for step in range(STEPS):
+        factor = math.inf if step == 2 and rank == 1 else 1.0
+        scaler.scale(model(torch.randn(8, 64)).square().mean() * factor).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped += scaler.get_scale() < before
+    assert skipped == 1
+    state = model.sync_state if way == "module" else handle.state
+    assert all(part.isfinite().all() for part in memory(state).values())
+
+
+@on_ranks(2)
+def test_residuals_of_shards_stay_as_they_were(rank: int) -> None:
+    model = sharded()
+    handle = compress_shards(model, "error_feedback(quantize(two_shot, bits=4))")
+    train_with_nan(model, handle, rank)
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_residuals_on_two_axes_stay_as_they_were(rank: int) -> None:
+    mesh = meshes(2, 2)
+    for replicas in ("allreduce", "error_feedback(quantize(two_shot))"):
+        model = sharded(mesh["shard"])
+        handle = compress(model, mesh, shards="error_feedback(quantize(two_shot, bits=4))", replicas=replicas)
+        train_with_nan(model, handle, rank)
+
+
+def train_with_nan(model: nn.Module, handle: Any, rank: int) -> None:
+    for step, x in enumerate(batches(5)):
+        before = {path: part.clone() for path, part in memory(handle.state).items()}
+        is_bad = step == 2
+        (loss(model, x) * (math.nan if is_bad and rank == dist.get_world_size() - 1 else 1.0)).backward()
+        model.zero_grad()
+        for path, part in memory(handle.state).items():
+            assert part.isfinite().all(), (step, path)
+            if is_bad:
+                torch.testing.assert_close(part, before[path], rtol=0, atol=0, msg=path)
