@@ -1,5 +1,6 @@
 """`choose` on links that are written down, and `sync="auto"` on ranks that take theirs from a test."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,20 @@ def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tm
             for each in (measured, named):
                 each.load_state_dict(model.state_dict(sync_state=True))
             assert (pipeline_of(measured), pipeline_of(named)) == (FAR, "allreduce")
+
+
+@pytest.mark.parametrize("loads", [(0,), (0, 1)], ids=["one rank loads", "another file for each rank"])
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_ranks_that_load_other_choices_raise_before_they_send(rank: int, kind: str, loads: tuple[int, ...]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        model, holder = chosen_on(FAST, kind, patch)
+    checkpoint = holder.sync_checkpoint()
+    if rank in loads:
+        text = "bf16(allreduce)" if rank == 0 else "fp16(allreduce)"
+        checkpoint.adopt_pipeline({key: text for key in checkpoint.about() if key.endswith("pipeline")})
+    other = "fp16(allreduce)" if 1 in loads else "allreduce"
+    for _ in range(2):  # in each forward: no step begins
+        with pytest.raises(fnddp.RankMismatchError, match=re.escape(f"rank 0: bf16(allreduce); rank 1: {other}")):
+            _step(model, rank)
+    assert pipeline_of(holder) == ("bf16(allreduce)" if rank == 0 else other)

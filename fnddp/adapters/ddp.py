@@ -92,6 +92,7 @@ class Handle(PipelineHandle):
         if torch.is_grad_enabled() and not torch_private.is_within_backward():
             self._world.require_same()
             self._break_off()
+            self._require_one_choice()
             # Asked once after a step, before this forward may make other buckets: so all ranks get the same answer.
             last, self._last = self._last, []
             if last and torch_private.has_final_buckets(model):

@@ -1,9 +1,10 @@
 """The base classes of objects that own a pipeline and its state, and their numbers for a log."""
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.core.agreement import agree_on_state
+from fnddp.core.agreement import agree_on_state, agree_over
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
@@ -23,6 +24,7 @@ class HasPipeline:
     _group: str | None  # name of the model's process group; None for the default one
     _wire: Wire
     _is_measured = False  # "auto" has chosen the pipeline, and that of a checkpoint replaces it
+    _is_compared = False  # ranks have compared the pipeline that "auto", or a checkpoint, has chosen
 
     @property
     def sync(self) -> Sync:
@@ -70,6 +72,18 @@ class HasPipeline:
         """Continue with `sync`, from its initial state. All ranks call it, between steps."""
         raise NotImplementedError
 
+    def _require_one_choice(self, other_groups: Iterable[str | None] = ()) -> None:
+        """Raise a RankMismatchError on all ranks if checkpoints have replaced what "auto" took by other pipelines.
+
+        A forward calls this, and not `_adopt`: a rank that has loaded no checkpoint must take part. Ranks of
+        `other_groups` raise with them.
+        """
+        if self._is_measured and not self._is_compared:
+            with device_of(self._engine.device).selected():
+                about = 'the pipeline that "auto" took, or a checkpoint has replaced'
+                agree_over(lambda: {about: repr(self.sync.over(None))}, [self._group], other_groups)
+            self._is_compared = True
+
     def sync_stats(self) -> SyncStats:
         """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
 
@@ -102,7 +116,7 @@ class PipelineHandle(HasPipeline):
         self.group, self._group, self._wire = group, group, wire
 
     def _adopt(self, sync: Sync) -> None:
-        self._engine = self._engine_of(sync.over(self._group, unnamed_only=True))
+        self._engine, self._is_compared = self._engine_of(sync.over(self._group, unnamed_only=True)), False
         self._engine.connect()
 
 

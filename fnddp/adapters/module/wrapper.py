@@ -201,6 +201,7 @@ class DistributedDataParallel(TorchNames):
     def _adopt(self, sync: Sync) -> None:
         self._steps.settle()
         self._use(*self._agreed(sync, verify=False))
+        self._is_compared = False
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -360,6 +361,8 @@ class DistributedDataParallel(TorchNames):
             Join.notify_join_context(self)
             self._sync_buffers(HookLocation.PRE_FORWARD)
             self._steps.scale = self._share_of_inputs() if self._join_config.enable else 1.0
+            if self._synchronizes:
+                self._require_one_choice()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             (inputs,), (kwargs,) = torch_private.to_kwargs(inputs, kwargs, device)

@@ -125,6 +125,8 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         with device_of(self.device).selected():
             self._sync_buffers(HookLocation.PRE_FORWARD, has_inputs=False)
             synchronizes = control.total(0, self._group) > 0
+            if synchronizes:
+                self._require_one_choice()
             self._sync_buffers(HookLocation.POST_FORWARD, has_inputs=False)
             self.require_forward_param_sync = synchronizes
             if synchronizes:

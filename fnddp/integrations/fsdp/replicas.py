@@ -104,6 +104,7 @@ class Replicas(PipelineHandle):
             return
         self._require_frozen()
         self._break_off()
+        self._require_one_choice(_groups(self._shards))
         self._is_armed = self._synchronizes
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
