@@ -326,40 +326,34 @@ def test_a_rank_that_ends(gloo, n, text, how):
 # Gradients that are not finite
 
 
-def check_not_finite(rank: int, text: str, poison: Any, forgets: bool) -> None:
-    """Rank 1's gradient is not finite in step 2, after which one training puts the state back, and one does not."""
-    restored, straight, stuck = Training(text), Training(text), Training(text)
+def check_not_finite(rank: int, text: str, poison: Any) -> None:
+    """Rank 1's gradient is not finite in step 2, which the user leaves out: training goes on as if it had not been."""
+    poisoned, straight = Training(text), Training(text)
     for step in range(5):
-        for training in (restored, stuck):
-            training.optimizer.zero_grad()
-            before = training.model.sync_state
-            loss_of(training.model(batch(rank, step), poison if (rank, step) == (1, 2) else None)).backward()
-            grads = {name: p.grad for name, p in training.model.module.layers.named_parameters()}
-            assert_equal_on_ranks(grads)
-            finite = [name for name, grad in grads.items() if grad.isfinite().all()]
-            if step == 2:
-                assert finite == [name for name in grads if not name.startswith(LAYERS)]
-            else:
-                is_well = step < 2 or training is restored or forgets
-                assert (finite == list(grads)) == is_well, f"step {step}"
-            if training is restored and step == 2:
-                training.model.sync_state = before  # all ranks see the same mean, so all do this
-        if step != 2:
-            restored.optimizer.step()
+        poisoned.optimizer.zero_grad()
+        loss_of(poisoned.model(batch(rank, step), poison if (rank, step) == (1, 2) else None)).backward()
+        grads = {name: p.grad for name, p in poisoned.model.module.layers.named_parameters()}
+        assert_equal_on_ranks(grads)
+        finite = [name for name, grad in grads.items() if grad.isfinite().all()]
+        if step == 2:
+            assert finite == [name for name in grads if not name.startswith(LAYERS)]
+        else:
+            assert finite == list(grads), f"step {step}"
+            poisoned.optimizer.step()
             assert straight.step(batch(rank, step)) is None
-            assert restored.all == straight.all
+            assert poisoned.all == straight.all
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("n", "text", "poison", "forgets"),
+    ("n", "text", "poison"),
     [
-        (3, PLAIN, infinite, True),
-        (2, "fp16(allreduce)", huge, True),
-        (2, "powersgd(fp16(allreduce), rank=2)", not_a_number, True),
-        (2, "error_feedback(fp16(allreduce))", huge, False),
-        (3, COMPRESSED, not_a_number, False),
+        (3, PLAIN, infinite),
+        (2, "fp16(allreduce)", huge),
+        (2, "powersgd(fp16(allreduce), rank=2)", not_a_number),
+        (2, "error_feedback(fp16(allreduce))", huge),
+        (3, COMPRESSED, not_a_number),
     ],
 )
-def test_a_gradient_that_is_not_finite(gloo, n, text, poison, forgets):
-    gloo(n, check_not_finite, text, poison, forgets, timeout=DEADLINE)
+def test_a_gradient_that_is_not_finite(gloo, n, text, poison):
+    gloo(n, check_not_finite, text, poison, timeout=DEADLINE)
