@@ -184,14 +184,14 @@ SECONDS = 200
 
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("name", SAYS)
-def test_alone_and_on_ranks(name: str, ranks: int) -> None:
+def test_examples_run_alone_and_on_ranks(name: str, ranks: int) -> None:
     text = Scripts(EXAMPLES / name, ranks=ranks).said(SECONDS)
     assert text.count(SAYS[name]) == 1  # rank 0 alone speaks
     assert f"world size {ranks or 1}" in text
 
 
 @pytest.mark.parametrize("name", WITH_PEERS)
-def test_with_peers(name: str) -> None:
+def test_examples_with_peers_resume_to_the_bit(name: str) -> None:
     peer, ranks = WITH_PEERS[name]
     if find_spec(peer) is None:
         pytest.skip(f"needs {peer}")
@@ -201,12 +201,12 @@ def test_with_peers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIMULATED)
-def test_simulated(name: str) -> None:
+def test_studies_run(name: str) -> None:
     option, says = SIMULATED[name]
     assert says in Scripts(ROOT / "benchmarks" / name, option).said(SECONDS)
 
 
-def test_as_their_docstrings_say() -> None:
+def test_an_example_runs_under_torchrun() -> None:
     """By torchrun itself, of which each process takes seconds to start."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     command = [sys.executable, *TORCHRUN, EXAMPLES / "module.py"]

@@ -109,7 +109,7 @@ def test_wrong_sizes(sizes, message):
 
 
 @on_ranks(4, threads=True)
-def test_an_owner_takes_what_its_shard_loses(rank: int) -> None:
+def test_the_loss_of_a_shard_is_its_owners(rank: int) -> None:
     """What is not sent is n times the loss on the shard's owner, whose position in the node is its shard's."""
     pair = groups(rank, 2, 2)
     sync = hierarchical(fnddp.fp16(allreduce).over(pair["across"]), intra=pair["inside"])
@@ -154,7 +154,7 @@ def test_a_module_trains_over_two_levels(rank: int) -> None:
         torch.testing.assert_close(mean, want)
 
 
-def test_what_a_shard_must_not_be_averaged_with_is_named():
+def test_pipelines_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match="takes a sum, but inside the node a mean is taken"):
         hierarchical(fnddp.all_reduce(op="sum"))
     with pytest.raises(ValueError, match=r"another group than '5', that inside the node, .*name it, hier"):

@@ -265,7 +265,7 @@ def test_backward_finds_the_differences_of_its_forward(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_blocks_in_blocks(rank: int) -> None:
+def test_nested_blocks_of_no_sync_and_weight(rank: int) -> None:
     """A block within no_sync does not end it; one of a weight within another raises."""
     x, y = batches(2)
     ours = sharded()
@@ -284,7 +284,7 @@ def test_blocks_in_blocks(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_after_a_forward(rank: int) -> None:
+def test_compress_after_an_evaluation(rank: int) -> None:
     """Such as an evaluation before training, after which FSDP leaves the model's own weights whole."""
     (x,) = batches(1)
     mesh = meshes(1, 2)

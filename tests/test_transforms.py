@@ -423,7 +423,7 @@ def test_powersgd_recovers_after_zero_and_after_infinite_gradients(options):
     torch.testing.assert_close(mean["w"], good["w"], rtol=1e-4, atol=1e-3)
 
 
-def test_what_is_compressed():
+def test_powersgd_compresses_matrices_above_its_rate():
     gradients = {
         "matrix": torch.ones(12, 20),  # 32 * 2 * 2 < 240
         "small": torch.ones(5, 6),  # 11 * 2 * 2 > 30

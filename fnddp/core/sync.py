@@ -246,8 +246,8 @@ class Sync(Expression, abc.ABC):
         """True if it moves payloads that need not add, and takes the mean of the decoded ones: see `Codec`."""
         return False
 
-    def carry(self, code: Any, leaves: Leaves, state: State) -> Exchange:
-        """Exchange `leaves`, encoded by the codecs of `code`; for pipelines of which `carries` is True."""
+    def carry(self, layers: Any, leaves: Leaves, state: State) -> Exchange:
+        """Exchange `leaves`, encoded by the codecs of `layers`; for pipelines of which `carries` is True."""
         raise TypeError(f"{self!r} carries no encoded payloads")
 
     def children(self) -> Iterator["Sync"]:

@@ -111,7 +111,7 @@ Name: TypeAlias = Grad | Part | Divisor | Held | Sent | Span | Received | Mean |
 
 
 @dataclass(frozen=True)
-class Payload:
+class PayloadSpec:
     """One tensor in the flat buffer of a collective.
 
     Attributes:
@@ -163,7 +163,7 @@ class Collective:
     bucket: int
     slot: int
     width: int
-    payloads: tuple[Payload, ...]
+    payloads: tuple[PayloadSpec, ...]
 
     def __hash__(self) -> int:
         return hash((self.index, self.width, len(self.payloads)))  # not of each payload, at each look-up
