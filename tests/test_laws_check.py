@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fnddp
-from fnddp import Sync, allreduce, fp16, laws
-from fnddp.core import tree
+from fnddp import Sync, allreduce, fp16, laws, tree
 from fnddp.core.sync import registry
 from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks

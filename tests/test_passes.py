@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import Exchange, State, Sync, allreduce, laws
-from fnddp.core import collectives, tree
-from fnddp.core.tree import Leaves, Tree
+from fnddp import Exchange, State, Sync, allreduce, collectives, laws, tree
 from fnddp.device import Device
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.simulation.ranks import run_threads
+from fnddp.tree import Leaves, Tree
 from fnddp.wire.groups import World
 from tests.pipelines import EXAMPLES, TREES
 from tests.ranks import on_ranks

@@ -6,9 +6,9 @@ import torch
 import fnddp
 from fnddp import parse
 from fnddp.core.sync import Exchange
-from fnddp.core.tree import Leaves, Tree
 from fnddp.plan import period as periods
 from fnddp.plan.period import period
+from fnddp.tree import Leaves, Tree
 from tests.test_passes import Applied
 
 PARAMS = {"w": torch.zeros(20, 10), "b": torch.zeros(10)}

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd
-from fnddp.core import tree
+from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd, tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.ir.program import Grad, LeafSpec, Part, Span
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, law_6_lowered_is_eager

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fnddp
-from fnddp import Local, Replicated, laws
-from fnddp.core import collectives, tree
+from fnddp import Local, Replicated, collectives, laws, tree
 from fnddp.laws import bits
 from fnddp.simulation.ranks import run_threads
 from fnddp.simulation.simulate import simulate

@@ -242,7 +242,7 @@ class Carrier(Reducer):
     """
 
     ops: ClassVar[Any] = frozenset({"mean"})
-    carries: ClassVar[Any] = True
+    nests: ClassVar[Any] = frozenset({"around"})
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         return self.carry((), leaves, state)
@@ -297,14 +297,12 @@ class Codec(Sync):
 
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
-    carries: ClassVar[Any] = True
-    has_fractions: ClassVar[Any] = True
-    """True if its payload has floating-point parts, which a codec inside encodes."""
+    nests: ClassVar[Any] = frozenset({"around", "inside"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name, inner = type(self).__name__, self.inner
-        if isinstance(inner, Codec) and not inner.carries and inner.has_fractions:
+        if isinstance(inner, Codec) and not inner.carries and "inside" in inner.nests:
             raise TypeError(
                 f"{name}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
                 f"put {name} inside, {type(inner).__name__}({name}(allgather))"
@@ -315,7 +313,7 @@ class Codec(Sync):
                 f"{name}(allgather) or {name}(two_shot), and put transforms that are none outside: "
                 f"bucketize({name}(allgather))"
             )
-        if not (self.has_fractions or isinstance(self.inner, Carrier)):
+        if not ("inside" in self.nests or isinstance(self.inner, Carrier)):
             raise TypeError(
                 f"{name}: its payload has no fractions that {self.inner!r} could encode; give it a carrier alone, "
                 f"{name}(allgather) or {name}(two_shot)"

@@ -113,8 +113,8 @@ class cast(Sync):
         return done
 
     @property
-    def carries(self) -> bool:
-        return self.inner.carries and not self.check
+    def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset({"around", "inside"} if self.inner.carries and not self.check else ())
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         if not self.carries:
