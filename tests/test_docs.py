@@ -118,9 +118,14 @@ def test_figures_of_the_readme_are_those_of_the_files_that_they_come_from() -> N
 
 def test_links_lead_to_files() -> None:
     """Also those that leave the site, which mkdocs does not check."""
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
         links = re.findall(r"\]\(([^)#\s]+)", FENCE.sub("", page.read_text()))
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
+
+
+def test_the_citation_is_of_this_version() -> None:
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fnddp" / "version.py").read_text(), re.M)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_files_that_pages_show_are_there() -> None:

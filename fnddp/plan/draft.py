@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from fnddp.core.sync import State, Sync
 from fnddp.ir.plan_data import Phase
-from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Segment, Sent
+from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent
 from fnddp.wire.groups import World
 
 Storage: TypeAlias = fx.Node | Mean | Scratch
@@ -115,7 +115,6 @@ class Draft:
     segments: list[DraftSegment] = field(default_factory=list[DraftSegment])
     placement: Placement = field(default_factory=Placement)
     batches: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
-    emitted: list[Segment] = field(default_factory=list[Segment])
 
     @property
     def paths(self) -> list[str]:

@@ -30,7 +30,7 @@ from fnddp.plan.plan import Plan
 from fnddp.wire.groups import World, WorldSize, within
 
 KEEP = Donation()
-_PASSES = (drop, simplify, fuse, combine, order, place, foreach, emit)
+_PASSES = (drop, simplify, fuse, combine, order, place, foreach)
 
 
 def lower(
@@ -179,6 +179,7 @@ def plan_of(draft: Draft) -> Plan:
     """Run the passes on a trace, which they change, and return the plan."""
     for step in _PASSES:
         draft = step(draft)
+    segments = emit(draft)
     request, placement = draft.request, draft.placement
     outputs = output_nodes(draft.graph)
     results: list[Any] = [name_of(node, draft.names) for node in outputs]
@@ -190,7 +191,7 @@ def plan_of(draft: Draft) -> Plan:
         sync=request.sync,
         leaves=request.leaves,
         buckets=request.buckets,
-        segments=tuple(draft.emitted),
+        segments=segments,
         means={path: name for path, name in zip(request.leaves, results, strict=False) if name is not None},
         state=tuple(results[len(request.leaves) :]),
         phase=draft.phase,

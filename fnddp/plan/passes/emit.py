@@ -30,15 +30,17 @@ _QUICK: dict[Any, Any] = {
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what they compute
 
 
-def emit(draft: Draft) -> Draft:
+def emit(draft: Draft) -> tuple[Segment, ...]:
+    """Return the segments of the plan: the last pass."""
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
+    segments: list[Segment] = []
     written = [_Emitter(segment, draft) for segment in draft.segments]
     last_read = {name: i for i, code in enumerate(written) for name in code.inputs}
     for i, (segment, code) in enumerate(zip(draft.segments, written, strict=True)):
         outputs = [node for node in code.made if name_of(node, draft.names) in kept or Temp(node.name) in last_read]
         frees = [name for name in code.inputs if last_read[name] == i and name not in kept and not _persists(name)]
-        draft.emitted.append(
+        segments.append(
             Segment(
                 slot=segment.slot,
                 needs=tuple(segment.needs),
@@ -52,7 +54,7 @@ def emit(draft: Draft) -> Draft:
                 commits=segment.commits,
             )
         )
-    return draft
+    return tuple(segments)
 
 
 def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
