@@ -43,7 +43,7 @@ def test_the_old_pipeline_of_replicas_is_the_new_one():
 def test_an_argument_under_both_names_is_refused():
     model: Any = None
     with pytest.raises(TypeError, match="both are given; leave the old one out"):
-        compress(model, model, gradients="two_shot", gradients="two_shot")
+        compress(model, model, gradients="two_shot", shards="two_shot")
 
 
 @pytest.mark.parametrize("old", [name for name in DEPRECATIONS if name.startswith("fnddp.")])

@@ -166,3 +166,12 @@ def test_pipelines_that_do_not_fit_are_refused():
     named = hierarchical(allreduce.over("5"), intra="6")
     assert named.over("7", unnamed_only=True) == named
     assert hierarchical(none).over("7", unnamed_only=True) == hierarchical(none, intra="7")
+
+
+def test_ranks_of_other_nodes_have_other_means_of_what_is_not_sent_across():
+    sync = hierarchical(fnddp.partition({"experts*": none, "*": allreduce.over("across")}), intra="inside")
+    assert not sync.agrees
+    with pytest.raises(TypeError, match="gives ranks other means of some leaves"):
+        fnddp.clip_by_global_norm(sync, max_norm=1.0)
+    assert hierarchical(none, intra="inside").agrees  # one node
+    assert hierarchical(allreduce.over("across"), intra="inside").agrees
